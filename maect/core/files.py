@@ -276,7 +276,7 @@ def write_table_text(path: Path, text: str) -> None:
 
 
 def read_table_text(path: Path) -> str:
-    """Read a table that `write_table_text` wrote, or another.
+    """Read a table; one that `write_table_text` wrote is checked against its checksum.
 
     Raises:
         UserError: there is none, or it is not as it was written.

@@ -142,7 +142,7 @@ class SettingsFile(Settings):
 
         Raises:
             UserError: no such file, or its first fault, with file, key and hint; or it has changed
-                since the job was submitted, whose state belongs to what it said.
+                since the job was submitted: what the job saved belongs to the file of then.
         """
         path = Path(path)
         try:

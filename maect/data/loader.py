@@ -209,10 +209,15 @@ def _views(
         images = [packed.tensors[name] for name in image_names(len(groups))]
     batch = Batch(step, record[:, ID], epochs, record[:, LABEL], tuple(images), packed)
     out = [view for group in images for view in group.numpy()]
-    changed = None
-    if change is not None:
-        changed = lambda views, i: change(views, int(epochs[i]), int(batch.ids[i]))  # noqa: E731
-    return _Job(batch, rows, np.stack(geometries, 1), out, changed)
+    return _Job(batch, rows, np.stack(geometries, 1), out, _changer(change, batch))
+
+
+def _changer(
+    change: Change | None, batch: Batch
+) -> Callable[[Sequence[NDArray[np.uint8]], int], None] | None:
+    if change is None:
+        return None
+    return lambda views, i: change(views, int(batch.epochs[i]), int(batch.ids[i]))
 
 
 def evaluation_batches(

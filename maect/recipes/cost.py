@@ -44,7 +44,12 @@ class PassMode:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one pass through a part of a model, for one image, and at its worst moments."""
+    """Bytes of one pass through a part of a model, for one image.
+
+    Attributes:
+        kept: wait for the backward pass through the part.
+        forward, backward: come and go at the worst moment of each pass through it.
+    """
 
     kept: float
     forward: float

@@ -1,4 +1,4 @@
-"""TrainingEvaluations while a training runs: accuracy after each epoch, and online evaluation."""
+"""Evaluations while a training runs: accuracy after each epoch, and online evaluation."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from maect.train.watchdog import EVALUATING, SCORING, Watchdog
 
 @dataclass
 class TrainingEvaluations:
-    """TrainingEvaluations of what a training holds. Their time is not that of steps.
+    """Evaluations of an encoder while it trains. Their time is not that of steps.
 
     Attributes:
         steps: of the whole training.
