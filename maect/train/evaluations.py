@@ -19,17 +19,15 @@ from maect.train.stage import RunInputs, Training
 from maect.train.watchdog import EVALUATING, SCORING, Watchdog
 
 
-@dataclass
-class TrainingEvaluations:
-    """Evaluations of an encoder while it trains. Their time is not that of steps.
+@dataclass(kw_only=True)
+class UnderWay:
+    """A training under way: what its steps and its evaluations touch.
 
     Attributes:
         steps: of the whole training.
         images: of the training set.
         metrics: rank 0's, None elsewhere.
-        scores: of the epochs so far, if they are scored.
-        online: of the online evaluation, if there is one.
-        knn: accuracy of the last online evaluation in percent, if it has one.
+        clock: times the steps; part of the state.
     """
 
     context: Context
@@ -43,6 +41,20 @@ class TrainingEvaluations:
     metrics: Metrics | None
     watchdog: Watchdog
     clock: DeviceTime
+
+
+@dataclass
+class TrainingEvaluations:
+    """Evaluations of an encoder while it trains. Their time is not that of steps.
+
+    Attributes:
+        training: that trains it.
+        scores: of the epochs so far, if they are scored.
+        online: of the online evaluation, if there is one.
+        knn: accuracy of the last online evaluation in percent, if it has one.
+    """
+
+    training: UnderWay
     scores: Scores | None
     online: OnlineEvaluator | None
     knn: float | None = None
@@ -55,12 +67,13 @@ class TrainingEvaluations:
         """Return the accuracy after an epoch, in percent, if a step ends one that is scored."""
         if self.scores is None or not self._scored(step):
             return {}
-        self.watchdog.at(SCORING, step)
-        self.engine.complete()
-        size, predict = self.encoder.image_size, self.objective.predict
+        training = self.training
+        training.watchdog.at(SCORING, step)
+        training.engine.complete()
+        size, predict = training.encoder.image_size, training.objective.predict
         index, resize = self.scores.index, self.scores.resize
-        with self.clock.aside(useful=True):
-            found = accuracy(self.context, index, self.device, size, resize, predict)
+        with training.clock.aside(useful=True):
+            found = accuracy(training.context, index, training.device, size, resize, predict)
             self.scores.accuracies.append(found)
         return {"accuracy": found}
 
@@ -68,11 +81,12 @@ class TrainingEvaluations:
         """Return the values of an online evaluation, if one is due."""
         if self.online is None or not self._evaluated(step):
             return {}
-        self.watchdog.at(EVALUATING, step)
-        with self.clock.aside(useful=True, online=True):
-            found = self.online.evaluate(self.engine.shards)
-            if self.metrics is not None:
-                self.metrics.show(step, self.online.pictures)
+        training = self.training
+        training.watchdog.at(EVALUATING, step)
+        with training.clock.aside(useful=True, online=True):
+            found = self.online.evaluate(training.engine.shards)
+            if training.metrics is not None:
+                training.metrics.show(step, self.online.pictures)
         self.knn = found.get("online_knn")
         return found
 
@@ -84,15 +98,18 @@ class TrainingEvaluations:
     def _scored(self, step: int) -> bool:
         """Return whether a step ends an epoch to score; the rest of the last epoch is dropped."""
         before, done = self._images(step)
-        ends = step == self.steps or done // self.images > before // self.images
+        images = self.training.images
+        ends = step == self.training.steps or done // images > before // images
         return self.scores is not None and ends
 
     def _evaluated(self, step: int) -> bool:
-        return self.online is not None and self.online.due(*self._images(step), step == self.steps)
+        last = step == self.training.steps
+        return self.online is not None and self.online.due(*self._images(step), last)
 
     def _images(self, step: int) -> tuple[int, int]:
         """Return the images trained on before and after a step."""
-        return (step - 1) * self.stage.batch_size, step * self.stage.batch_size
+        size = self.training.stage.batch_size
+        return (step - 1) * size, step * size
 
 
 def first_scores(run: RunInputs, split: Index) -> Scores | None:

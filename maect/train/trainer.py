@@ -27,7 +27,7 @@ from maect.data.index import open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.models.attention import flash_kernel
-from maect.recipes import Encoder, OnlineEvaluation
+from maect.recipes import OnlineEvaluation
 from maect.train.attempts import Attempt, compute_as_before, note_attempt
 from maect.train.buffers import Buffers
 from maect.train.checkpoint import (
@@ -37,12 +37,11 @@ from maect.train.checkpoint import (
     snapshot,
 )
 from maect.train.device_time import DeviceTime
-from maect.train.engine import Engine, Mark, build_engine, seconds_between, start
-from maect.train.evaluations import TrainingEvaluations, first_scores
+from maect.train.engine import Mark, build_engine, seconds_between, start
+from maect.train.evaluations import TrainingEvaluations, UnderWay, first_scores
 from maect.train.fence import Fence
 from maect.train.final_record import described, write_final_record
 from maect.train.metrics import Metrics, usage
-from maect.train.objective import Objective
 from maect.train.online import OnlineEvaluator
 from maect.train.replay import Replay, part_of
 from maect.train.replicas import compare_replicas
@@ -54,7 +53,7 @@ from maect.train.run_folder import (
     outputs,
     remove_states,
 )
-from maect.train.stage import RunInputs, Training
+from maect.train.stage import RunInputs
 from maect.train.sums import Sums
 from maect.train.trace import Trace, steps_of
 from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING, Watchdog
@@ -194,25 +193,11 @@ def train(
         record={"fingerprint": identity},
         losses=record["losses"] if record else [],
         clock=clock,
-        evaluations=TrainingEvaluations(
-            context,
-            stage,
-            run.encoder,
-            objective,
-            engine,
-            device,
-            steps,
-            images.n,
-            metrics,
-            watchdog,
-            clock,
-            scores,
-            evaluator,
-        ),
         replay=repeat,
         trace=window,
         accumulation=computing.accumulation,
     )
+    trainer.evaluations = TrainingEvaluations(trainer, scores, evaluator)
     try:
         if step < last:
             near = open_index(stage_shards(run.shards, stage_to)) if stage_to else split
@@ -264,40 +249,26 @@ def train(
     return "done"
 
 
-@dataclass
-class Trainer:
+@dataclass(kw_only=True)
+class Trainer(UnderWay):
     """Everything that a step touches.
 
     Attributes:
         step: updates done so far; with the settings it is the whole position of the run.
-        images: of the training set, for the epoch that is shown.
-        metrics: rank 0's, None elsewhere.
         save_seconds: between two states.
         record: what every state says beside its step.
         losses: sum and number of the losses of each epoch so far, part of the state.
-        clock: times the steps; part of the state.
         evaluations: of the encoder while it trains, if there are any.
         replay: of the step that is repeated, if one is: then nothing is saved.
         trace: profiles some of the steps, if it is asked for.
         accumulation: forward passes of an update.
     """
 
-    context: Context
-    stage: Training
-    encoder: Encoder
-    objective: Objective
-    engine: Engine
-    device: torch.device
     step: int
-    steps: int
-    images: int
     saver: Saver
-    metrics: Metrics | None
-    watchdog: Watchdog
     save_seconds: float
     record: dict[str, Any]
     losses: list[tuple[float, int]]
-    clock: DeviceTime
     evaluations: TrainingEvaluations | None = None
     replay: Replay | None = None
     trace: Trace | None = None
