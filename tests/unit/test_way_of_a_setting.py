@@ -1,13 +1,18 @@
-"""How many modules know a setting, from YAML to the kernel: `topk` of the lookup, for one."""
+"""How many modules know a setting, from YAML to the kernel, and a run, from YAML to a cell."""
 
 import ast
+import json
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from io import StringIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pytest
 import torch
 import yaml
 
@@ -118,3 +123,24 @@ def test_few_modules_know_a_setting(tmp_path: Path) -> None:
     beside = {"models/refiner.py", "tools/neighbors.py", "tools/new_experiment.py"}
     assert {"models/heads.py", "data/random.py"} < passed_on
     assert len(passed_on | (namers - beside)) <= 10, sorted(passed_on)
+
+
+@pytest.mark.slow
+def test_few_modules_know_a_run(tmp_path: Path) -> None:
+    """Of those that know what a run is: `core` reads and writes files of any kind."""
+    script = Path(__file__).with_name("way_of_a_run.py")
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    shown = pd.read_csv(StringIO(found["table"]))
+    assert shown.method.tolist() == ["followed"] and 0 <= shown.knn[0] <= 100
+    modules = [
+        name for name in found["modules"] if name.endswith(".py") and not name.startswith("core/")
+    ]
+    # Where it is declared, resolved, trained, evaluated, shown.
+    assert {
+        "experiment/expand.py", "experiment/resolve.py", "train/trainer.py", "evaluate/knn.py",
+        "report/tables.py",
+    } < set(modules)  # fmt: skip
+    assert len(modules) <= 25, modules
