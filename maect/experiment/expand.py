@@ -158,10 +158,7 @@ def _as_sources(runs: Mapping[str, Run]) -> dict[str, Run]:
     """Blocks have the norms of those that a run starts from: a size does not say where they are."""
     made = dict(runs)
     for name, run in runs.items():
-        first, seen = run, {name}
-        while (source := first.source) is not None and source in runs and source not in seen:
-            seen.add(source)
-            first = runs[source]
+        *_, first = chain(name, runs)
         if run.settings.trains and first.encoder.norm != run.encoder.norm:
             encoder = run.encoder.model_copy(update={"norm": first.encoder.norm})
             made[name] = replace(run, encoder=encoder)
@@ -201,36 +198,38 @@ def run_to_score(run: str, evaluation: str, part: str) -> str:
     return f"{run}.{evaluation}.{part}"
 
 
+def chain(name: str, runs: Mapping[str, Run]) -> Iterator[Run]:
+    """Yield a run, what it starts from, and so on, each once."""
+    seen: set[str] = set()
+    source: str | None = name
+    while source in runs and source not in seen:
+        seen.add(source)
+        yield runs[source]
+        source = runs[source].source
+
+
 def begins_with(name: str, runs: Mapping[str, Run]) -> Run:
     """Return what a run starts from in the end."""
-    while (source := runs[name].source) is not None:
-        name = source
-    return runs[name]
+    *_, first = chain(name, runs)
+    return first
 
 
 def check_sources(runs: Mapping[str, Run], where: str) -> None:
     """Refuse the first run that does not start from what its stage can start from (UserError)."""
     for run in runs.values():
-        _check_source(run, runs, f"{where}: {run.name}")
-    for run in runs.values():
-        chain = [run.name]
-        while (source := runs[chain[-1]].source) is not None:
-            if source in chain:
-                raise UserError(f"{where}: {' <- '.join([*chain, source])} is a circle")
-            chain.append(source)
-
-
-def _check_source(run: Run, runs: Mapping[str, Run], where: str) -> None:
-    if run.source is None:
-        check_source(where, run.settings, run.encoder, None, "from")
-        return
-    if run.source not in runs:
-        raise UserError(
-            f"{where}: starts from unknown run {run.source!r}; {did_you_mean(run.source, runs)}"
-        )
-    source = runs[run.source]
-    given = source.name, source.settings, source.encoder
-    check_source(where, run.settings, run.encoder, given, "from")
+        this, given = f"{where}: {run.name}", None
+        if run.source is not None:
+            if run.source not in runs:
+                hint = did_you_mean(run.source, runs)
+                raise UserError(f"{this}: starts from unknown run {run.source!r}; {hint}")
+            source = runs[run.source]
+            given = source.name, source.settings, source.encoder
+        check_source(this, run.settings, run.encoder, given, "from")
+    for name in runs:
+        behind = list(chain(name, runs))
+        if again := behind[-1].source:
+            names = [*(run.name for run in behind), again]
+            raise UserError(f"{where}: {' <- '.join(names)} is a circle")
 
 
 REPLACED = ("seeds", "starting_from", "storage")

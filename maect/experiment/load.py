@@ -25,6 +25,7 @@ from maect.experiment.expand import (
     REPLACED,
     Run,
     begins_with,
+    chain,
     check_sources,
     expand_runs,
     lines,
@@ -348,13 +349,7 @@ class Experiment:
 
     def behind(self, runs: Iterable[str]) -> list[str]:
         """The runs and all that they start from, sorted."""
-        behind: set[str] = set()
-        for run in runs:
-            name: str | None = run
-            while name is not None and name not in behind:
-                behind.add(name)
-                name = self.runs[name].source
-        return sorted(behind)
+        return sorted({one.name for run in runs for one in chain(run, self.runs)})
 
 
 def names() -> list[str]:

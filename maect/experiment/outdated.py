@@ -7,7 +7,7 @@ beside it. So a copy of the folder, another clone and a start from elsewhere fin
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ def outdated(experiment: Experiment) -> list[Path]:
 
     What is made of such a file follows it. Of what inputs are gone nothing can be told: it stays.
     """
-    return _Comparison(experiment).outdated
+    found = _Comparison(experiment)
+    return [*found.shards(), *found.runs(), *found.features(), *found.evaluations(), *found.shown()]
 
 
 class _Comparison:
@@ -39,11 +40,6 @@ class _Comparison:
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.root = experiment, experiment.root
-        self._read: dict[Path, dict[str, Any]] = {}
-
-    @cached_property
-    def outdated(self) -> list[Path]:
-        return [*self.shards(), *self.runs(), *self.features(), *self.evaluations(), *self.shown()]
 
     def shards(self) -> Iterator[Path]:
         for name, part in self.experiment.splits:
@@ -157,26 +153,24 @@ class _Comparison:
             if there and not _is_made_by(config, path, there):
                 yield there[0]
 
+    @cache  # noqa: B019 (of one comparison)
     def record(self, path: Path) -> dict[str, Any]:
         """A JSON record; {} where there is none, or damaged, which whoever uses it will say."""
-        if path not in self._read:
-            self._read[path] = read_mapping(path)
-        return self._read[path]
+        return read_mapping(path)
 
+    @cache  # noqa: B019
     def header(self, path: Path) -> dict[str, Any]:
         """Return what a features file says about its making, likewise."""
-        if path not in self._read:
-            try:
-                self._read[path] = open_record(path) if path.exists() else {}
-            except UserError:
-                self._read[path] = {}
-        return self._read[path]
+        try:
+            return open_record(path) if path.exists() else {}
+        except UserError:
+            return {}
 
     def index(self, shards: Path) -> str | None:
         """Digest of shards; None where there are none."""
         return self.record(shards / "index.json").get("digest")
 
-    @cache  # noqa: B019 (of one comparison)
+    @cache  # noqa: B019
     def run(self, folder: Path) -> RunRecord | None:
         """The record of a run, likewise."""
         return RunRecord.find(folder)

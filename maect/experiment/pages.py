@@ -14,6 +14,7 @@ from pkgutil import resolve_name
 
 from maect.core.errors import UserError
 from maect.core.settings import SettingsFile
+from maect.core.yaml_files import read_yaml
 from maect.evaluate.explore import Explore
 from maect.experiment.load import Experiment
 from maect.records import RunRecord
@@ -77,35 +78,13 @@ class Page:
         if shown is None:
             return CAPTIONS[self.name]
         compare = experiment.spec.compare_with_paper
-        cells = CELLS.format(BESIDE if compare else "") if self.name == "table" else ""
-        return shown[name].about(compare) + cells
+        cells = CAPTIONS["cells"].format(CAPTIONS["beside"] if compare else "")
+        return shown[name].about(compare) + (cells if self.name == "table" else "")
 
 
 SHOWN: Mapping[str, Mapping[str, Table | Figure]] = {"table": TABLES, "figure": FIGURES}
-CELLS = """
-
-Each cell: what was measured, ± the standard deviation over seeds where there are several{}.
-Empty: not run."""
-BESIDE = """; below
-it the paper's number for the same model and size, and the difference"""
-CAPTIONS = {
-    "claims": """
-Statements of the paper that these tables can decide, in our own words, each with where the paper
-makes it. *holds* and *fails* are about the numbers measured here, not about the paper's.
-*not measured*: a run it needs is missing. *within noise*: the difference that decides it does not
-exceed its standard deviation over seeds.
-""",
-    "datasets": """
-Every encoder on every data set of the experiment, by each evaluation. Below a number is its 95 %
-interval, by the bootstrap over test images, where the evaluation has one.
-""",
-    "images": """
-A map of the images (UMAP), groups found without labels (communities in a graph of nearest
-neighbours), and the nearest images of each by cosine similarity. This is a way to look at the
-images, not a measurement. There may be more images than are shown. A tab of its own has more room.
-""",
-    "summary": "The first page of this report, by itself.",
-}
+CAPTIONS: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
+"""What the report says below its pages: by their kind, and of the cells of tables."""
 
 
 def figures(experiment: Experiment) -> list[str]:

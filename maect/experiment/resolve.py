@@ -1,6 +1,6 @@
 """The jobs of an experiment: the config, inputs and outputs of each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -109,6 +109,16 @@ def features_file(experiment: Experiment, run: str, dataset: str, split: Feature
     return experiment.root / "features" / run / name
 
 
+def features_read(experiment: Experiment) -> Iterable[tuple[str, str, Features]]:
+    """(run, data set, split) of all features that evaluations read, without repetition."""
+    return dict.fromkeys(
+        (run, experiment.dataset_of(name), kind)
+        for run, name in experiment.evaluations
+        for kind in experiment.evaluation(run, name).inputs().values()
+        if isinstance(kind, Features)
+    )
+
+
 def ending(features: Features) -> str:
     """Return what is behind a split's name in that of its features' file: `.before_norm.last_4`."""
     norm = "" if features.norm else WITHOUT_NORM
@@ -175,15 +185,11 @@ def files(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile]]:
     """The resolved file of every run, evaluation, page and features that are read, by path."""
     for run in experiment.runs:
         yield experiment.folder(run) / "config.yaml", run_config(experiment, run)
-    read: dict[Path, FeaturesConfig] = {}
     for run, name in experiment.evaluations:
         path = experiment.root / "evaluations" / run / f"{name}.yaml"
         yield path, evaluation_config(experiment, run, name)
-        dataset = experiment.dataset_of(name)
-        for kind in experiment.evaluation(run, name).inputs().values():
-            if isinstance(kind, Features):
-                made = features_file(experiment, run, dataset, kind).with_suffix(".yaml")
-                read[made] = features_config(experiment, run, dataset, kind)
-    yield from read.items()
+    for one in features_read(experiment):
+        path = features_file(experiment, *one).with_suffix(".yaml")
+        yield path, features_config(experiment, *one)
     for path, config, _ in pages(experiment):
         yield path, config

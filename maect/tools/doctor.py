@@ -21,8 +21,8 @@ from yte.exceptions import YteError
 
 from maect.core.errors import UserError, counted
 from maect.core.files import read_json
-from maect.evaluate import Features
 from maect.experiment import Experiment
+from maect.experiment.resolve import features_read
 from maect.launch import LaunchError, Resources, Task, launch, submit
 from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS, node_range
 from maect.launch.slurm import command
@@ -330,20 +330,10 @@ def needs(experiment: Experiment) -> tuple[int, int]:
                 files += 4 * given.shards
     for run in experiment.runs.values():
         size += run.settings.state_bytes(run.encoder)
-    for name, dataset_name, source in _features(experiment):
+    for name, dataset_name, source in features_read(experiment):
         images = shards_of(experiment.shards(dataset_name, source.split)).images or 0
         size += feature_bytes(experiment.runs[name].encoder, images)
     return size, files + 10 * len(experiment.evaluations)
-
-
-def _features(experiment: Experiment) -> set[tuple[str, str, Features]]:
-    """(run, data set, split) of all features that evaluations read."""
-    return {
-        (run, experiment.dataset_of(name), source)
-        for run, name in experiment.evaluations
-        for source in experiment.evaluation(run, name).inputs().values()
-        if isinstance(source, Features)
-    }
 
 
 def run_probe(root: Path, wanted: Resources, driver: int | None = None) -> list[Finding]:

@@ -9,12 +9,12 @@ from typing import Any
 from maect.core.errors import UserError
 from maect.core.files import read_mapping
 from maect.data.sources import open_source
-from maect.evaluate import Features
 from maect.evaluate.throughput import Throughput
 from maect.experiment import Experiment
 from maect.experiment.resolve import (
     ending,
     features_file,
+    features_read,
     inputs_of_evaluation,
     inputs_of_run,
     of_ending,
@@ -252,17 +252,14 @@ def all_jobs(experiment: Experiment) -> list[RuleJob]:
         for name, run in experiment.runs.items()
         if run.settings.trains
     ]
-    read: dict[tuple[str, str, str, str], None] = {}
+    alone = here | {"devices": "1"}
     for run, name in experiment.evaluations:
-        settings = experiment.evaluation(run, name)
-        for kind in settings.inputs().values():
-            if isinstance(kind, Features):
-                read[run, experiment.dataset_of(name), kind.split, ending(kind)] = None
-        given = {"run": run, "evaluation": name}
-        jobs.append(RuleJob(settings.name, given, here | {"devices": "1"}))
-    keys = "run", "dataset", "split", "norm"
-    features = [dict(zip(keys, values, strict=True)) for values in read]
-    return jobs + [RuleJob("features", given, here | {"devices": "1"}) for given in features]
+        protocol = experiment.evaluation(run, name).name
+        jobs.append(RuleJob(protocol, {"run": run, "evaluation": name}, alone))
+    for run, dataset, kind in features_read(experiment):
+        given = {"run": run, "dataset": dataset, "split": kind.split, "norm": ending(kind)}
+        jobs.append(RuleJob("features", given, alone))
+    return jobs
 
 
 def make_plan(
@@ -410,19 +407,19 @@ def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device
             raise KeyError(f"{dataset} {split}")
         return count
 
-    more = {
-        "makes": experiment.root / "evaluations" / run / f"{name}.json",
-        "needs": (experiment.folder(run), *_makers(inputs_of_evaluation(experiment, run, name))),
-    }
-    flops, title, exact = None, f"{run} {name}", settings.full_precision
+    flops, unknown = None, False
     try:
         flops = settings.flops(experiment.runs[run].encoder, images)
     except KeyError as error:
         plan.unknown.add(f"images of {error.args[0]}")
-        return _on_devices(job, title, None, exact, device, **more)
-    if flops is not None:
-        return _on_devices(job, title, flops, exact, device, **more)
-    priced = _on_devices(job, title, 0.0, exact, device, **more)
+        unknown = True
+    priced = _on_devices(
+        job, f"{run} {name}", flops, settings.full_precision, device,
+        makes=experiment.root / "evaluations" / run / f"{name}.json",
+        needs=(experiment.folder(run), *_makers(inputs_of_evaluation(experiment, run, name))),
+    )  # fmt: skip
+    if unknown or flops is not None:
+        return priced
     try:
         part = min(1.0, images(settings.test_split) / IMAGENET_VAL)
     except KeyError:

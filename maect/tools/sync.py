@@ -4,10 +4,10 @@ A second call adds what is new since: `synced.json` beside the files says what w
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from maect.core.entries import entries
 from maect.core.errors import UserError
@@ -21,21 +21,11 @@ _AT_ONCE = 500
 """Values that MLflow is sent together; it takes 1,000."""
 
 
-class Service(Protocol):
-    """Service that a run is copied to."""
-
-    id: str
-    """What the service calls the copy."""
-
-    def log(self, step: int, values: dict[str, float], pictures: dict[str, Path]) -> None:
-        """Add what was logged at a step; steps come in their order."""
-
-    def close(self, finished: bool) -> None:
-        """End this copying; whether the run itself has ended, too."""
-
-
 class WandB:
-    """Weights & Biases, in `$WANDB_MODE` and at `$WANDB_BASE_URL` as its client has it."""
+    """Weights & Biases, in `$WANDB_MODE` and at `$WANDB_BASE_URL` as its client has it.
+
+    `id` is what the service calls the copy.
+    """
 
     def __init__(self, run: Path, project: str, id: str | None, config: dict[str, Any]) -> None:
         wandb = _package("wandb")
@@ -47,12 +37,12 @@ class WandB:
         self.id = str(self._run.id)
 
     def log(self, step: int, values: dict[str, float], pictures: dict[str, Path]) -> None:
-        """Add what was logged at a step."""
+        """Add what was logged at a step; steps come in their order."""
         shown = {f"online/{name}": self._image(str(path)) for name, path in pictures.items()}
         self._run.log(values | shown, step=step)
 
     def close(self, finished: bool) -> None:
-        """End this copying."""
+        """End this copying; whether the run itself has ended, too."""
         self._run.finish()
 
 
@@ -90,10 +80,7 @@ class MLflow:
         self._client.set_terminated(self.id, "FINISHED" if finished else "RUNNING")
 
 
-SERVICES: dict[str, Callable[[Path, str, str | None, dict[str, Any]], Service]] = {
-    "wandb": WandB,
-    "mlflow": MLflow,
-}
+SERVICES: dict[str, type[WandB | MLflow]] = {"wandb": WandB, "mlflow": MLflow}
 
 
 def sync(service: str, run: Path, project: str) -> int:
@@ -114,7 +101,9 @@ def sync(service: str, run: Path, project: str) -> int:
     new = [line for line in entries(metrics) if line["step"] > before["step"]]
     if not new and before["id"] is not None:
         return 0
-    copy = SERVICES[service](run, project, before["id"], _config(run))
+    config = run / "config.yaml"
+    settings = read_yaml(config) if config.exists() else {}
+    copy = SERVICES[service](run, project, before["id"], settings)
     # At once: should this end early, the next call goes on with the same copy.
     write_record(path, known | {service: {"id": copy.id, "step": before["step"]}})
     done = before["step"]
@@ -136,13 +125,6 @@ def _package(name: str) -> Any:
         return import_module(name)
     except ImportError:
         raise UserError(f"{name} is not installed: uv pip install {name}") from None
-
-
-def _config(run: Path) -> dict[str, Any]:
-    """Return the run's resolved file."""
-    path = run / "config.yaml"
-    config: dict[str, Any] = read_yaml(path) if path.exists() else {}
-    return config
 
 
 def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
