@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maect.core.errors import UserError, did_you_mean
+from maect.core.templates import fill_template
 from maect.core.yaml_files import read_yaml
 from maect.data.config import made_by
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, Features, Shards
-from maect.models.export import Card, fill_template
+from maect.models.export import Card
 from maect.records import EvaluationRecord, RunRecord, is_finished
 from maect.report.tables import result_file
 from maect.stages import STAGES

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from jinja2 import StrictUndefined, Template
 
 from maect.core.errors import UserError
 from maect.core.files import (
@@ -22,6 +21,7 @@ from maect.core.files import (
     write_json,
     write_text,
 )
+from maect.core.templates import fill_template
 from maect.models.weights import HEAD, load_encoder_weights, load_tensors, save_tensors
 from maect.recipes import IMAGENET, Encoder
 from maect.records import RunRecord, checked_sha256
@@ -264,15 +264,6 @@ def hub_config(
             "classifier": "head",
         },
     }
-
-
-def fill_template(path: Path, **values: Any) -> str:
-    """The text of a template of Jinja."""
-    text = path.read_text(encoding="utf-8")
-    template = Template(
-        text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
-    )
-    return template.render(values)
 
 
 def model_card(

@@ -52,28 +52,25 @@ def frame_of(matrix: Matrix) -> pd.DataFrame:
                 continue
             columns = np.stack([score.per_image for score in found.values()], axis=1)
             best = columns[:, [int(columns.mean(axis=0).argmax())]]
-            ends = {
-                "": intervals(columns),
-                "difference_": intervals(columns - columns[:, :1]),
-                "best": intervals(best - columns),
-            }
+            low, high = intervals(columns)
+            difference_low, difference_high = intervals(columns - columns[:, :1])
+            below_best, _ = intervals(best - columns)
             for number, (name, score) in enumerate(found.items()):
-                first = number == 0
-                rows.append(
-                    {
-                        **about,
-                        "encoder": name,
-                        "value": score.value,
-                        "low": ends[""][0][number],
-                        "high": ends[""][1][number],
-                        "deviation": score.deviation,
-                        "chosen": score.chosen,
-                        "difference": None if first else score.value - columns[:, 0].mean(),
-                        "difference_low": None if first else ends["difference_"][0][number],
-                        "difference_high": None if first else ends["difference_"][1][number],
-                        "best": bool(ends["best"][0][number] <= 0),
-                    }
-                )
+                row = {
+                    **about,
+                    "encoder": name,
+                    "value": score.value,
+                    "low": low[number],
+                    "high": high[number],
+                    "deviation": score.deviation,
+                    "chosen": score.chosen,
+                    "best": bool(below_best[number] <= 0),
+                }
+                if number > 0:
+                    row["difference"] = score.value - columns[:, 0].mean()
+                    row["difference_low"] = difference_low[number]
+                    row["difference_high"] = difference_high[number]
+                rows.append(row)
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 

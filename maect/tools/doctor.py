@@ -49,6 +49,11 @@ class Finding:
     hint: str = ""
 
 
+def checked(holds: bool, what: str, hint: str, fault: str = "") -> Finding:
+    """Return what a check found: that it holds, else the `fault` (or `what` again) with a hint."""
+    return Finding("ok", what) if holds else Finding("FAIL", fault or what, hint)
+
+
 def lines(findings: Iterable[Finding]) -> list[str]:
     """For the terminal."""
     out = []
@@ -128,8 +133,8 @@ def software() -> list[Finding]:
     """Python, the packages of the lock file, what is optional, the native decoder."""
     here = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    hint = "" if fits else "load a module of Python 3.11 to 3.13 and `make install PYTHON=...`"
-    out = [Finding("ok" if fits else "FAIL", f"python {here} ({sys.executable})", hint)]
+    hint = "load a module of Python 3.11 to 3.13 and `make install PYTHON=...`"
+    out = [checked(fits, f"python {here} ({sys.executable})", hint)]
     for package in PACKAGES:
         try:
             out.append(Finding("ok", f"{package} {version(package)}"))
@@ -159,10 +164,8 @@ def driver(said: int | None) -> list[Finding]:
     if said is None:
         hint = "`nvidia-smi` on a compute node shows it: write the number as `driver` there"
         return [Finding("note", f"{what}; the site's is unknown", hint)]
-    if said < needed:
-        hint = "install wheels of an older CUDA: docs/gpu.md, Drivers"
-        return [Finding("FAIL", f"{what}; the site has {said}", hint)]
-    return [Finding("ok", f"{what}; the site has {said}")]
+    hint = "install wheels of an older CUDA: docs/gpu.md, Drivers"
+    return [checked(said >= needed, f"{what}; the site has {said}", hint)]
 
 
 def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
@@ -265,11 +268,9 @@ def wall_limits(rules: dict[str, dict[str, Any]]) -> list[Finding]:
         what = f"{partition}: jobs of up to {minutes} min ({rule})"
         if limit is None:
             out.append(Finding("note", f"{what}; SLURM says no wall limit"))
-        elif minutes > limit:
-            hint = "lower `runtime` in the profile: longer trainings save and are queued again"
-            out.append(Finding("FAIL", f"{what}; the wall limit is {limit}", hint))
         else:
-            out.append(Finding("ok", f"{what}; the wall limit is {limit}"))
+            hint = "lower `runtime` in the profile: longer trainings save and are queued again"
+            out.append(checked(minutes <= limit, f"{what}; the wall limit is {limit}", hint))
     return out
 
 
@@ -312,11 +313,11 @@ def storage(experiment: Experiment) -> list[Finding]:
     space = (
         f"{folder}: {size_text(free)} free, about {size_text(size)} needed for {experiment.name}"
     )
-    out = [Finding("ok", space) if free > size else Finding("FAIL", space, hint)]
+    out = [checked(free > size, space, hint)]
     if not system.f_files:
         return [*out, Finding("note", f"{folder}: unknown how many more files are possible")]
     what = f"{folder}: {inodes:,} more files possible, about {files:,} needed"
-    return [*out, Finding("ok", what) if inodes > files else Finding("FAIL", what, hint)]
+    return [*out, checked(inodes > files, what, hint)]
 
 
 def needs(experiment: Experiment) -> tuple[int, int]:
@@ -371,27 +372,30 @@ def judge(seen: dict[str, Any], driver: int | None = None) -> list[Finding]:
     else:
         out.append(Finding("note", "no GPU: ranks run on the CPU"))
     for found in sorted({r["driver"] for r in ranks if devices and r["driver"]}):
-        if driver is not None and int(found.partition(".")[0]) < driver:
-            what, hint = f"NVIDIA driver {found}, not {driver}", "correct `driver` in the profile"
-            out.append(Finding("FAIL", what, hint))
-        else:
-            out.append(Finding("ok", f"NVIDIA driver {found}"))
-    kind = "NCCL" if devices else "gloo"
-    if all(r["sum"] == count * (count - 1) / 2 for r in ranks):
-        slowest = min(r["gigabytes"] for r in ranks)
-        out.append(Finding("ok", f"{kind} all-reduce over {count} ranks: {slowest:.2f} GB/s"))
-    else:
-        hint = "name the interface in the setup script: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
-        out.append(Finding("FAIL", f"{kind} all-reduce gives a wrong sum", hint))
-    if len({r["trained"] for r in ranks}) == 1:
-        out.append(Finding("ok", f"DeepSpeed trains a step over {count} ranks"))
-    else:
-        hint = "the same packages on every node? `make install` where all nodes see it"
-        out.append(Finding("FAIL", "weights differ between ranks after a step", hint))
-    if all(r["files"] == count for r in ranks):
-        out.append(Finding("ok", "every rank sees the files of all others"))
-    else:
-        hint = "set `storage` in the experiment to a file system that all nodes share"
-        out.append(Finding("FAIL", "files written on one node are not seen on another", hint))
-    open_ = seen["internet"]
-    return [*out, Finding("note", f"compute nodes {'reach' if open_ else 'have no'} internet")]
+        what, hint = f"NVIDIA driver {found}", "correct `driver` in the profile"
+        new_enough = driver is None or int(found.partition(".")[0]) >= driver
+        out.append(checked(new_enough, what, hint, f"{what}, not {driver}"))
+    kind, slowest = "NCCL" if devices else "gloo", min(r["gigabytes"] for r in ranks)
+    internet = "reach" if seen["internet"] else "have no"
+    return [
+        *out,
+        checked(
+            all(r["sum"] == count * (count - 1) / 2 for r in ranks),
+            f"{kind} all-reduce over {count} ranks: {slowest:.2f} GB/s",
+            "name the interface in the setup script: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME",
+            f"{kind} all-reduce gives a wrong sum",
+        ),
+        checked(
+            len({r["trained"] for r in ranks}) == 1,
+            f"DeepSpeed trains a step over {count} ranks",
+            "the same packages on every node? `make install` where all nodes see it",
+            "weights differ between ranks after a step",
+        ),
+        checked(
+            all(r["files"] == count for r in ranks),
+            "every rank sees the files of all others",
+            "set `storage` in the experiment to a file system that all nodes share",
+            "files written on one node are not seen on another",
+        ),
+        Finding("note", f"compute nodes {internet} internet"),
+    ]

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_text
+from maect.core.files import write_text
+from maect.core.templates import fill_template
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import encoder_checksum, encoder_settings
+from maect.records import EvaluationRecord
 
 COLUMNS = (
     "family", "method", "arch", "pretrain", "eval", "image_size", "lp", "lp_gap", "ep",
@@ -25,6 +27,8 @@ COLUMNS = (
 LETTERS = {(384, 12): "S", (768, 12): "B", (1024, 24): "L", (1280, 32): "H"}
 PROBES = {"lp": "lars_linear_probe", "ep": "efficient_probe"}
 KNN = {"raw": "knn_leaderboard", "final_norm": "knn_leaderboard_final_norm"}
+LOGS = Path(__file__).parent
+"""Templates of the logs; of an epoch its accuracy on the test split alone is known."""
 FIXED = ("epochs", "batch_size", "base_lr", "warmup_epochs", "weight_decay", "crop_scale", "flip")
 
 
@@ -48,13 +52,14 @@ def leaderboard(runs: list[Path], out: Path) -> str:
     for name, run in zip(names, runs, strict=True):
         row, logs = _row(name, Path(os.path.abspath(run)))
         writer.writerow(row)
-        for log, lines in logs.items():
-            write_text(out / log, "\n".join(lines) + "\n")
+        for log, content in logs.items():
+            write_text(out / log, content)
     write_text(out / "results.csv", text.getvalue())
     return text.getvalue()
 
 
-def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
+def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The row of a run, and its logs by their paths."""
     encoder, folder = encoder_settings(run), run.parents[1] / "evaluations" / name
     sha256 = encoder_checksum(run)
     read = "cls" if encoder.class_token else "mean"
@@ -71,19 +76,22 @@ def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
         "model": name,
         "loader": "unsupported:maect",
     }
-    logs: dict[str, list[str]] = {}
+    logs: dict[str, str] = {}
     notes = []
     for column, evaluation in PROBES.items():
         result = _result(folder, evaluation, sha256)
-        settings, values = result["settings"], result["metrics"]["by_epoch"]
-        row |= {column: f"{max(values):.2f}", f"{column}_log": f"logs/{name}/{column}.txt"}
+        settings, values = result.settings, result.metrics["by_epoch"]
+        path = f"logs/{name}/{column}.txt"
+        row |= {column: f"{max(values):.2f}", f"{column}_log": path}
         usual = load_evaluation(evaluation, "large")[1].model_dump(mode="json")
         other = [f"{key} {settings[key]}" for key in FIXED if settings[key] != usual[key]]
         notes += [f"{column.upper()}: {', '.join(other)}"] if other else []
-        if f"{evaluation}_held_out" in result["metrics"]:
-            notes.append(_chosen(column.upper(), result["metrics"][f"{evaluation}_held_out"]))
-        variant = {"lp": row["lp_variant"], "ep": "ep"}[column]
-        logs[f"logs/{name}/{column}.txt"] = _probe_log(name, variant, settings, values)
+        if f"{evaluation}_held_out" in result.metrics:
+            notes.append(_chosen(column.upper(), result.metrics[f"{evaluation}_held_out"]))
+        logs[path] = fill_template(
+            LOGS / "probe_log.txt.j2", row=row, variant=row[f"{column}_variant"],
+            settings=settings, values=values,
+        )  # fmt: skip
     row["ep_queries"] = settings["queries"]
     grid = []
     for features, evaluation in KNN.items():
@@ -92,11 +100,11 @@ def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
         if features == "final_norm" and not there:
             continue
         result = _result(folder, evaluation, sha256)
-        pooled = result["provenance"]["splits"]["train"]["pooling"].replace("fc_norm", "mean")
+        pooled = result.provenance["splits"]["train"]["pooling"].replace("fc_norm", "mean")
         if pooled != read:
             notes.append(f"no k-NN: features pooled by {pooled}, the linear probe reads {read}")
             break
-        plain = [entry for entry in result["metrics"]["sweep"] if not entry["standardized"]]
+        plain = [entry for entry in result.metrics["sweep"] if not entry["standardized"]]
         grid += [(features, e["temperature"], e["k"], e["accuracy"], e["held_out"]) for e in plain]
     if grid:
         features, temperature, k, best, _ = max(grid, key=lambda entry: entry[3])
@@ -105,15 +113,7 @@ def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
             notes.append(_chosen("k-NN", max(tried, key=lambda entry: entry[4])[3]))
         path = f"logs/{name}/knn.txt"
         row |= {"knn": f"{best:.2f}", "knn_k": k, "knn_T": temperature, "knn_log": path}
-        logs[path] = [
-            "k-NN Evaluation",
-            f"Model: {name}",
-            f"Representation: {row['lp_variant']}",
-            "features, T, k, Top1, Top5",
-            *(f"{f}, {t}, {k_}, {top:.2f}, " for f, t, k_, top, _ in grid),
-            "",
-            f"Best: Top1 {best:.2f}% with {features} features at k={k}, T={temperature}",
-        ]
+        logs[path] = fill_template(LOGS / "knn_log.txt.j2", row=row, grid=grid, features=features)
     return row | {"notes": "; ".join(notes)}, logs
 
 
@@ -122,29 +122,12 @@ def _chosen(what: str, accuracy: float) -> str:
     return f"{what} chosen on held-out training images: {accuracy:.2f}"
 
 
-def _result(folder: Path, evaluation: str, sha256: str) -> dict[str, Any]:
-    """The JSON of an evaluation; UserError if it is missing, damaged or of another encoder."""
+def _result(folder: Path, evaluation: str, sha256: str) -> EvaluationRecord:
+    """The result of an evaluation; UserError if it is missing, damaged or of another encoder."""
     path = folder / f"{evaluation}.json"
     if not path.exists():
         raise UserError(f"{path}: no such result; add {evaluation} to the experiment's `evaluate`")
-    result: dict[str, Any] = read_json(path)
-    if result["provenance"]["encoder_sha256"] != sha256:
+    result = EvaluationRecord.read(path)
+    if result.encoder_sha256 != sha256:
         raise UserError(f"{path}: of an encoder that {folder.name} no longer has; evaluate again")
     return result
-
-
-def _probe_log(name: str, variant: str, settings: dict[str, Any], values: list[float]) -> list[str]:
-    """The lines of a training log; of an epoch its accuracy on the test split alone is known."""
-    return [
-        "Training Log",
-        f"Model: {name}",
-        f"Representation: {variant}",
-        f"Base learning rate: {settings['base_lr']}",
-        f"Effective batch size: {settings['batch_size']}",
-        "Epoch, Train Loss, Train Acc1, Val Loss, Val Acc1, Val Acc5",
-        *(f"{epoch}, , , , {value:.2f}, " for epoch, value in enumerate(values)),
-        "",
-        "Final Results:",
-        f"Max Accuracy: {max(values):.2f}%",
-        f"Final Val Acc1: {values[-1]:.2f}%",
-    ]

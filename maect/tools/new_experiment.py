@@ -1,23 +1,20 @@
 """Writes an experiment file for one's own images, with what was chosen and why as comments."""
 
-import logging
 import math
 import shlex
 from collections import Counter
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import yaml
-from jinja2 import Environment, StrictUndefined
 
 from maect.core.errors import UserError, counted
 from maect.core.files import write_text
+from maect.core.templates import fill_template
 from maect.data.retrieve import CATALOGUE
 from maect.data.sources import UNLABELLED, find_source
-from maect.evaluate import Protocol
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.explore import Explore
 from maect.evaluate.knn import Knn
@@ -55,10 +52,7 @@ from maect.tools.own_training import (
 from maect.tools.plan import Device, PlannedJob, SplitFacts, all_jobs, listed, make_plan, wall
 from maect.tools.speed import busy
 
-log = logging.getLogger(__name__)
-P = TypeVar("P", bound=Protocol)
-
-TEMPLATE = "experiment.yaml.j2"
+TEMPLATE = Path(__file__).with_name("experiment.yaml.j2")
 SHARD_BYTES = 300_000_000
 FEW = 10_000  # images, below which a public encoder is worth a try before anything is trained
 FIRST = "dinov2_small"  # of the public ones: small, and good at photographs
@@ -221,26 +215,25 @@ class Written:
         figures += ["training_curves", *([] if public else ["reconstructions"])]
         splits = {"train": (images, self.lists), "val": (self.val or images, self.lists)}
         splits |= {"test": (self.test, {})} if self.test else {}
-        environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-                                  keep_trailing_newline=True)  # fmt: skip
-        environment.filters["flow"] = flow
-        template = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
-        return environment.from_string(template).render(
+        return fill_template(
+            TEMPLATE,
+            flow=flow,
+            counted=counted,
             images=images,
-            n=f"{n:,}",
+            n=n,
+            chosen=chosen,
+            size=size,
             classes=f"in {groups} classes" if groups else "without labels",
             remarks=self.remarks,
             skip_unreadable=self.skip_unreadable,
-            size=size,
-            pixels=chosen.pixels,
-            why=chosen.why,
             name="".join(c if c.isalnum() else "_" for c in self.folder.name) or "images",
             reading=images.pixels.model_dump(mode="json", exclude_defaults=True),
             splits={name: self._split(name, *given) for name, given in splits.items()},
             one_in=None if self.val else round(len(images.entries) / len(self.held)),
             every=evaluate_every(chosen.epochs["ct_min"], n),
             public=public,
-            **_trained(chosen, n, public),
+            file=CATALOGUE[public][0].name if public else None,
+            **_trained(chosen, n),
             left_out=left_out,
             protocols=protocols,
             probe=probe,
@@ -259,38 +252,23 @@ class Written:
         return values | ({"skip_unreadable": True} if self.skip_unreadable else {})
 
 
-def _trained(chosen: Chosen, n: int, public: str | None) -> dict[str, Any]:
-    """The runs, and what is said of them."""
-    size, epochs, batch = chosen.size, chosen.epochs, chosen.batch
+def _trained(chosen: Chosen, n: int) -> dict[str, Any]:
+    """Numbers of the runs, and what is said of them."""
+    size, steps = chosen.size, chosen.epochs["ct_min"] * n // chosen.batch
     recipe = cast(Tune, load_recipe("ct_min", size))
     queue = min(recipe.head.queue_size, power_of_two(n))
-    topk = min(recipe.head.topk, max(1, queue // 50))
-    own = load_encoder(size).image_size == chosen.pixels
-    at: dict[str, Any] = {"size": size} | ({} if own else {"image_size": chosen.pixels})
-    steps = epochs["ct_min"] * n // batch
     average = min(recipe.encoder_ema, round(max(0.0, 1 - AVERAGED / max(1, steps)), 4))
-    head: dict[str, Any] = {"batch_size": batch, "head": {"queue_size": queue}}
-    tune = {"batch_size": batch, "head": {"queue_size": queue, "topk": topk}}
-    tune |= {"encoder_ema": average} if average < recipe.encoder_ema else {}
-    said: dict[str, Any] = {"queue": queue, "steps": steps}
-    said["too_few_steps"] = steps < own_training.FEWEST_STEPS
-    if public:
-        mae = {"weights": f"$WEIGHTS/{CATALOGUE[public][0].name}", "layout": "mae"} | at
-    else:
-        few = n < own_training.ENOUGH
-        shown = f"shows about {about(epochs['mae'] * n)} images" if few else "the paper's"
-        said |= {"epochs": counted(epochs["mae"], "epoch"), "length": shown}
-        first = min(load_recipe("mae", size).batch_size, power_of_two(n / 4))
-        mae = {"recipe": "mae"} | at | {"set": {"epochs": epochs["mae"], "batch_size": first}}
-    runs = {"mae": mae}
-    for stage, source, settings, length in (
-        ("head", f"mae_{size}", head, "head_min"),
-        ("ct", f"head_{{aug}}_{size}", tune, "ct_min"),
-    ):
-        changed = {"epochs": epochs[length]} | settings
-        runs[stage] = {"recipe": f"{stage}_{{aug}}"} | at | {"from": source, "set": changed}
-        runs[stage]["each"] = {"aug": [*chosen.augmentations]}
-    return said | {"runs": runs}
+    own = load_encoder(size).image_size == chosen.pixels
+    return {
+        "at": f"size: {size}" + ("" if own else f", image_size: {chosen.pixels}"),
+        "first_batch": min(load_recipe("mae", size).batch_size, power_of_two(n / 4)),
+        "shown": about(chosen.epochs.get("mae", 0) * n) if n < own_training.ENOUGH else None,
+        "queue": queue,
+        "topk": min(recipe.head.topk, max(1, queue // 50)),
+        "average": average if average < recipe.encoder_ema else None,
+        "steps": steps,
+        "too_few_steps": steps < own_training.FEWEST_STEPS,
+    }
 
 
 def new_experiment(

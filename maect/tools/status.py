@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -150,28 +150,22 @@ def status_of(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluste
     timing = logged[-1].get("timing", {}) if logged else {}
     held = timing.get("held_seconds")
     useful = timing["useful_seconds"] / held if held else None
+    known = Status(name, "", "done", 1.0, None, None, loss, knn, None, number, note)
+    if run is not None:
+        speed, useful = run.images_per_second, run.useful_part
+        return replace(known, stage=run.stage, speed=speed, useful=useful)
     if done:
-        about = (run.stage, run.images_per_second, run.useful_part) if run else ("", None, None)
-        stage, speed, useful = about
-        return Status(name, stage, "done", 1.0, speed, None, loss, knn, useful, number, note)
+        return known
     if job is None:
         return Status(name, "", "unknown", note=note)
     word, note = state_and_note(folder, job, clusters)
-    running = word == "running"
-    note = note or (str(report.get("slow") or "") if running else "")
-    return Status(
-        name,
-        stage_of(folder, job),
-        word,
-        part(report),
-        report.get("images_per_second") if running else None,
-        seconds_left(report) if running else None,
-        loss,
-        knn,
-        useful,
-        number,
-        note,
+    known = replace(
+        known, stage=stage_of(folder, job), state=word, part=part(report), useful=useful, note=note
     )
+    if word != "running":
+        return known
+    speed, slow = report.get("images_per_second"), str(report.get("slow") or "")
+    return replace(known, speed=speed, left=seconds_left(report), note=note or slow)
 
 
 def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> tuple[str, str]:
