@@ -202,7 +202,7 @@ def chain(name: str, runs: Mapping[str, Run]) -> Iterator[Run]:
     """Yield a run, what it starts from, and so on, each once."""
     seen: set[str] = set()
     source: str | None = name
-    while source in runs and source not in seen:
+    while source is not None and source in runs and source not in seen:
         seen.add(source)
         yield runs[source]
         source = runs[source].source
