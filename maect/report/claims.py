@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 from uncertainties import std_dev, ufloat
 
-from maect.core.files import read_mapping, write_table_text, write_text
+from maect.core.files import read_mapping, write_text
 from maect.core.seeds import seed_of
 from maect.report.configs import ClaimsConfig, Row, ShownConfig
 from maect.report.registry import TABLES
@@ -27,6 +27,7 @@ from maect.report.tables import (
     printed_tables,
     read_table,
     trained_table,
+    write_table,
 )
 
 HOLDS, FAILS, NOISE, OPEN = "holds", "fails", "within noise", "not measured"
@@ -201,15 +202,7 @@ def _deviation(tables: Tables, key: Key) -> float | None:
 def _is_trained(tables: Tables, key: Key) -> bool:
     """Return whether a model was trained here: what is imported has one seed."""
     _, architecture, method, _ = key
-    return method in _methods(tables.get(TRAINED), architecture)
-
-
-def _methods(frame: pd.DataFrame | None, architecture: str) -> Collection[str]:
-    """Methods for which a table has a row of an architecture."""
-    if frame is None:
-        return ()
-    lines = zip(frame["architecture"], frame["method"], strict=True)
-    return {method for of, method in lines if of == architecture}
+    return architecture in _architectures(tables, TRAINED, method)
 
 
 def beyond_chance(differences: Sequence[float]) -> bool:
@@ -394,12 +387,6 @@ def judge(
     ]
 
 
-def on_plain_knn(statement: Statement) -> Statement:
-    """The statement about k-NN on features as they are."""
-    texts = (text.replace(".knn_standardized", ".knn") for text in statement.comparisons)
-    return replace(statement, comparisons=tuple(texts))
-
-
 def claims_table(tables: Tables, **more: Any) -> pd.DataFrame:
     """All statements with their verdicts.
 
@@ -412,7 +399,13 @@ def claims_table(tables: Tables, **more: Any) -> pd.DataFrame:
     statements = [*STATEMENTS]
     decided = judge(tables, statements, **more)
     printed = judge(printed_tables(), statements, "_paper")
-    others = [one for one in map(on_plain_knn, statements) if one not in statements]
+    on_plain = (
+        replace(
+            one, comparisons=tuple(c.replace(".knn_standardized", ".knn") for c in one.comparisons)
+        )
+        for one in statements
+    )
+    others = [one for one in on_plain if one not in statements]
     plain = {one.statement.name: one.result for one in judge(tables, others, **more)}
     lines = [
         {
@@ -471,11 +464,6 @@ def tables_of_sets(shown: Sequence[ShownConfig]) -> dict[int, dict[str, pd.DataF
     return made
 
 
-def write_claims(frame: pd.DataFrame, path: Path) -> None:
-    """Write the verdicts as CSV."""
-    write_table_text(path, frame.to_csv(index=False, lineterminator="\n"))
-
-
 def make_claims(path: Path) -> None:
     """`maect page claims.yaml`: beside it the verdicts as CSV and as a page."""
     config = ClaimsConfig.read(path)
@@ -488,5 +476,5 @@ def make_claims(path: Path) -> None:
         sets=tables_of_sets(shown),
         images={split: n for split, n in read.items() if n},
     )
-    write_claims(verdicts, path.with_suffix(".csv"))
+    write_table(verdicts, path.with_suffix(".csv"))
     write_text(path.with_suffix(".html"), claims_page(verdicts))

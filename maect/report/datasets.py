@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from maect.core.files import write_table_text, write_text
+from maect.core.files import write_text
 from maect.report.configs import DatasetsConfig
 from maect.report.matrix import INTERVALS, markdown, matrices
 from maect.report.render import MINUS, render_page
-from maect.report.tables import read_metrics, result_file
+from maect.report.tables import read_metrics, result_file, write_table
 
 COLUMNS = ("encoder", "dataset", "evaluation", "metric", "value", "low", "high")
 NOTES = (
@@ -45,7 +45,7 @@ def make_datasets(path: Path) -> None:
     """`maect page datasets.yaml`: beside it `datasets` as CSV, Markdown and a page."""
     config = DatasetsConfig.read(path)
     frame = build_datasets(config)
-    write_table_text(path.with_suffix(".csv"), frame.to_csv(index=False, lineterminator="\n"))
+    write_table(frame, path.with_suffix(".csv"))
     frame["measure"] = frame["evaluation"] + " " + frame["metric"]
     titles = {
         f"{evaluation} {metric}": f"{title} ({evaluation})"

@@ -189,20 +189,17 @@ def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, 
             result = EvaluationRecord.read(path)
             kept = result.model_dump(mode="json", exclude={"left_sha256"})
             anchor = f"{run}-{name}"
-            results[anchor] = _source(f"evaluations/{run}/{path.name}", anchor, kept)
+            text = json.dumps(kept, indent=1)
+            results[anchor] = RowSource(f"evaluations/{run}/{path.name}", anchor, text)
             folder = evaluations.parent / "runs" / run
             if run not in runs and is_finished(folder):
                 values = RunRecord.of(folder).model_dump(mode="json", exclude_none=True)
                 file = str(RunRecord.path(Path("runs", run)))
-                runs[run] = _source(file, f"run-{run}", values)
+                runs[run] = RowSource(file, f"run-{run}", json.dumps(values, indent=1))
     return {
         "Where the numbers come from": list(results.values()),
         "The runs behind them: recipe, seed, versions, cost": list(runs.values()),
     }
-
-
-def _source(name: str, anchor: str, value: Any) -> RowSource:
-    return RowSource(name, anchor, json.dumps(value, indent=1))
 
 
 def _by_architecture(lines: Iterable[Line]) -> Iterator[tuple[str, list[Line]]]:

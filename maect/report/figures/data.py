@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,16 +36,18 @@ def row_title(row: Row, rows: Sequence[Row]) -> str:
 def result_files(shown: ShownConfig, ending: str) -> dict[str, Path]:
     """A result file of each row's first run, by the row's title, where there is one.
 
-    Of the evaluations that the figure's entry needs, the first that any row has.
+    Of the evaluations that the figure's entry needs, the first that any row has; a UserError if no
+    row has one.
     """
     runs = {row_title(row, shown.rows): row.runs[0] for row in shown.rows if row.runs}
-    for name in entry(shown.name, FIGURES, "figure").needs:
+    needs = entry(shown.name, FIGURES, "figure").needs
+    for name in needs:
         found = {
             title: result_file(shown.evaluations, run, name, ending) for title, run in runs.items()
         }
         if files := {title: path for title, path in found.items() if path is not None}:
             return files
-    return {}
+    raise UserError(f"{shown.name} figure: no run has the evaluation {' or '.join(needs)}")
 
 
 def setting(result: Path, key: str) -> Any:
@@ -112,16 +113,6 @@ class Classes:
         return labels if self._groups is None else self._groups[labels]
 
 
-@dataclass(frozen=True)
-class Node:
-    """A run: its name, its stage, the run it starts from, and its completion record."""
-
-    name: str
-    stage: str
-    source: str | None
-    record: RunRecord | None = None
-
-
 def stage_title(stage: str) -> str:
     """Return how a stage is printed."""
     if stage not in STAGES:
@@ -129,12 +120,11 @@ def stage_title(stage: str) -> str:
     return STAGES[stage].title.format(run="").strip().removesuffix(" of")
 
 
-def finished_runs(shown: ShownConfig) -> list[Node]:
+def finished_runs(shown: ShownConfig) -> list[RunRecord]:
     """The rows' first finished runs and all they started from, sources first."""
-    nodes: dict[str, Node] = {}
+    found: dict[str, RunRecord] = {}
     for row in shown.rows:
         for run in row.runs[:1]:
             if is_finished(shown.runs / run):
-                for record in reversed(chain(run, shown.runs)):
-                    nodes[record.run] = Node(record.run, record.stage, record.source, record)
-    return list(nodes.values())
+                found |= {record.run: record for record in reversed(chain(run, shown.runs))}
+    return list(found.values())

@@ -1,7 +1,6 @@
 """UMAP embeddings side by side, with their cluster accuracy (paper, figures 1, 6 and 8)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,6 @@ COVERED = 0.25
 _BOLD = FontProperties(family="DejaVu Sans", weight="bold")
 MISSING = "#999999"
 DENSE = 5000  # points above which a PDF holds a picture of them instead of each one
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One embedding: its title, `umap.safetensors` and its cluster accuracy in percent."""
-
-    title: str
-    points: Path
-    accuracy: float | None = None
-    paper: float | None = None
-    """What the paper prints for it."""
 
 
 def read_points(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -89,7 +77,8 @@ def _names(
     the legend.
     """
     here = [number for number in names if (labels == number).any()]
-    texts = [_cut(names[number]) for number in here]
+    full = [names[number] for number in here]
+    texts = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in full]
     widths = [TextPath((0, 0), text, NAME_SIZE, prop=_BOLD).get_extents().width for text in texts]
     sizes = np.array([[width + 2, 1.2 * NAME_SIZE] for width in widths]) / 72 / inches
     if not here or sizes.prod(axis=1).sum() > COVERED:
@@ -103,10 +92,6 @@ def _names(
             x, y, text, size=NAME_SIZE, weight="bold", ha="center", va="center", path_effects=halo,
             in_layout=False,
         )  # fmt: skip
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
 
 
 def moved_apart(centers: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -142,27 +127,25 @@ def _square(axes: Axes, points: np.ndarray) -> None:
     axes.set_box_aspect(1)
 
 
-def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
-    """Embeddings as panels of one figure."""
-    if not drawn:
-        raise UserError("umap figure: no run has an embedding; run the umap evaluation first")
-    read = [read_points(panel.points) for panel in drawn]
+def umap(shown: ShownConfig) -> Figure:
+    """UMAP embeddings side by side, with the accuracy of k-means on the features."""
+    rows = {row_title(row, shown.rows): row for row in shown.rows}
+    files, classes = result_files(shown, ".safetensors"), Classes(shown)
+    read = [read_points(path) for path in files.values()]
     data = [(points, classes.of(labels)) for points, labels in read]
     known = sorted({int(number) for _, labels in data for number in labels if number >= 0})
     names = {n: classes[n] for n in known} if len(known) <= LEGEND_CLASSES else {}
-    lines = -(-len(drawn) // COLUMNS)
-    columns = -(-len(drawn) // lines)
+    lines = -(-len(files) // COLUMNS)
+    columns = -(-len(files) // lines)
     height = min(WIDTH / columns, 4.0)
     figure, axes = panels(lines, columns, height=height + 0.5)
     blank(axes)
-    for ax, panel, (points, labels) in zip(axes, drawn, data, strict=False):
+    for ax, (title, path), (points, labels) in zip(axes, files.items(), data, strict=False):
         _scatter(ax, points, labels, known)
         _square(ax, points)
         ax.spines[:].set_visible(True)
         ax.spines[:].set_color("#BBBBBB")
-        paper = "" if panel.paper is None else f" (paper {panel.paper:.1f} %)"
-        accuracy = "" if panel.accuracy is None else f"\ncluster accuracy {panel.accuracy:.1f} %"
-        ax.set_title(panel.title + accuracy + (accuracy and paper))
+        ax.set_title(title + _accuracy(shown, rows[title], path))
     if names:
         handles = []
         for position in range(len(known)):
@@ -183,28 +166,23 @@ def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
     return figure
 
 
-def _panel(shown: ShownConfig, row: Row, points: Path) -> Panel:
-    """A row's embedding, with the accuracy of k-means on its classes, if that was evaluated."""
+def _accuracy(shown: ShownConfig, row: Row, points: Path) -> str:
+    """A line with the accuracy of k-means on the classes that are embedded, if it was evaluated."""
     (clustering,) = entry(shown.name, FIGURES, "figure").besides
     classes = setting(points.with_suffix(".json"), "classes") or []
     subsets = setting(points.with_name(f"{clustering}.json"), "subsets") or {}
     names = [name for name, subset in subsets.items() if subset == classes] if classes else [""]
-    accuracy = paper = None
-    if names:
-        key = f"{names[0]}_accuracy".removeprefix("_")
-        accuracy = measured(shown.evaluations, row.runs[:1], [clustering], key)[0]
-    table = {"": "clustering_best", "dogs15": "dogs15_best"}.get(names[0]) if names else None
+    if not names:
+        return ""
+    key = f"{names[0]}_accuracy".removeprefix("_")
+    accuracy = measured(shown.evaluations, row.runs[:1], [clustering], key)[0]
+    if accuracy is None:
+        return ""
+    table, paper = {"": "clustering_best", "dogs15": "dogs15_best"}.get(names[0]), None
     if table and shown.compare_with_paper:
         paper = paper_value(table, row.architecture, row.method, "accuracy")
-    return Panel(row_title(row, shown.rows), points, accuracy, paper)
-
-
-def umap(shown: ShownConfig) -> Figure:
-    """UMAP embeddings side by side, with the accuracy of k-means on the features."""
-    rows = {row_title(row, shown.rows): row for row in shown.rows}
-    files = result_files(shown, ".safetensors")
-    drawn = [_panel(shown, rows[title], points) for title, points in files.items()]
-    return draw_panels(drawn, Classes(shown))
+    beside = "" if paper is None else f" (paper {paper:.1f} %)"
+    return f"\ncluster accuracy {accuracy:.1f} %{beside}"
 
 
 def cluster_formation(shown: ShownConfig) -> Figure:

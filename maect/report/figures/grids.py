@@ -28,8 +28,6 @@ def confusion(shown: ShownConfig) -> Figure:
     class was matched to; `labels` int64 [n], class of each sample; a subset's with its name before.
     """
     results, titles = result_files(shown, ".safetensors"), Classes(shown)
-    if not results:
-        raise UserError("confusion figure: no run has the clustering evaluation")
     first = next(iter(results.values()))
     many = len(np.unique(read_tensors(first, ["labels"])["labels"])) > NAMED_CLASSES
     subsets = setting(first.with_suffix(".json"), "subsets") or {}
@@ -92,8 +90,6 @@ def cluster_retrieval(shown: ShownConfig) -> Figure:
     """
     results = result_files(shown, ".safetensors")
     titles = Classes(shown)
-    if not results:
-        raise UserError("cluster_retrieval figure: no run has the retrieval evaluation")
     arrays_of = ["cluster_images", "cluster_labels", "cluster_classes"]
     read = {title: read_tensors(path, arrays_of) for title, path in results.items()}
     rows = max(len(arrays["cluster_images"]) for arrays in read.values())
@@ -130,8 +126,6 @@ def neighbor_retrieval(shown: ShownConfig) -> Figure:
     the same queries for every model.
     """
     results, titles = result_files(shown, ".safetensors"), Classes(shown)
-    if not results:
-        raise UserError("neighbor_retrieval figure: no run has the retrieval evaluation")
     names = ["query_images", "query_labels", "neighbor_images", "neighbor_labels"]
     read = {title: read_tensors(path, names) for title, path in results.items()}
     queries = next(iter(read.values()))["query_labels"]
@@ -174,10 +168,10 @@ def _online_pictures(shown: ShownConfig, name: str) -> Figure:
     """First, middle and last pictures of online evaluation of every run behind the rows, if any."""
     drawn: list[tuple[str, Path]] = []
     for node in finished_runs(shown):
-        files = sorted((shown.runs / node.name / "online").glob(f"{name}-*.jpg"))
+        files = sorted((shown.runs / node.run / "online").glob(f"{name}-*.jpg"))
         chosen = dict.fromkeys((0, len(files) // 2, len(files) - 1)) if files else ()
         for number in chosen:
-            drawn.append((f"{node.name}, step {int(files[number].stem[-8:]):,}", files[number]))
+            drawn.append((f"{node.run}, step {int(files[number].stem[-8:]):,}", files[number]))
     if not drawn:
         figure, axes = panels(1, 1, height=1.0)
         blank(axes)

@@ -3,7 +3,6 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,34 +53,23 @@ _RECORDED = Line2D([], [], color="#777777", marker="+", linestyle="", label="hou
 _ONLINE = Line2D([], [], color="#777777", linewidth=0.9, label="while training, on training images")
 
 
-@dataclass(frozen=True)
-class Point:
-    """A model: what its training cost and how good it is, NaN where that is not known."""
+def points_of(table: pd.DataFrame, cost: pd.DataFrame) -> list[Any]:
+    """Models whose probing accuracy (table `gpu_hours`) and cost (also `cost_table`) are known.
 
-    architecture: str
-    method: str
-    hours: float
-    """By the benchmark, or as recorded where there is none."""
-    recorded: float
-    accuracy: float
-    std: float = math.nan
-    paper: float = math.nan
-
-    @property
-    def drawn(self) -> float:
-        """The accuracy where it is written: measured, else the paper's."""
-        return self.paper if math.isnan(self.accuracy) else self.accuracy
-
-
-def points_of(table: pd.DataFrame, cost: pd.DataFrame) -> list[Point]:
-    """Models whose probing accuracy (table `gpu_hours`) and cost (also `cost_table`) are known."""
+    Returns:
+        Tuples with `architecture`, `method`, `hours` (by the benchmark, or as recorded where there
+        is none), `recorded`, `accuracy`, `std`, `paper`, and `drawn`, the accuracy where it is
+        written: measured, else the paper's. NaN where something is not known.
+    """
     both = table.merge(cost[[*KEYS, "hours"]].rename(columns={"hours": "recorded"}), "left", KEYS)
     both["hours"] = both["hours"].fillna(both["recorded"])
-    known = both[["linear_probe", "linear_probe_paper"]].notna().any(axis=1)
-    both = both[both["hours"].notna() & known]
-    columns = ["hours", "recorded", "linear_probe", "linear_probe_std", "linear_probe_paper"]
-    lines = both[[*KEYS, *columns]].itertuples(index=False, name=None)
-    return [Point(*line) for line in lines]
+    names = {"": "accuracy", "_std": "std", "_paper": "paper"}
+    both = both.rename(columns={f"linear_probe{end}": name for end, name in names.items()})
+    both["drawn"] = both["accuracy"].fillna(both["paper"])
+    both = both[both["hours"].notna() & both["drawn"].notna()]
+    return list(
+        both[[*KEYS, "hours", "recorded", *names.values(), "drawn"]].itertuples(index=False)
+    )
 
 
 def gpu_hours(shown: ShownConfig) -> Figure:
@@ -300,8 +288,6 @@ def color_histogram(shown: ShownConfig) -> Figure:
     to the last, in percent of the error of a uniform prediction.
     """
     results = result_files(shown, ".json")
-    if not results:
-        raise UserError("color_histogram figure: no run has this evaluation")
     figure, (ax,) = panels(1, 1, height=2.9)
     most = 0
     for number, (name, path) in enumerate(results.items()):
@@ -394,23 +380,23 @@ def training_curves(shown: ShownConfig) -> Figure:
     }
     units: dict[str, str] = {}
     for node in finished_runs(shown):
-        path = shown.runs / node.name / "metrics.jsonl"
-        lines = finished_entries(path.parent, node.record.logged_epochs if node.record else 0.0)
+        path = shown.runs / node.run / "metrics.jsonl"
+        lines = finished_entries(path.parent, node.logged_epochs)
         title, parts = stage_title(node.stage), curve(lines, "epoch", "loss_mae")
         line = parts if len(parts[0]) else curve(lines, "epoch", "loss")
         if lines and not len(line[0]):
             raise UserError(f"{path}: no line has both 'epoch' and 'loss'")
         if lines:
-            drawn.setdefault(title, {})[node.name] = line
+            drawn.setdefault(title, {})[node.run] = line
         if len(parts[0]):
             nnclr = drawn.setdefault(f"{title}, NNCLR", {})
-            nnclr[node.name] = curve(lines, "epoch", "loss_nnclr")
+            nnclr[node.run] = curve(lines, "epoch", "loss_nnclr")
         # A head is trained on an encoder that stays as it is.
         for key, (what, unit) in ONLINE.items() if STAGES[node.stage].trains_encoder else ():
             evaluated = curve(lines, "epoch", key)
             if len(evaluated[0]):
                 units[f"{title}, {what}"] = unit
-                drawn.setdefault(f"{title}, {what}", {})[node.name] = evaluated
+                drawn.setdefault(f"{title}, {what}", {})[node.run] = evaluated
     drawn = {title: runs for title, runs in drawn.items() if runs}
     if not drawn:
         raise UserError("training curves: no run to draw")

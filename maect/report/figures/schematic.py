@@ -7,9 +7,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from maect.core.errors import UserError
+from maect.records import RunRecord
 from maect.report.configs import ShownConfig
 from maect.report.figures import WIDTH, blank, panels
-from maect.report.figures.data import Node, finished_runs, stage_title
+from maect.report.figures.data import finished_runs, stage_title
 from maect.stages import STAGES
 
 # Light enough for black letters; told apart in gray as well.
@@ -19,9 +20,9 @@ ROW = 0.24
 """Inches a run takes."""
 
 
-def columns_of(nodes: Sequence[Node]) -> dict[str, int]:
+def columns_of(nodes: Sequence[RunRecord]) -> dict[str, int]:
     """Column of each run: one further right than what it starts from."""
-    by_name = {node.name: node for node in nodes}
+    by_name = {node.run: node for node in nodes}
     depth: dict[str, int] = {}
 
     def find(name: str) -> int:
@@ -32,16 +33,16 @@ def columns_of(nodes: Sequence[Node]) -> dict[str, int]:
 
     for node in nodes:
         if node.source is not None and node.source not in by_name:
-            raise UserError(f"pipeline figure: {node.name} starts from unknown run {node.source!r}")
-        find(node.name)
+            raise UserError(f"pipeline figure: {node.run} starts from unknown run {node.source!r}")
+        find(node.run)
     return depth
 
 
-def rows_of(nodes: Sequence[Node]) -> tuple[dict[str, float], float]:
+def rows_of(nodes: Sequence[RunRecord]) -> tuple[dict[str, float], float]:
     """Height of each run, its descendants side by side below one another, and the total."""
     children: dict[str | None, list[str]] = {}
     for node in nodes:
-        children.setdefault(node.source, []).append(node.name)
+        children.setdefault(node.source, []).append(node.run)
     rows: dict[str, float] = {}
     used = 0.0
 
@@ -77,14 +78,14 @@ def pipeline(shown: ShownConfig) -> Figure:
     ax.set(xlim=(0, columns), ylim=(total - 0.4, -1.1))
     half = 0.36
     colors = fills()
-    letters = max(len(node.name) for node in nodes)
+    letters = max(len(node.run) for node in nodes)
     size = min(7.5, 0.72 * WIDTH / columns * 72 / letters / 0.62)
     for column in range(columns):
-        titles = {stage_title(node.stage) for node in nodes if depth[node.name] == column}
+        titles = {stage_title(node.stage) for node in nodes if depth[node.run] == column}
         title = " / ".join(sorted(titles))
         ax.text(column + 0.5, -0.85, title, ha="center", va="center", weight="bold")
     for node in nodes:
-        x, y = depth[node.name] + 0.5, rows[node.name]
+        x, y = depth[node.run] + 0.5, rows[node.run]
         ax.add_patch(
             FancyBboxPatch(
                 (x - half, y - 0.3), 2 * half, 0.6, boxstyle="round,pad=0,rounding_size=0.05",
@@ -92,7 +93,7 @@ def pipeline(shown: ShownConfig) -> Figure:
                 edgecolor="#333333", linewidth=0.6,
             )
         )  # fmt: skip
-        ax.text(x, y, node.name, ha="center", va="center", fontsize=size)
+        ax.text(x, y, node.run, ha="center", va="center", fontsize=size)
         if node.source is not None:
             start = (depth[node.source] + 0.5 + half, rows[node.source])
             ax.add_patch(

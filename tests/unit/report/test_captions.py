@@ -10,7 +10,7 @@ from docutils.core import publish_parts
 from jinja2 import Environment, StrictUndefined
 
 from maect.experiment.pages import PAGES
-from maect.report.claims import claims_table, write_claims
+from maect.report.claims import claims_table
 from maect.report.configs import SummaryConfig
 from maect.report.figures.data import class_titles
 from maect.report.registry import FIGURES, TABLES
@@ -76,7 +76,7 @@ def test_the_report_opens_on_table_picture_and_verdict(tmp_path):
     frame = pd.DataFrame([{"architecture": "tiny", "method": "mae", "accuracy": 43.21}])
     write_table(frame.reindex(columns=printed_tables()["clustering"].columns), given["clustering"])
     given["umap"].write_bytes(b"a picture" * 2000)
-    write_claims(claims_table({}), given["claims"])
+    write_table(claims_table({}), given["claims"])
     config = SummaryConfig(
         name="mine", table=given["clustering"], figure=given["umap"], claims=given["claims"]
     )

@@ -15,12 +15,11 @@ from maect.report.claims import (
     tables_of_runs,
     tables_of_seeds,
     tables_of_sets,
-    write_claims,
 )
 from maect.report.configs import ShownConfig
 from maect.report.render import claims_page
 from maect.report.statements import STATEMENTS, Statement
-from maect.report.tables import Row, build_table, printed_tables, trained_table
+from maect.report.tables import Row, build_table, printed_tables, trained_table, write_table
 
 UNPRINTED = {
     "overhead", "less_compute_than_others", "layer_grafting_costs_more", "masked_on_one_device",
@@ -86,7 +85,7 @@ def given() -> dict[str, pd.DataFrame]:
 
 def test_every_verdict_text_and_number_on_given_tables(tmp_path):
     """Once written by comparisons with derivatives of our own; `uncertainties` has to agree."""
-    write_claims(claims_table(given()), tmp_path / "claims.csv")
+    write_table(claims_table(given()), tmp_path / "claims.csv")
     expected = Path(__file__).with_name("claims.csv")
     assert (tmp_path / "claims.csv").read_text() == expected.read_text()
 
@@ -557,7 +556,7 @@ def test_the_table_of_claims(tables, tmp_path):
     line = frame.set_index("claim").loc["cluster_gain"]
     assert (line.verdict, line.paper_verdict) == ("fails", "holds")
     assert frame.set_index("claim").loc["knn_gain"].verdict == "not measured"
-    write_claims(frame, tmp_path / "claims.csv")
+    write_table(frame, tmp_path / "claims.csv")
     again = pd.read_csv(tmp_path / "claims.csv", keep_default_na=False)
     assert again.to_dict() == frame.to_dict()
     page = claims_page(again)

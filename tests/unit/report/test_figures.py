@@ -17,10 +17,11 @@ from maect.core.entries import entries, line_of
 from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.recipes import load_encoder
+from maect.records import RunRecord
 from maect.report import registry
 from maect.report.configs import Row, ShownConfig
 from maect.report.figures import draw, method_style, styled
-from maect.report.figures.data import Node, result_files
+from maect.report.figures.data import result_files
 from maect.report.figures.embedding import moved_apart, read_points, umap
 from maect.report.figures.grids import WRONG, cluster_retrieval
 from maect.report.figures.lines import (
@@ -325,17 +326,17 @@ def test_models_of_others_cost_what_the_benchmark_says(results, result, out):
 
 def test_a_schematic_places_sources_left_and_between_what_follows():
     nodes = [
-        Node("mae", "pretrain", None),
-        Node("head", "head", "mae"),
-        Node("a", "tune", "head"),
-        Node("b", "tune", "head"),
-        Node("other", "import", None),
+        RunRecord(run="mae", stage="pretrain", source=None),
+        RunRecord(run="head", stage="head", source="mae"),
+        RunRecord(run="a", stage="tune", source="head"),
+        RunRecord(run="b", stage="tune", source="head"),
+        RunRecord(run="other", stage="import", source=None),
     ]
     assert columns_of(nodes) == {"mae": 0, "head": 1, "a": 2, "b": 2, "other": 0}
     rows, total = rows_of(nodes)
     assert total == 3 and rows == {"a": 0, "b": 1, "head": 0.5, "mae": 0.5, "other": 2}
     with pytest.raises(UserError, match="ct starts from unknown run 'gone'"):
-        columns_of([Node("ct", "tune", "gone")])
+        columns_of([RunRecord(run="ct", stage="tune", source="gone")])
 
 
 def test_a_class_looks_the_same_in_every_panel(embedding, result, evaluations, out):
