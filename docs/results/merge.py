@@ -18,7 +18,7 @@ from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.core.files import read_mapping, write_text
 from maect.core.settings import digest
-from maect.evaluate import OutputOf, Trained
+from maect.evaluate.base import OutputOf, Trained
 from maect.experiment import Experiment
 from maect.experiment.resolve import evaluation_config, input_path, run_config
 from maect.records import EvaluationRecord, RunRecord

@@ -9,7 +9,8 @@ from maect.core.templates import fill_template
 from maect.core.yaml_files import read_yaml
 from maect.data.config import made_by
 from maect.data.index import open_index
-from maect.evaluate import EvaluationConfig, Features, Shards
+from maect.evaluate import EvaluationConfig
+from maect.evaluate.base import Features, Shards
 from maect.models.export import Card
 from maect.records import EvaluationRecord, RunRecord, is_finished
 from maect.report.tables import result_file

@@ -13,8 +13,7 @@ from maect.core.errors import UserError, counted
 from maect.core.files import write_json, write_text
 from maect.data.convert import picture_of
 from maect.data.decode import UnreadableError
-from maect.data.sources import ImageSource
-from maect.data.sources.base import Entry
+from maect.data.sources.base import Entry, ImageSource
 from maect.evaluate.clusters import comparable, scale_of
 from maect.recipes import Pixels
 from maect.report.render import render_page

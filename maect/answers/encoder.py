@@ -17,11 +17,12 @@ from maect.data.convert import make_ready, ready_array, ready_jpeg, ready_pictur
 from maect.data.decode import UnreadableError, image_size, render, resample, to_rgb
 from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
-from maect.evaluate.features import BATCH, ON_CPU, Encoding, finite
+from maect.evaluate.encoding import ON_CPU, Encoding, finite
 from maect.models.export import read_export
 from maect.models.precision import Precision, cpu_has_bfloat16
 from maect.recipes import Pixels
 from maect.stages.run import resize_of
+from maect.train.scores import BATCH
 
 ENCODER = "encoder.safetensors"
 MANY, WIDE = 100, 384

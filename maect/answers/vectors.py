@@ -24,8 +24,8 @@ from maect.core.files import atomic_write
 from maect.core.settings import digest
 from maect.data.convert import picture_of
 from maect.data.decode import UnreadableError
-from maect.data.sources import ImageSource, kind_of, open_source
-from maect.data.sources.base import Entry, is_there, is_utf8
+from maect.data.sources import kind_of, open_source
+from maect.data.sources.base import Entry, ImageSource, is_there, is_utf8
 from maect.data.sources.image_files import Unlabelled
 from maect.evaluate.clusters import comparable, scale_of
 from maect.recipes import Pixels

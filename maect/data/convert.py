@@ -468,7 +468,7 @@ def upright_rgb(ready: Ready) -> Image.Image:
 def ready_pixels(data: bytes, turned: bool, channels: int) -> NDArray[np.uint8]:
     """All pixels of what was made ready, upright, uint8 [H, W, channels]."""
     if data[:6] == ARRAY:
-        return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
+        return np.asarray(_read_array(data, Pixels()))
     pixels = np.asarray(read_rgb(data))
     return _upright(pixels, _orientation_of(data) if turned else 1)[..., :channels]
 
@@ -480,17 +480,6 @@ def picture_of(data: bytes, pixels: Pixels) -> Image.Image:
         return upright_rgb(ready)
     values = np.load(io.BytesIO(ready.data), allow_pickle=False)
     return Image.fromarray(np.ascontiguousarray(values[..., 0])).convert("RGB")
-
-
-def ready_size(data: bytes, turned: bool) -> tuple[int, int]:
-    """Width and height of an upright image that was made ready, which is decoded in full."""
-    if data[:6] == ARRAY:
-        values = _read_array(data, Pixels())
-        assert values is not None
-        return values.shape[1], values.shape[0]
-    width, height = read_rgb(data).size
-    swapped = turned and _orientation_of(data) >= 5
-    return (height, width) if swapped else (width, height)
 
 
 def _orientation_of(data: bytes) -> int:

@@ -25,7 +25,7 @@ from maect.data.convert import ARRAY, ready_pixels
 from maect.data.decode import UnreadableError, extension_of
 from maect.data.index import ID, LABEL, SHARD, open_index
 from maect.data.order import Order
-from maect.data.sources import UNLABELLED
+from maect.data.sources.base import UNLABELLED
 
 if TYPE_CHECKING:  # it takes a second to import
     from webdataset import WebDataset

@@ -21,6 +21,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
+from maect.core.lazy import torch
 from maect.data import native
 from maect.data.native import Images
 
@@ -33,8 +34,6 @@ T = TypeVar("T")
 # Larger pictures are decoded one at a time: a few kilobytes can declare gigabytes of pixels.
 _LARGE = 1 << 24
 _large = threading.Lock()
-# Resized pictures of more than this many windows: only the window is resampled.
-_ELONGATED = 16
 # Of colours of 16 bits Pillow keeps the upper bytes: the other order of bytes gives the lower ones.
 # (N is the machine's own order, which is L wherever this runs.)
 _OTHER_ORDER = {"16B": "16L", "16L": "16B", "16N": "16B"}
@@ -56,13 +55,8 @@ def read_rgb(data: bytes) -> Image.Image:
     Grey values are repeated, CMYK is converted, an alpha channel is dropped, 16-bit grey keeps its
     upper eight bits, of several frames the first is taken.
     """
-    return open_rgb(data)[0]
-
-
-def open_rgb(data: bytes) -> tuple[Image.Image, str]:
-    """Like `read_rgb`, with the extension that the content deserves."""
-    with open_image(data) as (image, extension):
-        return to_rgb(image), extension
+    with open_image(data) as (image, _):
+        return to_rgb(image)
 
 
 @contextmanager
@@ -200,26 +194,6 @@ def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> None:
     resample(read_rgb(data), geometries, out)
 
 
-def crops(
-    images: NDArray[np.uint8],
-    ids: NDArray[np.int64],
-    sides: NDArray[np.int64],
-    geometries: NDArray[np.int32],
-    out: Images,
-) -> bool:
-    """`render` of images that are decoded already, bit for bit (arguments: `native.crops`).
-
-    Returns:
-        Whether `out` was made; where it depends on the file's format how `render` resamples, it is
-        not.
-    """
-    sizes = np.array([view.shape[-1] for view in out], np.int64)
-    area = geometries[..., 4].astype(np.int64) * geometries[..., 5]
-    if (area > _ELONGATED * sizes * sizes).any():
-        return False
-    return native.crops(images, ids, sides, geometries, out)
-
-
 def whole(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
     """All pixels as `render` sees them, uint8 [height, width, 3]: square windows side by side."""
     side, length = min(width, height), max(width, height)
@@ -235,8 +209,6 @@ def whole(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
 
 
 def _render_portable(data: bytes, geometries: NDArray[np.int32], out: Images) -> bool:
-    import torch
-
     try:
         _, _, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=True)
         if colorspace not in ("YCbCr", "RGB", "Gray"):
@@ -248,7 +220,7 @@ def _render_portable(data: bytes, geometries: NDArray[np.int32], out: Images) ->
     for geometry, target in zip(geometries.tolist(), out, strict=True):
         x, y, w, h, full_w, full_h, left, top = geometry
         size = target.shape[-1]
-        if full_w * full_h > _ELONGATED * size * size:
+        if full_w * full_h > native.ELONGATED * size * size:
             return False  # an elongated image: Pillow resamples the window alone
         # NumPy copies the crop: PyTorch's own copy would start a thread pool in every thread.
         crop = torch.from_numpy(np.ascontiguousarray(pixels[y : y + h, x : x + w]))
@@ -266,7 +238,7 @@ def resample(image: Image.Image, geometries: NDArray[np.int32], out: Images) -> 
         x, y, w, h, full_w, full_h, left, top = geometry
         size = target.shape[-1]
         crop = image if (x, y, w, h) == (0, 0, *image.size) else image.crop((x, y, x + w, y + h))
-        if full_w * full_h > _ELONGATED * size * size:
+        if full_w * full_h > native.ELONGATED * size * size:
             # The full picture could be huge: resample no more than the window.
             box = (
                 left * w / full_w,

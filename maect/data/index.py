@@ -3,25 +3,25 @@
 Whatever is not as it was recorded raises a `UserError`.
 """
 
+from __future__ import annotations
+
 import hashlib
 import mmap
 import os
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import _lru_cache_wrapper, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from isal import isal_zlib
-from numpy.typing import NDArray
 
 from maect.core.errors import UserError
 from maect.core.files import open_file, patiently, read_json, sha256_file
-from maect.data.convert import render_ready
-from maect.data.decode import render
-from maect.data.native import Images
+from maect.core.lazy import NDArray, np
 from maect.recipes import Pixels
+
+if TYPE_CHECKING:
+    from maect.data.native import Images
 
 CHECKSUMS = "crc32.npy"
 COLUMNS = ("id", "shard", "offset", "size", "label", "width", "height")
@@ -44,31 +44,6 @@ class _Descriptor:
             os.close(number)
 
 
-class _Files:
-    """The shards used last, kept open; safe to share between threads."""
-
-    def __init__(self, paths: tuple[Path, ...]) -> None:
-        self._paths = paths
-        self._open: OrderedDict[int, _Descriptor] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __getitem__(self, shard: int) -> _Descriptor:
-        with self._lock:
-            file = self._open.get(shard)
-            if file is None:
-                file = self._open[shard] = _Descriptor(self._paths[shard])
-                if len(self._open) > _OPEN_FILES:
-                    self._open.popitem(last=False)
-            else:
-                self._open.move_to_end(shard)
-            return file
-
-    def close(self, shard: int) -> None:
-        """Forget an open file; who still reads it keeps it."""
-        with self._lock:
-            self._open.pop(shard, None)
-
-
 @dataclass(frozen=True)
 class Index:
     """A sharded split. `rows` is int64 [n, 7] with the columns `COLUMNS`, memory-mapped."""
@@ -82,7 +57,8 @@ class Index:
     record: dict[str, Any] = field(repr=False)
     checksums: NDArray[np.uint32] = field(repr=False)
     """CRC-32 of each image's bytes by sample id, [samples of the tars]."""
-    _files: _Files = field(repr=False)
+    _open: _lru_cache_wrapper[_Descriptor] = field(repr=False)
+    """Opens a shard, by its number; those used last are kept open, for all threads."""
 
     @property
     def n(self) -> int:
@@ -131,6 +107,9 @@ class Index:
             geometries: [v, 8], of the upright image.
             out: uint8 [C, S, S] of each view, whose sizes S may differ; overwritten.
         """
+        from maect.data.convert import render_ready
+        from maect.data.decode import render
+
         data = self.read(i)
         if self.plain:
             render(data, geometries, out)
@@ -145,7 +124,8 @@ class Index:
     def key(self, i: int) -> str:
         """The sample's name in its tar, without extension: its name below the source."""
         row = self.rows[i]
-        header = os.pread(self._files[int(row[SHARD])].number, 100, int(row[OFFSET]) - _BLOCK)
+        file = self._open(int(row[SHARD]))
+        header = os.pread(file.number, 100, int(row[OFFSET]) - _BLOCK)
         # It names the sample in messages about damage too, so the header may be anything.
         name = header.rstrip(b"\0").decode("utf-8", "backslashreplace")
         folder, _, base = name.rpartition("/")
@@ -178,13 +158,13 @@ class Index:
         data = b""
         try:
             while len(data) < size:  # a read may legally return less than asked
-                number = self._files[shard].number
-                more = os.pread(number, size - len(data), offset + len(data))
+                file = self._open(shard)
+                more = os.pread(file.number, size - len(data), offset + len(data))
                 if not more:
                     break
                 data += more
         except OSError:
-            self._files.close(shard)  # a stale handle stays one
+            self._open.cache_clear()  # a stale handle stays one; who still reads a file keeps it
             raise
         return data
 
@@ -247,7 +227,8 @@ def open_index(directory: str | Path) -> Index:
             raise UserError(
                 f"{shard}: {size} bytes, {recorded.get('size')} recorded; shard it again"
             )
-    return Index(directory, rows, names, digest, shards, record, checksums, _Files(shards))
+    opened = lru_cache(_OPEN_FILES)(lambda number: _Descriptor(shards[number]))
+    return Index(directory, rows, names, digest, shards, record, checksums, opened)
 
 
 def _check_sha256(path: Path, sha256: str) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from maect.core.distributed import moved
 from maect.core.errors import UserError
-from maect.data.decode import UnreadableError, crops
+from maect.data.decode import UnreadableError
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
-from maect.data.native import Images
+from maect.data.native import Images, crops
 from maect.data.order import Order
 from maect.data.packed import Packed, Packing
 from maect.data.pixels import open_pixels
@@ -209,15 +209,10 @@ def _views(
         images = [packed.tensors[name] for name in image_names(len(groups))]
     batch = Batch(step, record[:, ID], epochs, record[:, LABEL], tuple(images), packed)
     out = [view for group in images for view in group.numpy()]
-    return _Job(batch, rows, np.stack(geometries, 1), out, _changer(change, batch))
-
-
-def _changer(
-    change: Change | None, batch: Batch
-) -> Callable[[Sequence[NDArray[np.uint8]], int], None] | None:
+    job = _Job(batch, rows, np.stack(geometries, 1), out)
     if change is None:
-        return None
-    return lambda views, i: change(views, int(batch.epochs[i]), int(batch.ids[i]))
+        return job
+    return replace(job, change=lambda views, i: change(views, int(epochs[i]), int(batch.ids[i])))
 
 
 def evaluation_batches(

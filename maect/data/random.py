@@ -9,13 +9,11 @@ The draws of a batch that are not for its pixels are here; those that are, in
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from maect.core.lazy import Tensor, torch
 
 # Streams: what the numbers are for. A value is never reused for another purpose.
 ORDER = 1
@@ -98,13 +96,11 @@ def ids_shuffle(
     epochs: NDArray[np.int64],
     ids: NDArray[np.int64],
     views: Iterable[int],
-) -> "Tensor":
+) -> Tensor:
     """Random order of each sample's patches, int64 [views, b, L]; MAE's first stay visible.
 
     `views`: their numbers, each of which draws its own order.
     """
-    import torch
-
     orders = [
         np.argsort(bits(seed, epochs, ids, view, MASK, patches), axis=1, kind="stable")
         for view in views
@@ -114,27 +110,23 @@ def ids_shuffle(
 
 def lookup_numbers(
     k: int, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
-) -> "Tensor":
+) -> Tensor:
     """Draw which of the k nearest neighbours is the positive: below k, int64 [views, b]."""
-    import torch
-
     rows = [uniform(seed, epochs, ids, view, LOOKUP, 1) for view in range(views)]
     return torch.from_numpy((np.stack(rows)[:, :, 0] * k).astype(np.int64))
 
 
 def wrong_lookups(
     right: float, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
-) -> "Tensor":
+) -> Tensor:
     """Return whether each lookup is to be wrong, where a part `right` is not: bool [views, b]."""
-    import torch
-
     rows = [uniform(seed, epochs, ids, view, WRONG, 1) for view in range(views)]
     return torch.from_numpy(np.stack(rows)[:, :, 0] >= right)
 
 
 def drop_path_factors(
     rates: NDArray[np.float64], seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64]
-) -> "Tensor":
+) -> Tensor:
     """Factors of the residual branches under stochastic depth (Huang et al. 2016).
 
     Args:
@@ -143,7 +135,5 @@ def drop_path_factors(
     Returns:
         float32 [branches, b]: 0 where a branch is dropped, otherwise 1 / (1 - rate).
     """
-    import torch
-
     u = uniform(seed, epochs, ids, 0, DROP_PATH, len(rates))
     return torch.from_numpy(((u >= rates) / (1 - rates)).T.astype(np.float32))

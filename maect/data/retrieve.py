@@ -34,6 +34,7 @@ _PIECE = 1 << 20
 # No name service or no route: waiting will not help.
 _HOPELESS = ("Name or service", "name resolution", "unreachable", "refused")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,10 @@ def _append(url: str, part: Path) -> None:
     try:
         response = urllib.request.urlopen(request, timeout=_TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # asked for bytes behind the end: start over
+        if error.code != 416 or not start:
             raise
-        part.unlink(missing_ok=True)
-        response = urllib.request.urlopen(
-            urllib.request.Request(url, headers={"User-Agent": "maect"}), timeout=_TIMEOUT
-        )
+        part.unlink()  # asked for bytes behind the end: start over
+        return _append(url, part)
     with response:
         resumed = response.status == 206
         length = response.headers.get("Content-Length")
@@ -185,17 +184,11 @@ def _unpack(archive: Path, folder: Path) -> Path:
         if not (temporary / folder.name).is_dir():
             raise UserError(f"{archive}: holds no folder {folder.name}")
         (temporary / folder.name).rename(folder)
-    except OSError as error:
-        fault = f"{archive}: cannot be unpacked ({error.strerror or error})"
-        raise UserError(
-            f"{fault}; make room and try again"
-            if error.errno in _FULL
-            else f"{fault}; delete it and try again"
-        ) from None
-    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
-        raise UserError(
-            f"{archive}: cannot be unpacked ({error}); delete it and try again"
-        ) from None
+    except (OSError, *_DAMAGED) as error:
+        full = isinstance(error, OSError) and error.errno in _FULL
+        why = getattr(error, "strerror", None) or error
+        cure = "make room" if full else "delete it"
+        raise UserError(f"{archive}: cannot be unpacked ({why}); {cure} and try again") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder

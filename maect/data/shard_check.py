@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.data.convert import is_turned, ready_size
+from maect.data.convert import is_turned, ready_pixels
 from maect.data.decode import UnreadableError
 from maect.data.index import HEIGHT, ID, LABEL, OFFSET, SHARD, SIZE, WIDTH, Index, open_index
 from maect.data.pixels import pixels_fault
 from maect.data.shard_plan import image_names, read_plan
 from maect.data.shards import AT_ONCE, content_hash, prepare
-from maect.data.sources import Entry, ImageSource
+from maect.data.sources.base import Entry, ImageSource
 
 
 def verify(directory: Path, *, threads: int = 1) -> int:
@@ -107,11 +107,11 @@ def _content_of(index: Index, rows: NDArray[np.int64]) -> str:
 
 def _image_fault(index: Index, i: int) -> str | None:
     try:
-        sides = ready_size(index.read(i), index.turned)
+        height, width, _ = ready_pixels(index.read(i), index.turned, index.channels).shape
     except (UnreadableError, UserError) as error:
         return f"sample {i} ({index.key(i)!r}): {error}"
     row = index.rows[i]
-    if sides != (row[WIDTH], row[HEIGHT]):
-        size = f"{sides[0]} x {sides[1]}"
-        return f"sample {i} ({index.key(i)!r}): {size}, {row[WIDTH]} x {row[HEIGHT]} recorded"
+    if (width, height) != (row[WIDTH], row[HEIGHT]):
+        recorded = f"{row[WIDTH]} x {row[HEIGHT]} recorded"
+        return f"sample {i} ({index.key(i)!r}): {width} x {height}, {recorded}"
     return None

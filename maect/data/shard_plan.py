@@ -18,9 +18,9 @@ from maect.core.errors import UserError
 from maect.core.files import read_json, write_record, write_text
 from maect.data import key_of, random
 from maect.data.index import Index
-from maect.data.sources import Entry, open_source
+from maect.data.sources import open_source
 from maect.data.sources.archives import WebDataset
-from maect.data.sources.base import text_lines
+from maect.data.sources.base import Entry, text_lines
 from maect.data.sources.changes import note_files
 from maect.recipes import Pixels
 

@@ -36,7 +36,8 @@ from maect.data.decode import UnreadableError
 from maect.data.index import CHECKSUMS, COLUMNS, ID, SHARD, open_index
 from maect.data.pixels import write_pixels
 from maect.data.shard_plan import planned, read_listing, read_plan, store_plan
-from maect.data.sources import UNLABELLED, Entry, ImageSource, open_source
+from maect.data.sources import open_source
+from maect.data.sources.base import UNLABELLED, Entry, ImageSource
 from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
@@ -315,7 +316,6 @@ def prepare(
     source: ImageSource, entries: list[Entry], options: dict[str, Any], threads: int
 ) -> Iterator[Ready | str]:
     """The images in order, or why one cannot be read; a bounded number in memory."""
-
     side = options.get("shorter_side")
     pixels = _pixels(options)
 

@@ -204,6 +204,14 @@ def fraction_rows(labels: NDArray[np.int64], fraction: float, seed: int) -> NDAr
     return _firsts(rows, counts, np.maximum(1, np.rint(fraction * counts).astype(np.int64)))
 
 
+def drawn(index: Index, count: int, seed: int) -> NDArray[np.bool_]:
+    """Draw so many samples to hold out, the same ones for every encoder: whether each is, [n]."""
+    rank = random.bits(seed, 0, index.rows[:, ID], 0, random.HELD_OUT, 1)[:, 0]
+    held = np.zeros(index.n, bool)
+    held[rank.argsort(kind="stable")[:count]] = True
+    return held
+
+
 def _shuffled(
     labels: NDArray[np.int64], seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

@@ -15,7 +15,7 @@ from maect.core.imports import make_callable
 from maect.core.settings import LocalPath, SettingsFile, digest, one_line
 from maect.evaluate.accuracy import Accuracy
 from maect.evaluate.attentive_probe import AttentiveProbe
-from maect.evaluate.base import Features, Input, OutputOf, Protocol, Shards, Trained, check_blocks
+from maect.evaluate.base import Protocol, check_blocks
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.color_histogram import ColorHistogram
 from maect.evaluate.effective_invariance import EffectiveInvariance
@@ -36,20 +36,6 @@ from maect.evaluate.throughput import Throughput
 from maect.evaluate.umap import Umap
 from maect.recipes import variant_names, variant_values
 from maect.records import EvaluationRecord
-
-__all__ = [
-    "PROTOCOLS",
-    "EvaluationConfig",
-    "Features",
-    "FeaturesConfig",
-    "Input",
-    "OutputOf",
-    "Protocol",
-    "Shards",
-    "Trained",
-    "evaluation_names",
-    "load_evaluation",
-]
 
 make_callable(__name__)
 

@@ -7,28 +7,23 @@ import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.lazy import F, NDArray, Tensor, np, torch
+from maect.data.index import Index, open_index
 from maect.evaluate.base import Count, EvaluationJob, Images, Input, Protocol, Shards, Trained
 from maect.evaluate.real import RealLabels
+from maect.models.precision import mixed_precision
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 from maect.recipes.few_labels import fraction_name
 from maect.records import RunRecord, checked_sha256
 from maect.stages.base import Supervised
 from maect.stages.fine_tune import FineTune
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from maect.data.index import Index
 
 TWIN = "_held_out"
 """Behind the name of a run, of the one that is trained without the held-out images."""
@@ -144,7 +139,6 @@ class Accuracy(RealLabels, Supervised, Protocol):
     ) -> dict[str, Any]:
         """The metrics of finished runs, by the last parts of their names."""
         from maect.core.distributed import device_of, process_group
-        from maect.data.index import open_index
 
         test, device, results = open_index(job.path("test")), device_of(context), {}
         with process_group(context):
@@ -232,11 +226,6 @@ class FineTuned:
 
     def predict(self, images: Tensor) -> Tensor:
         """Class of each normalized image [b, C, S, S], int64 [b]."""
-        import torch
-        from torch.nn import functional as F
-
-        from maect.models.precision import mixed_precision
-
         with torch.inference_mode():
             with mixed_precision(images.device, self.stage.precision):
                 tokens = self.encoder(images).tokens

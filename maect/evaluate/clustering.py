@@ -6,19 +6,16 @@ and the mean and standard deviation of all runs. Labels are used for the score o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
+from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.lazy import NDArray, np
 from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures, idle_cpus
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.evaluate.store import FeatureFile
+from maect.evaluate.store import FeatureFile, moments, standardize
 
 SCORES = ("accuracy", "nmi", "ami", "ari")
 # Less work than this (values x runs) is done before other processes have started.
@@ -58,8 +55,6 @@ class Clustering(ReadsFeatures):
         `clustering.safetensors` keeps clusters, centres (standardised) and confusion matrix of each
         best run, and its `origin`.
         """
-        import numpy as np
-
         test = job.features("test")
         metrics: dict[str, Any] = {}
         tensors: dict[str, NDArray[Any]] = {}
@@ -78,8 +73,6 @@ class Clustering(ReadsFeatures):
 
 def check(test: FeatureFile, ids: NDArray[np.int64]) -> None:
     """Refuse labels that cannot be scored, before anything is computed."""
-    import numpy as np
-
     classes = len(np.unique(test.labels[ids]))
     if classes < 2:
         raise UserError(f"{test.path}: clustering needs at least two classes")
@@ -97,8 +90,6 @@ def origin(test: FeatureFile) -> dict[str, str]:
 
 def members(features: FeatureFile, classes: tuple[str, ...], name: str) -> NDArray[np.int64]:
     """Ids of the samples of some classes; a UserError if the dataset has no such class."""
-    import numpy as np
-
     known = features.record["class_names"]
     missing = [c for c in classes if c not in known]
     if missing:
@@ -113,7 +104,6 @@ def cluster(
 
     Returns the metrics, and the best run's arrays.
     """
-    import numpy as np
     from sklearn.utils.parallel import Parallel, delayed
 
     names, labels = np.unique(test.labels[ids], return_inverse=True)
@@ -158,8 +148,6 @@ def _run(
     rows: NDArray[np.float32], labels: NDArray[np.int64], seed: int, settings: Clustering
 ) -> tuple[float, dict[str, float], NDArray[np.int64], NDArray[np.float32]]:
     """One run with a single thread, so that the number of cores does not change its bits."""
-    from threadpoolctl import threadpool_limits
-
     with threadpool_limits(1):
         inertia, clusters, centers = kmeans(rows, int(labels.max()) + 1, seed, settings)
         return inertia, scores(labels, clusters), clusters, centers
@@ -167,8 +155,6 @@ def _run(
 
 def standardized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Rows with the mean and standard deviation that they have themselves taken out."""
-    from maect.evaluate.store import moments, standardize
-
     return standardize(rows, moments(lambda start, stop: rows[start:stop], *rows.shape))
 
 
@@ -182,7 +168,6 @@ def kmeans(
     Returns:
         Inertia over all rows, cluster of each row [n], centres [clusters, d].
     """
-    import numpy as np
     from sklearn.cluster import MiniBatchKMeans
 
     model = MiniBatchKMeans(
@@ -203,7 +188,6 @@ def kmeans(
 
 def scores(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> dict[str, float]:
     """Cluster accuracy, NMI and AMI (arithmetic mean) and ARI, in percent."""
-    import numpy as np
     from sklearn.metrics import (
         adjusted_mutual_info_score,
         adjusted_rand_score,
@@ -223,8 +207,6 @@ def scores(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> dict[str, 
 
 def contingency(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> NDArray[np.int64]:
     """Count the samples of class i in cluster j: int64 [k, k], k the larger number."""
-    import numpy as np
-
     size = int(max(labels.max(), clusters.max())) + 1
     flat = np.bincount(labels * size + clusters, minlength=size * size)
     return flat.reshape(size, size)

@@ -1,13 +1,14 @@
 """Groups of vectors without labels: by a graph of neighbours, k-means or HDBSCAN."""
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from maect.core.errors import UserError
+from maect.core.lazy import NDArray, np
+from maect.evaluate.clustering import Clustering, kmeans
 from maect.evaluate.store import Scale, moments, standardize
 
 FEWEST = 20
@@ -65,7 +66,7 @@ class Clusters:
 
     cluster: NDArray[np.int64]
     distance: NDArray[np.float64]
-    grains: dict[int, "Clusters"] = field(default_factory=dict)
+    grains: dict[int, Clusters] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -197,8 +198,6 @@ def _clusters(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> Clusters:
 
 
 def _kmeans(rows: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    from maect.evaluate.clustering import Clustering, kmeans
-
     runs = (kmeans(rows, count, seed, Clustering()) for seed in range(_SEEDS))
     return min(runs, key=lambda run: run[0])[1]
 

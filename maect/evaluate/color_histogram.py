@@ -6,21 +6,19 @@ discrimination has learnt the shortcut of comparing colours.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from maect.core.errors import UserError
+from maect.core.lazy import Tensor, distributed, np, torch
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.stacked_heads import BINS, BN_EPS, HistogramHeads, predict_histograms
 from maect.evaluate.trained import ByEpochs, Trainee, Trial
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-    from torch import Tensor
-
     from maect.data.loader import Batch
-    from maect.evaluate.features import Encoding
 
 
 class ColorHistogram(ByEpochs):
@@ -44,8 +42,6 @@ class ColorHistogram(ByEpochs):
 
     def encoding(self, path: Path, device: torch.device) -> Encoding:
         """Every block, by [CLS] or the mean."""
-        from maect.evaluate.features import Encoding
-
         return Encoding(path, device, self.precision, blocks=10**9, pooling=self.pooling)
 
     def headline(self) -> dict[str, str]:
@@ -69,8 +65,6 @@ class _Blocks(Trainee):
     """Probes of all blocks, spread over the ranks."""
 
     def __init__(self, trial: Trial, settings: ColorHistogram) -> None:
-        from maect.evaluate.stacked_heads import HistogramHeads
-
         super().__init__(trial)
         self.probes = settings.probes
         encoding, total = trial.encoding, trial.encoding.blocks * settings.probes
@@ -83,14 +77,10 @@ class _Blocks(Trainee):
         return histograms(images)
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
-        from maect.core import distributed
-
         features = distributed.gather_rows(features).repeat(1, self.probes)
         return self.heads.step(features, distributed.gather_rows(targets), lr_multiplier)
 
     def metrics(self) -> dict[str, Any]:
-        import numpy as np
-
         from maect.evaluate.probing import full
 
         self.kept = {key: full(self.heads, key) for key in ("weight", "bias", "mean", "var")}
@@ -117,10 +107,6 @@ def histograms(images: Tensor) -> Tensor:
 
     Of the image as the encoder sees it before normalization; a flip changes nothing.
     """
-    import torch
-
-    from maect.evaluate.stacked_heads import BINS
-
     bins = (images >> 2).long().flatten(2)
     counts = torch.zeros(*images.shape[:2], BINS, device=images.device)
     counts.scatter_add_(2, bins, torch.ones((), device=images.device).expand_as(bins))
@@ -129,11 +115,6 @@ def histograms(images: Tensor) -> Tensor:
 
 def _errors(trial: Trial, heads: dict[str, Tensor]) -> tuple[list[float], float]:
     """Mean absolute error of each head on the test split, and of a uniform prediction."""
-    import torch
-
-    from maect.core import distributed
-    from maect.evaluate.stacked_heads import BINS, BN_EPS, predict_histograms
-
     sums = torch.zeros(len(heads["weight"]) + 1, dtype=torch.float64)
     blocks = trial.encoding.blocks
     probes = len(heads["weight"]) // blocks

@@ -6,16 +6,19 @@ are squeezed into the encoder's square, as CAPI does (facebookresearch/capi, eva
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.lazy import Image, NDArray, distributed, np, torch
 from maect.core.settings import digest
+from maect.data.index import HEIGHT, WIDTH, Index, open_index
 from maect.evaluate.base import (
     Encodes,
     EvaluationJob,
@@ -25,17 +28,12 @@ from maect.evaluate.base import (
     encoder_checksum,
     idle_cpus,
 )
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.store import Array, InMemory, moments, standardize
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.data.index import Index
-    from maect.evaluate.features import Encoding
-    from maect.evaluate.store import Array
-
+Known: TypeAlias = "tuple[Array, NDArray[np.uint8]]"
 CLASSES = 256  # numbers that a mask may hold
 _AT_ONCE = 64
 
@@ -81,12 +79,7 @@ class PatchClassifier(Masked):
         Returns:
             The patches of each; None on other ranks than 0, which are done.
         """
-        import numpy as np
-
-        from maect.core import distributed
-        from maect.data.index import open_index
-        from maect.evaluate.features import Encoding
-        from maect.evaluate.store import InMemory, moments, standardize
+        from maect.data.subsets import drawn
 
         encoding = Encoding(
             job.run / "encoder.safetensors", distributed.device_of(context), self.precision
@@ -101,7 +94,8 @@ class PatchClassifier(Masked):
                 found[split] = features, masks
         if context.rank:
             return None
-        held = _drawn(found["train"][1].images, self.one_in, self.seed)
+        images = found["train"][1].images
+        held = drawn(images, max(1, images.n // self.one_in), self.seed)
         if not held.any() or held.all():
             raise UserError(f"{job.path('train')}: needs two images or more, to hold one out")
         threads, size = idle_cpus(context), encoding.settings.image_size
@@ -120,13 +114,11 @@ class PatchClassifier(Masked):
             for name, part in parts.items()
         }
 
-    def learnt(self, *parts: Patches) -> tuple[Array, NDArray[np.uint8]]:
+    def learnt(self, *parts: Patches) -> Known:
         """Features [n, D] and classes of pixels [n, p] of patches to learn from.
 
         Left out are patches whose most frequent number is ignored.
         """
-        import numpy as np
-
         features = np.concatenate([part.rows() for part in parts])[:: self.patches_one_in]
         classes = np.concatenate([part.pixels() for part in parts])[:: self.patches_one_in]
         kept = ~np.isin(most_frequent(classes), self.ignore)
@@ -139,18 +131,12 @@ class PatchClassifier(Masked):
         raise NotImplementedError
 
     def predicted(
-        self,
-        features: Array,
-        classes: NDArray[np.uint8],
-        queries: Array,
-        settings: list[dict[str, Any]],
-        threads: int,
+        self, known: Known, queries: Array, settings: list[dict[str, Any]], threads: int
     ) -> list[NDArray[np.uint8]]:
         """Return the class of each pixel of patches, uint8 [q, p], by each of the settings.
 
         Args:
-            features: of training patches, float32 [n, D].
-            classes: of their pixels, uint8 [n, p].
+            known: training patches, as `learnt` gives them.
             queries: features of the patches, float32 [q, D].
         """
         raise NotImplementedError
@@ -162,8 +148,6 @@ class PatchClassifier(Masked):
         beside them, and the `held_out` mIoU of all. The held-out images are learnt from, too, once
         the choice is made; a killed job does not make it again.
         """
-        from maect.data.index import open_index
-
         parts = self.patches(context, job)
         if parts is None:
             return {}
@@ -171,7 +155,7 @@ class PatchClassifier(Masked):
         threads, settings = idle_cpus(context), self.settings()
 
         def tried() -> list[dict[str, Any]]:
-            found = self.predicted(*self.learnt(train), held.rows(), settings, threads)
+            found = self.predicted(self.learnt(train), held.rows(), settings, threads)
             scores = [miou(held.pixels(), classes, self.ignore)[0] for classes in found]
             return [{**one, "miou": score} for one, score in zip(settings, scores, strict=True)]
 
@@ -179,7 +163,7 @@ class PatchClassifier(Masked):
         held_out = job.once(context, digest(self, encoder_checksum(job.run), read), tried)
         best = max(held_out, key=itemgetter("miou"))  # of equal ones the first
         chosen = settings[held_out.index(best)]
-        (classes,) = self.predicted(*self.learnt(train, held), test.rows(), [chosen], threads)
+        (classes,) = self.predicted(self.learnt(train, held), test.rows(), [chosen], threads)
         mean, each, accuracy = miou(test.pixels(), classes, self.ignore)
         own = {self.name: mean, f"{self.name}_accuracy": accuracy, f"{self.name}_classes": each}
         return own | chosen | {"held_out": held_out}
@@ -215,8 +199,6 @@ class MaskSplit:
 
     def __init__(self, images: Index, masks: Index) -> None:
         """Join them by name; a UserError if an image has no mask, or one of another size."""
-        from maect.data.index import HEIGHT, WIDTH
-
         self.images, self.masks = images, masks
         by_name = {name: row for row, name in enumerate(masks.keys())}
         names = images.keys()
@@ -235,8 +217,6 @@ class MaskSplit:
 
     def read(self, number: int) -> NDArray[np.uint8]:
         """The mask of an image, uint8 [height, width]; a UserError if it is no such picture."""
-        import numpy as np
-
         from maect.data.decode import UnreadableError, open_image
 
         row = self.rows[number]
@@ -253,18 +233,12 @@ class MaskSplit:
 
     def numbers(self, threads: int) -> list[int]:
         """The numbers that occur in the masks, in order."""
-        import numpy as np
-
         with ThreadPoolExecutor(max(1, threads)) as pool:
             found = list(pool.map(lambda n: np.unique(self.read(n)), range(len(self.rows))))
         return np.unique(np.concatenate(found)).tolist()
 
     def patches(self, size: int, patches: int, threads: int) -> NDArray[np.uint8]:
         """Masks in `size` pixels, cut into patches that tile it: uint8 [images, patches, p]."""
-        import math
-
-        import numpy as np
-
         grid = math.isqrt(patches)
         if grid * grid != patches or size % grid:
             raise UserError(f"{patches} patches do not tile {size} x {size} pixels")
@@ -283,18 +257,12 @@ class MaskSplit:
 
 def nearest_pixels(mask: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     """A mask [height, width] squeezed to [size, size], each pixel the nearest one's number."""
-    import numpy as np
-    from PIL import Image
-
     squeezed = Image.fromarray(mask, "L").resize((size, size), Image.Resampling.NEAREST)
     return np.asarray(squeezed)
 
 
 def encoded(context: Context, index: Index, encoding: Encoding) -> Array:
     """Patch tokens after the final norm, float32 [images, N, D]; every rank encodes a share."""
-    import torch
-
-    from maect.core import distributed
     from maect.data.loader import squeezed_parts
 
     per_rank = -(-index.n // (context.world_size * _AT_ONCE)) * _AT_ONCE
@@ -318,23 +286,8 @@ def encoded(context: Context, index: Index, encoding: Encoding) -> Array:
     return distributed.gather_rows(out)[: index.n].cpu().numpy()
 
 
-def _drawn(images: Index, one_in: int, seed: int) -> NDArray[np.bool_]:
-    """Return whether an image is held out: a drawn part of all, the same for every encoder; [n]."""
-    import numpy as np
-
-    from maect.data import random
-    from maect.data.index import ID
-
-    rank = random.bits(seed, 0, images.rows[:, ID], 0, random.HELD_OUT, 1)[:, 0]
-    held = np.zeros(images.n, bool)
-    held[rank.argsort(kind="stable")[: max(1, images.n // one_in)]] = True
-    return held
-
-
 def most_frequent(classes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The most frequent number of each row, of several the smallest: [n, p] to [n]."""
-    import torch
-
     return torch.from_numpy(classes).mode(dim=1).values.numpy()
 
 
@@ -359,8 +312,6 @@ def pairs_of(
     truth: NDArray[np.uint8], predicted: NDArray[np.uint8], ignore: tuple[int, ...]
 ) -> NDArray[np.int64]:
     """Return how many pixels that count have each true and predicted number, int64 [256 * 256]."""
-    import numpy as np
-
     counted = ~np.isin(truth, ignore)
     pairs = truth[counted].astype(np.int64) * CLASSES + predicted[counted]
     return np.bincount(pairs, minlength=CLASSES**2)
@@ -370,8 +321,6 @@ def iou_of(
     pairs: NDArray[np.int64], ignore: tuple[int, ...]
 ) -> tuple[float, dict[str, float], float]:
     """`miou` of counted pairs, [256 * 256]."""
-    import numpy as np
-
     if not pairs.any():
         raise UserError(f"all test masks hold only the numbers {[*ignore]}, which are ignored")
     table = pairs.reshape(CLASSES, CLASSES)

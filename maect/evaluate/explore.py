@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.lazy import Image, NDArray, np
+from maect.data.index import open_index
 from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures, Shards
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from maect.evaluate.clusters import cluster, comparable, scale_of
+from maect.evaluate.retrieval import thumbnails
+from maect.evaluate.umap import embedded
 
 PIXELS = 5_000_000
 ATLAS_BYTES = 900_000
@@ -74,13 +75,7 @@ class Explore(ReadsFeatures):
         pictures, row by row, in a square.
         Its metadata has the names of images, splits and classes.
         """
-        import numpy as np
-
-        from maect.data.index import open_index
         from maect.data.shard_plan import image_names
-        from maect.evaluate.clusters import cluster, comparable, scale_of
-        from maect.evaluate.retrieval import thumbnails
-        from maect.evaluate.umap import umap_class
 
         files = [job.features(f"features_{name}", labelled=False) for name in self.splits]
         indices = [open_index(job.path(f"images_{name}")) for name in self.splits]
@@ -102,17 +97,13 @@ class Explore(ReadsFeatures):
         similarity = rows @ rows.T
         np.fill_diagonal(similarity, -np.inf)
         nearest = np.argsort(-similarity, axis=1, kind="stable")[:, : self.neighbors]
-        points = umap_class()(
-            n_neighbors=min(_MAP_NEIGHBORS, len(rows) - 1),
-            random_state=self.seed,
-            n_jobs=1,  # with more, the layout would not be reproducible
-        ).fit_transform(rows)
+        points = embedded(rows, min(_MAP_NEIGHBORS, len(rows) - 1), self.seed)
         pictures = [
             thumbnails(index, part, file, self.side)
             for index, (file, part) in zip(indices, pairs, strict=True)
         ]
-        tensors = {
-            "points": points.astype(np.float32),
+        tensors: dict[str, NDArray[Any]] = {
+            "points": points,
             "splits": splits,
             "ids": ids,
             "labels": np.concatenate([file.labels[part] for file, part in pairs]),
@@ -140,8 +131,6 @@ class Explore(ReadsFeatures):
 
     def _drawn(self, sizes: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Split and id of each image to show, in order: the same ones for every encoder."""
-        import numpy as np
-
         splits = np.repeat(np.arange(len(sizes)), sizes)
         ids = np.concatenate([np.arange(size) for size in sizes])
         chosen = np.random.default_rng(self.seed).permutation(len(ids))[: self.images]
@@ -156,9 +145,6 @@ def columns_of(count: int) -> int:
 
 def atlas(pictures: NDArray[np.uint8]) -> bytes:
     """A JPEG with all pictures [n, S, S, 3], row by row; as good as its size allows."""
-    import numpy as np
-    from PIL import Image
-
     count, side = pictures.shape[:2]
     columns = columns_of(count)
     canvas = np.zeros((columns, columns, side, side, 3), np.uint8)

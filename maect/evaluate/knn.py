@@ -7,25 +7,23 @@ standard deviation (`knn_standardized`, what the authors' logger does).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
+from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.lazy import NDArray, np
 from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
+from maect.evaluate.clusters import comparable
 from maect.evaluate.real import RealLabels
+from maect.evaluate.sampling import ends, held_out
+from maect.evaluate.store import Array, Part, Rows, Scale, moments, standardize
 from maect.recipes import KNN_K, KNN_TEMPERATURE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.evaluate.store import Array, Rows, Scale
 
 QUERIES = 1024
 ONE_IN = 10  # training images, for each that is held out; more where there are few test images
@@ -70,11 +68,6 @@ class Knn(RealLabels, ReadsFeatures):
         `_low` and `_high` are the ends of 95 % intervals of `knn`, of `knn_held_out` and of both
         standardised. With `real_labels` also `knn_real` and `knn_standardized_real`.
         """
-        import numpy as np
-
-        from maect.evaluate.sampling import ends, held_out
-        from maect.evaluate.store import Part, moments
-
         train, test = job.both()
         if self.k > train.n:
             raise UserError(f"knn: k {self.k} is more than the {train.n} samples of {train.path}")
@@ -163,11 +156,6 @@ def nearest(
         Cosine similarities (of a row of zeros: 0) or, of `l2`, negative squared distances up to
         what depends on the query alone, float64 [q, k]; and ids, int64 [q, k].
     """
-    import numpy as np
-    from threadpoolctl import threadpool_limits
-
-    from maect.evaluate.clusters import comparable
-    from maect.evaluate.store import standardize
 
     def prepared(features: Array) -> Array:
         if distance == "cosine":

@@ -7,21 +7,20 @@ The best block of a large masked autoencoder is below its last ones, which work 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.lazy import distributed, np, torch
+from maect.data.index import Index, open_index
 from maect.evaluate.base import Encodes, EvaluationJob, Images
-from maect.evaluate.knn import ONE_IN
+from maect.evaluate.encoding import Encoding, finite
+from maect.evaluate.knn import ONE_IN, nearest
+from maect.evaluate.store import Array, InMemory, moments
 from maect.recipes import KNN_K, KNN_TEMPERATURE, Encoder
 from maect.recipes.cost import encode_flops
-
-if TYPE_CHECKING:
-    from maect.data.index import Index
-    from maect.evaluate.features import Encoding
-    from maect.evaluate.store import Array
 
 
 class KnnPerBlock(Encodes):
@@ -59,15 +58,7 @@ class KnnPerBlock(Encodes):
         that of one training image in ten, found among the others; `knn_standardized_held_out` is
         its accuracy on the test images.
         """
-        import numpy as np
-        import torch
-
-        from maect.core import distributed
-        from maect.data.index import open_index
-        from maect.evaluate.features import Encoding
-        from maect.evaluate.knn import nearest
         from maect.evaluate.probing import check
-        from maect.evaluate.store import InMemory, moments
         from maect.measures import vote
         from maect.train.scores import BATCH
 
@@ -132,10 +123,6 @@ def _encoded(
     context: Context, job: EvaluationJob, index: Index, encoding: Encoding, rows: range
 ) -> Array:
     """This rank's share of some images after every block, float32 [blocks, m, width]."""
-    import numpy as np
-
-    from maect.core import distributed
-    from maect.evaluate.features import finite
     from maect.train.scores import BATCH, share
 
     part = replace(index, rows=index.rows[rows.start : rows.stop : rows.step])
@@ -154,11 +141,6 @@ def _encoded(
 
 def _joined(part: Array) -> Array:
     """Rows of all ranks' shares [m, width] in their order."""
-    import numpy as np
-    import torch
-
-    from maect.core import distributed
-
     shares = distributed.from_all(len(part))
     full = np.pad(part, ((0, max(shares) - len(part)), (0, 0)))
     every = distributed.gather_rows(torch.from_numpy(full)).numpy()

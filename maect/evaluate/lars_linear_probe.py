@@ -7,17 +7,13 @@ authors' code are those of `efficient_probe`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
+from maect.core.lazy import torch
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.lars import LarsProbe, TrainsByLars
 from maect.evaluate.trained import Trainee, Trial
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
-    from maect.evaluate.features import Encoding
 
 
 class LarsLinearProbe(TrainsByLars):
@@ -33,7 +29,6 @@ class LarsLinearProbe(TrainsByLars):
     def encoding(self, path: Path, device: torch.device) -> Encoding:
         """The [CLS] token, if there is one, without the final norm."""
         from maect.evaluate.base import encoder_settings
-        from maect.evaluate.features import Encoding
 
         pooling: Literal["cls", "mean"] = "mean"
         if encoder_settings(path.parent).class_token:

@@ -6,26 +6,21 @@ Heads of all rates, and of all representations, are trained on one pass of the e
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
+from maect.core.lazy import Tensor, distributed, torch
+from maect.data.index import Index
 from maect.evaluate.base import EvaluationJob, Positive
+from maect.evaluate.encoding import Encoding, LastBlocks
 from maect.evaluate.real import RealLabels
+from maect.evaluate.stacked_heads import BN_EPS, Heads
 from maect.evaluate.trained import ByEpochs, Trainee, Trial
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-    from torch import Tensor
-
-    from maect.data.index import Index
-    from maect.evaluate.features import Encoding
-    from maect.evaluate.stacked_heads import Heads
-    from maect.models.precision import Precision
+from maect.models.precision import Precision
 
 
 class LinearProbe(RealLabels, ByEpochs):
@@ -60,8 +55,6 @@ class LinearProbe(RealLabels, ByEpochs):
 
     def encoding(self, path: Path, device: torch.device) -> Encoding:
         """The encoder's own features, or all that the forms need."""
-        from maect.evaluate.features import Encoding, LastBlocks
-
         if self.refiner:
             return LastBlocks(path, device, self.precision, blocks=RAW)
         blocks = max(BLOCKS) if self.concat else 1
@@ -129,8 +122,6 @@ class _Forms(Trainee):
     groups: dict[str, Heads]
 
     def __init__(self, trial: Trial, settings: LinearProbe) -> None:
-        from maect.evaluate.stacked_heads import Heads
-
         super().__init__(trial)
         self.rates, encoding = list(settings.learning_rates), trial.encoding
         self.columns = {PLAIN: slice(None)}
@@ -159,10 +150,6 @@ class _Forms(Trainee):
         }
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
-        import torch
-
-        from maect.core import distributed
-
         features, targets = distributed.gather_rows(features), distributed.gather_rows(targets)
         seen = {"": (features, targets)}
         if self.held is not None:
@@ -223,9 +210,6 @@ class _Forms(Trainee):
 
     def _accuracies(self, name: str, part: str) -> list[float]:
         """In percent, of each rate; those by ReaL's labels are recorded beside them."""
-        import torch
-
-        from maect.core import distributed
         from maect.train.scores import BATCH
 
         features, labels = self.scored[part]
@@ -243,7 +227,6 @@ class _Forms(Trainee):
 
     def _keep(self, name: str, rate: int) -> None:
         from maect.evaluate.probing import full
-        from maect.evaluate.stacked_heads import Heads
 
         one, heads = slice(rate, rate + 1), self.groups[name]
         best = {key: full(heads, key, one)[0] for key in ("weight", "bias")}
@@ -282,9 +265,6 @@ def read_probe(path: Path) -> tuple[Tensor, Tensor, list[str], str | None]:
     Raises:
         UserError: no probe, or not one of a single representation.
     """
-    import torch
-
-    from maect.evaluate.stacked_heads import BN_EPS
     from maect.models.weights import load_tensors
 
     tensors, texts = load_tensors(path)
@@ -302,8 +282,6 @@ class TrainedProbe:
 
     def __init__(self, job: EvaluationJob, device: torch.device, precision: Precision) -> None:
         """Load the run's encoder and the probe of the job, which is refused if it is of another."""
-        from maect.evaluate.features import Encoding
-
         path, encoder = job.path("probe"), job.run / "encoder.safetensors"
         weight, bias, class_names, sha256 = read_probe(path)
         self.encoding = Encoding(encoder, device, precision)
@@ -314,8 +292,6 @@ class TrainedProbe:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Logits float32 [b, classes], if finite, of images uint8 [b, C, S, S] or normalized."""
-        import torch
-
         with torch.inference_mode():
             logits = torch.addmm(self.bias, self.encoding(images), self.weight.T)
         if not torch.isfinite(logits).all():

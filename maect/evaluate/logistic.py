@@ -12,21 +12,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
+from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.lazy import NDArray, np
 from maect.core.settings import digest
 from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.evaluate.store import Array
+from maect.evaluate.sampling import ends, held_out
+from maect.evaluate.store import Array, InMemory, moments, standardize
 
 PENALTIES: tuple[float, ...] = tuple(round(10 ** (-6 + 11 * i / 7), 12) for i in range(8))
 """10 to the powers from -6 to 5, in seven equal steps (CAPI)."""
@@ -49,11 +47,6 @@ class Logistic(RealLabels, ReadsFeatures):
         """Metrics: `logistic` with the ends of its 95 % interval, and what was chosen;
         with `real_labels` also `logistic_real`.
         """
-        import numpy as np
-        from threadpoolctl import threadpool_limits
-
-        from maect.evaluate.sampling import ends, held_out
-
         train, test = job.both()
         held = held_out(train.labels, train.names(), self.one_in)
         if len(np.unique(train.labels)) < 2 or not held.any():
@@ -89,8 +82,6 @@ def fitted(
         labels: int64 [n], of two classes at least.
     """
     from sklearn.linear_model import LogisticRegression
-
-    from maect.evaluate.store import InMemory, moments, standardize
 
     scale = moments(InMemory(features).rows, *features.shape)
     model = LogisticRegression(C=c, max_iter=max_iterations)

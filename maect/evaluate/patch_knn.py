@@ -8,17 +8,14 @@ docs/reference/authors_code.md compares each setting with CAPI's eval_segmentati
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from maect.core.errors import UserError
+from maect.core.lazy import NDArray, np, torch
 from maect.evaluate.base import Count
-from maect.evaluate.dense import PatchClassifier
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.evaluate.store import Array
+from maect.evaluate.dense import Known, PatchClassifier
+from maect.evaluate.knn import nearest
+from maect.evaluate.store import Array, InMemory
 
 _AT_ONCE = 4096
 
@@ -38,21 +35,11 @@ class PatchKnn(PatchClassifier):
         return [{"k": k, "distance": d} for d in self.distances for k in self.neighbours]
 
     def predicted(
-        self,
-        features: Array,
-        classes: NDArray[np.uint8],
-        queries: Array,
-        settings: list[dict[str, Any]],
-        threads: int,
+        self, known: Known, queries: Array, settings: list[dict[str, Any]], threads: int
     ) -> list[NDArray[np.uint8]]:
         """The most frequent class of each pixel among k neighbours, of several the smallest."""
-        import numpy as np
-        import torch
-
-        from maect.evaluate.knn import nearest
-        from maect.evaluate.store import InMemory
-
-        known, most = torch.from_numpy(classes), max(self.neighbours)
+        features, classes = known
+        table, most = torch.from_numpy(classes), max(self.neighbours)
         if len(features) < most:
             raise UserError(
                 f"{self.train_split}: {len(features)} patches, fewer than {most} neighbours; give "
@@ -62,7 +49,7 @@ class PatchKnn(PatchClassifier):
         for distance in dict.fromkeys(setting["distance"] for setting in settings):
             _, ids = nearest(InMemory(features), queries, most, None, threads, distance)
             for start in range(0, len(ids), _AT_ONCE):
-                found = known[torch.from_numpy(ids[start : start + _AT_ONCE])]  # [b, k, p]
+                found = table[torch.from_numpy(ids[start : start + _AT_ONCE])]  # [b, k, p]
                 for setting, votes in zip(settings, out, strict=True):
                     if setting["distance"] == distance:
                         mode = found[:, : setting["k"]].mode(dim=1).values

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
+from threadpoolctl import threadpool_limits
 
 from maect.core.errors import UserError
+from maect.core.lazy import NDArray, np
 from maect.evaluate.base import Count, Positive
-from maect.evaluate.dense import PatchClassifier, most_frequent
+from maect.evaluate.dense import Known, PatchClassifier, most_frequent
 from maect.evaluate.logistic import PENALTIES
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.evaluate.store import Array
+from maect.evaluate.store import Array
 
 
 class PatchLogistic(PatchClassifier):
@@ -43,18 +40,12 @@ class PatchLogistic(PatchClassifier):
         return [{"c": c} for c in self.penalties]
 
     def predicted(
-        self,
-        features: Array,
-        classes: NDArray[np.uint8],
-        queries: Array,
-        settings: list[dict[str, Any]],
-        threads: int,
+        self, known: Known, queries: Array, settings: list[dict[str, Any]], threads: int
     ) -> list[NDArray[np.uint8]]:
         """The class of a patch for each of its pixels."""
-        import numpy as np
         from sklearn.linear_model import LogisticRegression
-        from threadpoolctl import threadpool_limits
 
+        features, classes = known
         labels, shape = most_frequent(classes), (len(queries), classes.shape[1])
         if len(np.unique(labels)) < 2:
             raise UserError(f"{self.train_masks}: patches of one class only")

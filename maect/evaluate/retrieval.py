@@ -6,25 +6,22 @@ Thumbnails are stored with the result, so that drawing needs no images.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
 
 from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError, check_names
+from maect.core.lazy import NDArray, np
+from maect.data.index import HEIGHT, LABEL, WIDTH, Index, open_index
 from maect.evaluate.base import EvaluationJob, Input, OutputOf, ReadsFeatures, Shards, idle_cpus
+from maect.evaluate.clustering import assign, contingency, origin, standardized
+from maect.evaluate.knn import nearest
+from maect.evaluate.store import FeatureFile
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.data.index import Index
-    from maect.evaluate.store import FeatureFile
-
-    Ids = NDArray[np.int64]
+Ids: TypeAlias = "NDArray[np.int64]"
 
 
 class Retrieval(ReadsFeatures):
@@ -71,8 +68,6 @@ class Retrieval(ReadsFeatures):
         `cluster_labels` and `cluster_ids` [k, n], and `cluster_classes` [k], the class that a
         cluster was matched to or -1.
         """
-        from maect.data.index import open_index
-
         test = job.features("test")
         index = open_index(job.path("images"))
         if index.digest != test.record["index_digest"]:
@@ -106,8 +101,6 @@ def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> 
 
     Of `names`, or of `count` evenly spaced classes; a UserError if there is no image of one.
     """
-    import numpy as np
-
     classes, first = np.unique(test.labels, return_index=True)
     if names:
         known = test.record["class_names"]
@@ -123,10 +116,6 @@ def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> 
 
 def _neighbors(test: FeatureFile, queries: Ids, count: int, threads: int) -> Ids:
     """Ids of the nearest other images by cosine similarity, [q, n]."""
-    import numpy as np
-
-    from maect.evaluate.knn import nearest
-
     _, ids = nearest(test, test.take(queries), count + 1, threads=threads)
     # A copy with a smaller id may come before the query itself.
     others = [row[row != query][:count] for row, query in zip(ids, queries, strict=True)]
@@ -138,11 +127,8 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
 
     Euclidean distance between standardised features, those that were clustered.
     """
-    import numpy as np
     from safetensors import safe_open
     from safetensors.numpy import load_file
-
-    from maect.evaluate.clustering import assign, contingency, origin, standardized
 
     if not path.exists():
         raise UserError(f"{path}: no such clusters; evaluate clustering first")
@@ -177,9 +163,6 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
 
 def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[np.uint8]:
     """Small pictures of what the encoder saw, uint8 [..., S, S, 3]."""
-    import numpy as np
-
-    from maect.data.index import HEIGHT, LABEL, WIDTH
     from maect.data.transforms import center_crops
 
     size = test.record["image_size"]

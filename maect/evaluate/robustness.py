@@ -11,7 +11,10 @@ from typing import Any, ClassVar
 
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.lazy import distributed, np, torch
+from maect.data.index import open_index
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, OutputOf, Shards
+from maect.evaluate.linear_probe import TrainedProbe
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 
@@ -52,12 +55,6 @@ class Robustness(Encodes):
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracy in percent on each of `splits`, by its name; and how many classes it has."""
-        import numpy as np
-        import torch
-
-        from maect.core import distributed
-        from maect.data.index import open_index
-        from maect.evaluate.linear_probe import TrainedProbe
         from maect.train.scores import accuracy
 
         probe = TrainedProbe(job, distributed.device_of(context), self.precision)

@@ -1,10 +1,11 @@
 """Held-out training images to choose settings on, and intervals by bootstrap."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from maect.core.lazy import NDArray, np
 
 RESAMPLES = 2000
 LEVEL = 95.0

@@ -4,10 +4,9 @@ One stacked weight and torch's SGD on the sum of the heads' losses, which do not
 step takes 0.7 to 1.2 times as long (10 heads, 200 and 1,000 classes), little beside the encoder.
 """
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+from __future__ import annotations
 
+from maect.core.lazy import F, Tensor, torch
 from maect.evaluate.trained import Group
 
 BN_EPS = 1e-5
@@ -98,11 +97,11 @@ class Heads(Stack):
         self.descend(losses * self.rates, lr_multiplier)
         return losses.detach()
 
-    @torch.no_grad()
     def predict(self, features: Tensor) -> Tensor:
         """Class of each sample by each head, with the running statistics: int64 [n, R]."""
-        x = (features - self.mean) * torch.rsqrt(self.var + BN_EPS)
-        return self._logits(x).argmax(dim=2)
+        with torch.no_grad():
+            x = (features - self.mean) * torch.rsqrt(self.var + BN_EPS)
+            return self._logits(x).argmax(dim=2)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Of normalized features [n, D], as one product: [n, R, C]."""

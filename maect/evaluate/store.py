@@ -5,23 +5,23 @@ Also their standardisation, to mean 0 and standard deviation 1 as scikit-learn's
 Needs no torch, so that protocols on stored features start quickly.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Protocol, TypeAlias
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, check_file, parsed, sealed, verified
+from maect.core.lazy import NDArray, np, safetensors
 
 _CHUNK = 16384
 
-Array = NDArray[np.float32]
-Scale = tuple[NDArray[np.float64], NDArray[np.float64]]
+Array: TypeAlias = "NDArray[np.float32]"
+Scale: TypeAlias = "tuple[NDArray[np.float64], NDArray[np.float64]]"
 
 
 class Rows(Protocol):
@@ -74,9 +74,7 @@ class FeatureFile:
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
         """Features of a range of samples, float32 [stop - start, width]."""
-        from safetensors import safe_open
-
-        with safe_open(self.path, framework="numpy") as file:
+        with safetensors.safe_open(self.path, framework="numpy") as file:
             part: NDArray[np.float32] = file.get_slice("features")[start:stop]
         return part
 
@@ -97,9 +95,7 @@ class FeatureFile:
 
     def names(self) -> list[str]:
         """Names of the samples, in order."""
-        from safetensors import safe_open
-
-        with safe_open(self.path, framework="numpy") as file:
+        with safetensors.safe_open(self.path, framework="numpy") as file:
             return file.get_tensor("keys").tobytes().decode().split("\n")
 
 
@@ -136,19 +132,17 @@ def open_features(path: str | Path) -> FeatureFile:
     Raises:
         UserError: missing, not a features file, damaged, or with values that are not finite.
     """
-    from safetensors import SafetensorError, safe_open
-
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path}: no such features file; make it with maect features")
     try:
         check_file(path)
-        with safe_open(path, framework="numpy") as file:
+        with safetensors.safe_open(path, framework="numpy") as file:
             record = verified(parsed((file.metadata() or {})["maect"]))
             labels = file.get_tensor("labels")
             names = file.get_tensor("keys")
             n, width = file.get_slice("features").get_shape()
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+    except (safetensors.SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a features file ({error}); extract it again") from None
     features = FeatureFile(path, n, width, labels, record)
     parts = (features.rows(s, min(s + _CHUNK, n)) for s in range(0, n, _CHUNK))
@@ -165,13 +159,11 @@ def own_name(path: Path) -> str | None:
 
 def open_record(path: str | Path) -> dict[str, Any]:
     """Return what a features file says about its making, or raise a UserError: it is none."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         check_file(path)
-        with safe_open(path, framework="numpy") as file:
+        with safetensors.safe_open(path, framework="numpy") as file:
             return dict(verified(parsed((file.metadata() or {})["maect"])))
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+    except (safetensors.SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a features file ({error}); extract it again") from None
 
 

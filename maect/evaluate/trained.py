@@ -10,29 +10,24 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.lazy import NDArray, Tensor, distributed, np, torch
 from maect.core.settings import digest
+from maect.data.index import ID, Index, open_index
 from maect.evaluate.base import Encodes, EvaluationJob, Images, encoder_checksum
+from maect.evaluate.encoding import Encoding, finite
+from maect.evaluate.real import Real, RealLabels
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from maect.data.index import Index
     from maect.data.loader import Batch
-    from maect.evaluate.features import Encoding
-    from maect.evaluate.real import Real, RealLabels
 
 
 class TrainsProbe(Encodes):
@@ -61,8 +56,6 @@ class TrainsProbe(Encodes):
 
     def encoding(self, path: Path, device: torch.device) -> Encoding:
         """Return the encoder with what is read of it."""
-        from maect.evaluate.features import Encoding
-
         return Encoding(path, device, self.precision)
 
     @abstractmethod
@@ -71,10 +64,7 @@ class TrainsProbe(Encodes):
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Train the probe, leave what it keeps beside the JSON, and return its metrics."""
-        from maect.core import distributed
-        from maect.data.index import open_index
         from maect.evaluate.probing import Probing, check
-        from maect.evaluate.real import RealLabels
         from maect.models.weights import save_tensors
 
         train, test = open_index(job.path("train")), open_index(job.path("test"))
@@ -120,7 +110,6 @@ class OnCrops(TrainsProbe):
         self, trial: Trial, probe: Trainee, start: int, steps: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield augmented images and their targets, as `TrainsProbe.batches`."""
-        from maect.core import distributed
         from maect.data.loader import train_batches
         from maect.data.transforms import augment
         from maect.recipes import View
@@ -221,9 +210,6 @@ class Trial:
 
     def features(self, index: Index | None = None) -> tuple[Tensor, Tensor]:
         """Return features [n, D] of test images, or others, on every rank, and labels [n]."""
-        import torch
-
-        from maect.core import distributed
         from maect.train.scores import BATCH
 
         index, device, start = index or self.test, self.encoding.device, 0
@@ -237,13 +223,10 @@ class Trial:
 
     def held_out(self, part: float, seed: int) -> Index:
         """Return the drawn part of the training images, the same ones for every encoder."""
-        from maect.data import random
-        from maect.data.index import ID
+        from maect.data.subsets import drawn
 
-        rows = self.train.rows
-        rank = random.bits(seed, 0, rows[:, ID], 0, random.HELD_OUT, 1)[:, 0]
         count = max(1, round(part * self.train.n))
-        return replace(self.train, rows=rows[sorted(rank.argsort(kind="stable")[:count])])
+        return replace(self.train, rows=self.train.rows[drawn(self.train, count, seed)])
 
     def predicted(
         self,
@@ -265,8 +248,6 @@ class Trial:
 
     def checked(self, features: Tensor) -> Tensor:
         """Return the features, or raise a UserError if one is not finite."""
-        from maect.evaluate.features import finite
-
         finite(features, self.job.run)
         return features
 
@@ -323,11 +304,6 @@ class Trainee(ABC):
 
         With held-out images [b, 2], whether each is one of them beside its label.
         """
-        import numpy as np
-        import torch
-
-        from maect.data.index import ID
-
         labels = torch.from_numpy(batch.labels)
         if self.held is None:
             return labels

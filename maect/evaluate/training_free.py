@@ -94,7 +94,16 @@ def with_labels(
         raise UserError(f"{len(labels)} training images, too few for k-NN with k {KNN_K}")
     if len(np.unique(labels[~held])) < 2:
         raise UserError("all training images are of one class")
-    scores, found = _knn(train, labels, held, test, test_labels, threads)
+    own = Knn()
+    pairs = own.pairs(int((~held).sum()))
+    voted = swept(InMemory(train), labels, test, pairs, None, threads)
+    outer = {pair: _percent(classes, test_labels) for pair, classes in voted.items()}
+    others = swept(InMemory(train[~held]), labels[~held], train[held], pairs, None, threads)
+    inner = {pair: _percent(classes, labels[held]) for pair, classes in others.items()}
+    scores = {KNN: Score(outer[own.k, own.temperature])}
+    for name, by in ((KNN_HELD_OUT, inner), (KNN_BEST, outer)):
+        pair = max(pairs, key=lambda pair: by[pair].mean())
+        scores[name] = Score(outer[pair], f"k {pair[0]}, T {pair[1]:g}")
     counts = np.bincount(labels)
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a weak penalty may not converge, nor need to
@@ -105,7 +114,7 @@ def with_labels(
         classes = fitted(train, labels, c)(test)
     scores[LOGISTIC] = Score(_percent(classes, test_labels), f"C {c:.3g}")
     if real is not None:
-        for name, predicted in ((KNN, found), (LOGISTIC, classes)):
+        for name, predicted in ((KNN, voted[own.k, own.temperature]), (LOGISTIC, classes)):
             scores[name + REAL] = Score(100 * real.right(predicted).astype(np.float64))
     return scores
 
@@ -121,31 +130,6 @@ def without_labels(features: Array) -> dict[str, Score]:
 
 def _percent(classes: NDArray[np.int64], labels: NDArray[np.int64]) -> NDArray[np.float64]:
     return 100.0 * (classes == labels)
-
-
-def _knn(
-    train: Array,
-    labels: NDArray[np.int64],
-    held: NDArray[np.bool_],
-    test: Array,
-    test_labels: NDArray[np.int64],
-    threads: int,
-) -> tuple[dict[str, Score], NDArray[np.int64]]:
-    """k-NN as it is, and with k and T chosen on held-out training images or on the test images.
-
-    Also the classes that the first predicts, int64 [m].
-    """
-    own = Knn()
-    pairs = own.pairs(int((~held).sum()))
-    voted = swept(InMemory(train), labels, test, pairs, None, threads)
-    outer = {pair: _percent(classes, test_labels) for pair, classes in voted.items()}
-    others = swept(InMemory(train[~held]), labels[~held], train[held], pairs, None, threads)
-    inner = {pair: _percent(classes, labels[held]) for pair, classes in others.items()}
-    scores = {KNN: Score(outer[own.k, own.temperature])}
-    for name, by in ((KNN_HELD_OUT, inner), (KNN_BEST, outer)):
-        pair = max(pairs, key=lambda pair: by[pair].mean())
-        scores[name] = Score(outer[pair], f"k {pair[0]}, T {pair[1]:g}")
-    return scores, voted[own.k, own.temperature]
 
 
 def _shots(

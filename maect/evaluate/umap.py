@@ -13,18 +13,26 @@ from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.lazy import np
 from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures
+from maect.evaluate.clustering import members
+from maect.evaluate.store import Array
 
 _NUMBA = Path(".numba_config.yaml")
 
 
-def umap_class() -> Any:
-    """UMAP, unless a file of the working folder would configure the compiler that it uses."""
+def embedded(rows: Array, neighbors: int, seed: int, **options: Any) -> Array:
+    """Points [n, 2] of rows [n, width] by UMAP, with `options` of umap-learn.
+
+    Refused, by a UserError, if a file of the working folder would configure UMAP's compiler.
+    """
     if os.path.lexists(_NUMBA):
         raise UserError(f"{_NUMBA.absolute()}: Numba would be configured by it; move it away")
     from umap import UMAP
 
-    return UMAP
+    # With more jobs, the layout would not be reproducible.
+    found = UMAP(n_neighbors=neighbors, random_state=seed, n_jobs=1, **options).fit_transform(rows)
+    return found.astype(np.float32)
 
 
 class Umap(ReadsFeatures):
@@ -56,10 +64,6 @@ class Umap(ReadsFeatures):
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Write `umap.safetensors`: `points` float32 [n, 2], `labels` and `ids` int64 [n]."""
-        import numpy as np
-
-        from maect.evaluate.clustering import members
-
         test = job.features("test", labelled=False)
         ids = members(test, self.classes, "classes") if self.classes else np.arange(test.n)
         if len(ids) <= self.neighbors:
@@ -67,14 +71,7 @@ class Umap(ReadsFeatures):
                 f"umap: neighbors {self.neighbors} needs more than the {len(ids)} samples "
                 f"of {test.path}"
             )
-        points = umap_class()(
-            n_components=2,
-            n_neighbors=self.neighbors,
-            min_dist=self.min_dist,
-            metric=self.metric,
-            random_state=self.seed,
-            n_jobs=1,  # with more, the layout would not be reproducible
-        ).fit_transform(test.take(ids))
-        points = points.astype(np.float32)
+        options = {"min_dist": self.min_dist, "metric": self.metric}
+        points = embedded(test.take(ids), self.neighbors, self.seed, **options)
         job.write_tensors({"points": points, "labels": test.labels[ids], "ids": ids})
         return {"samples": len(ids)}

@@ -11,7 +11,7 @@ from typing import Any
 from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.seeds import of_seed, seedless
 from maect.core.settings import validated
-from maect.evaluate import Protocol
+from maect.evaluate.base import Protocol
 from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, fill_path, filled
 from maect.recipes import Encoder, Pixels, is_own, load_encoder
 from maect.recipes.computing import PLAIN, Computing

@@ -16,9 +16,10 @@ from maect.core.files import PIPELINE
 from maect.core.settings import validated
 from maect.core.yaml_files import read_yaml
 from maect.data.config import ShardsConfig
-from maect.data.sources import Unlabelled
 from maect.data.sources.changes import Changes, changes
-from maect.evaluate import EvaluationConfig, Protocol, evaluation_names, load_evaluation
+from maect.data.sources.image_files import Unlabelled
+from maect.evaluate import EvaluationConfig, evaluation_names, load_evaluation
+from maect.evaluate.base import Protocol
 from maect.experiment.chosen_shards import find_shards, said_otherwise, shards_config
 from maect.experiment.expand import (
     CHANGES,

@@ -15,7 +15,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_mapping
 from maect.core.settings import SettingsFile
 from maect.data.sources.view import read_classes
-from maect.evaluate import Features, OutputOf, Shards, Trained
+from maect.evaluate.base import Features, OutputOf, Shards, Trained
 from maect.evaluate.real import RealLabels
 from maect.evaluate.store import open_record
 from maect.experiment import resolve

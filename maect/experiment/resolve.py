@@ -5,15 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from maect.core.settings import SettingsFile
-from maect.evaluate import (
-    EvaluationConfig,
-    Features,
-    FeaturesConfig,
-    Input,
-    OutputOf,
-    Shards,
-    Trained,
-)
+from maect.evaluate import EvaluationConfig, FeaturesConfig
+from maect.evaluate.base import Features, Input, OutputOf, Shards, Trained
 from maect.experiment.expand import Run, run_to_score
 from maect.experiment.load import Experiment
 from maect.experiment.pages import pages

@@ -14,7 +14,8 @@ from maect.core.settings import SettingsFile
 from maect.data.config import CONFIG
 from maect.data.sources.base import is_there
 from maect.data.sources.changes import advice
-from maect.evaluate import PROTOCOLS, Features, Shards
+from maect.evaluate import PROTOCOLS
+from maect.evaluate.base import Features, Shards
 from maect.experiment import resolve
 from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.load import Experiment

@@ -1,10 +1,12 @@
 """In which numbers matrix products are computed."""
 
+from __future__ import annotations
+
 import logging
 from functools import cache
 from typing import Literal
 
-import torch
+from maect.core.lazy import torch
 
 log = logging.getLogger(__name__)
 

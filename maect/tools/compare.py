@@ -16,7 +16,8 @@ from maect.answers.encoder import ImageEncoder
 from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError, counted
 from maect.core.settings import digest
-from maect.data.sources import Entry, ImageSource, open_source
+from maect.data.sources import open_source
+from maect.data.sources.base import Entry, ImageSource
 from maect.evaluate.features import read_part, write_part
 from maect.evaluate.real import Real, RealLabels, is_imagenets
 from maect.evaluate.sampling import held_out

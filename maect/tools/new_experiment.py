@@ -14,7 +14,8 @@ from maect.core.errors import UserError, counted
 from maect.core.files import write_text
 from maect.core.templates import fill_template
 from maect.data.retrieve import CATALOGUE
-from maect.data.sources import UNLABELLED, find_source
+from maect.data.sources import find_source
+from maect.data.sources.base import UNLABELLED
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.explore import Explore
 from maect.evaluate.knn import Knn

@@ -16,9 +16,17 @@ import numpy as np
 from maect.core.errors import UserError, counted
 from maect.data.convert import Inspected, inspect_image, scaled
 from maect.data.decode import UnreadableError
-from maect.data.sources import UNLABELLED, Entry, ImageSource, kind_of, open_source
+from maect.data.sources import kind_of, open_source
 from maect.data.sources.archives import Archive
-from maect.data.sources.base import SUFFIXES, is_folder, is_utf8, walk_images
+from maect.data.sources.base import (
+    SUFFIXES,
+    UNLABELLED,
+    Entry,
+    ImageSource,
+    is_folder,
+    is_utf8,
+    walk_images,
+)
 from maect.data.sources.image_files import Folder, Unlabelled
 from maect.recipes import Pixels
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
-from maect.evaluate import Protocol, load_evaluation
+from maect.evaluate import load_evaluation
+from maect.evaluate.base import Protocol
 from maect.evaluate.linear_probe import LinearProbe
 from maect.recipes import OnlineEvaluation, load_encoder
 from maect.recipes.cost import encoder_weights

@@ -232,7 +232,7 @@ def features(full: bool, folder: Path) -> None:
     from maect.data.loader import evaluation_parts
     from maect.data.shards import shard
     from maect.evaluate import features as ours
-    from maect.evaluate.features import Encoding
+    from maect.evaluate.encoding import Encoding
     from maect.models.vit import build_encoder
     from maect.models.weights import save_encoder
     from maect.recipes import load_encoder

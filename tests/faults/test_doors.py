@@ -236,12 +236,12 @@ def test_numba_is_not_configured_by_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`.numba_config.yaml` may name the folder from which compiled code is unpickled."""
-    from maect.evaluate.umap import umap_class
+    from maect.evaluate.umap import embedded
 
     monkeypatch.chdir(tmp_path)
     Path(".numba_config.yaml").write_text("cache_dir: /tmp/evil\n")
     with pytest.raises(UserError, match="Numba would be configured by it"):
-        umap_class()
+        embedded(np.zeros((20, 4), np.float32), 15, 0)
 
 
 # ---- staged shards

@@ -17,7 +17,7 @@ from PIL import Image
 
 from maect.core.files import read_json, sha256_file, write_record
 from maect.data.shards import shard
-from maect.evaluate import Features
+from maect.evaluate.base import Features
 from maect.evaluate.evaluation import job_of, provenance
 from maect.evaluate.store import write_features
 from maect.experiment import Experiment, load, resolve

@@ -892,7 +892,7 @@ def features(here: Here) -> Outcome:
     import torch
     from torch.nn import functional as F
 
-    from maect.evaluate.features import Encoding
+    from maect.evaluate.encoding import Encoding
     from maect.models.vit import build_encoder, seeded
     from maect.models.weights import save_encoder
 

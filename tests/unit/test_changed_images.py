@@ -16,7 +16,7 @@ from maect.data.config import CONFIG
 from maect.data.shards import plan_shards, shard
 from maect.data.sources import changes
 from maect.data.sources.shared import index_digest
-from maect.evaluate import Features
+from maect.evaluate.base import Features
 from maect.experiment import Experiment, load
 from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.resolve import features_config, run_config

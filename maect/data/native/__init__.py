@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 SOURCE = Path(__file__).with_name("jpeg_crop.c")
 KERNELS = Path(__file__).with_name("kernels.h")
 LIBRARY = Path(__file__).with_name("libmaect_jpeg.so")
+ELONGATED = 16
+"""Resized pictures of more than this many windows: only the window is resampled."""
 _OK = 0
 Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
 """One array a view: [v, C, S, S], or a list of [C, S, S] whose sizes differ."""
@@ -124,7 +126,8 @@ def crops(
         out: of each view uint8 [b, 3, S, S], images contiguous; overwritten.
 
     Returns:
-        Whether `out` was made; if not, there is no library, or a crop leaves its image.
+        Whether `out` was made; if not, there is no library, a crop leaves its image, or it depends
+        on the file's format how `render` resamples.
     """
     native = library()
     if native is None:
@@ -134,6 +137,7 @@ def crops(
     count, views = len(ids), len(out)
     sizes, addresses = _outputs(out, 4)
     strides = np.array([view.strides[0] for view in out], np.int64)
+    area = geometries[..., 4].astype(np.int64) * geometries[..., 5]
     if geometries.shape != (count, views, 8) or any(len(view) != count for view in out):
         raise ValueError(f"geometries {geometries.shape} of {views} views of {count} images")
     total, height, width, _ = images.shape
@@ -141,6 +145,8 @@ def crops(
         0 <= ids.min() <= ids.max() < total and (sides.max(0) <= (width, height)).all()
     ):
         raise ValueError("there are no such images")
+    if (area > ELONGATED * sizes.astype(np.int64) ** 2).any():
+        return False
     status = native.maect_crops(
         _workspace(native), images.ctypes.data, images.strides[0], images.strides[1],
         ids.ctypes.data, sides.ctypes.data, geometries.ctypes.data, count, views,

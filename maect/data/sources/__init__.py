@@ -6,42 +6,16 @@ and its help know it from there.
 
 import tarfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from maect.core.errors import UserError, entry
 from maect.data.sources.archives import Archive, WebDataset
-from maect.data.sources.base import (
-    SUFFIXES,
-    UNLABELLED,
-    Entry,
-    ImageSource,
-    Listing,
-    Source,
-    files_of,
-    walk_images,
-)
+from maect.data.sources.base import SUFFIXES, ImageSource, Source, files_of, walk_images
 from maect.data.sources.columns import Columns, has_images
 from maect.data.sources.corrupted import JPEG, Blur, Contrast, Noise, Pixelate
 from maect.data.sources.image_files import Folder, ImageList, Masks, Unlabelled
 from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, ImageNetVal
 from maect.data.sources.view import ClassView
-
-if TYPE_CHECKING:
-    from maect.recipes import Pixels
-
-__all__ = [
-    "BUNDLED",
-    "SOURCES",
-    "UNLABELLED",
-    "Entry",
-    "ImageSource",
-    "Listing",
-    "Source",
-    "Unlabelled",
-    "find_source",
-    "kind_of",
-    "open_source",
-]
+from maect.recipes import Pixels
 
 SOURCES: dict[str, type[Source]] = {
     source.kind: source
@@ -79,7 +53,7 @@ def find_source(kind: str) -> type[Source]:
 
 
 def open_source(
-    kind: str, path: Path, labels: Path | None = None, pixels: "Pixels | None" = None
+    kind: str, path: Path, labels: Path | None = None, pixels: Pixels | None = None
 ) -> ImageSource:
     """The images of a folder or file, and what their data set says of their pixels."""
     source = find_source(kind)
@@ -101,7 +75,9 @@ def kind_of(path: Path) -> str | None:
     suffix = path.suffix.lower()
     if path.is_dir():
         packed = {entry.suffix.lower() for entry in path.iterdir() if entry.is_file()}
-        if packed & SUFFIXES or not packed & {".tar", ".parquet", ".arrow"} or _has_below(path):
+        if packed & SUFFIXES or not packed & {".tar", ".parquet", ".arrow"}:
+            return None
+        if any(is_image and "/" in name for name, is_image in walk_images(path)):
             return None
         if ".tar" not in packed:
             return Columns.kind
@@ -115,11 +91,6 @@ def kind_of(path: Path) -> str | None:
         return Columns.kind if has_images(files_of(path, suffix)[0]) else ImageList.kind
     kinds = {".csv": ImageList, ".tsv": ImageList, ".arrow": Columns, ".zip": Archive}
     return kinds[suffix].kind if suffix in kinds else None
-
-
-def _has_below(folder: Path) -> bool:
-    """Return whether there are image files in folders of a folder."""
-    return any(is_image and "/" in name for name, is_image in walk_images(folder))
 
 
 def _is_webdataset(tar: Path) -> bool:

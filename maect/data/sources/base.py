@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from maect.core.errors import UserError, counted
-
-if TYPE_CHECKING:
-    from maect.recipes import Pixels
+from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +109,7 @@ class ImageSource(Source):
 
     takes: ClassVar[tuple[str, ...]] = ("images", "only", "exclude", "skip_unreadable", "shards")
     sharded = True
-    pixels: "Pixels | None" = None
+    pixels: Pixels | None = None
 
     def __init__(self, path: Path, labels: Path | None = None) -> None:
         self.path, self.labels = Path(path), labels

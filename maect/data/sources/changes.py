@@ -11,8 +11,9 @@ from typing import Any
 
 from maect.core.errors import UserError, counted
 from maect.core.files import read_json, read_mapping, write_record
-from maect.data.sources import UNLABELLED, Entry, ImageSource, Listing, find_source, open_source
+from maect.data.sources import find_source, open_source
 from maect.data.sources.archives import Archive
+from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing
 
 log = logging.getLogger(__name__)
 

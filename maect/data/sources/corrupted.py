@@ -9,14 +9,13 @@ from __future__ import annotations
 import io
 import zlib
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from maect.core.errors import UserError
+from maect.core.lazy import Image, np
 from maect.data.sources.base import Entry, Listing
 from maect.data.sources.image_files import Folder
-
-if TYPE_CHECKING:
-    from PIL import Image
+from maect.recipes import Pixels
 
 
 class Corrupted(Folder):
@@ -43,7 +42,6 @@ class Corrupted(Folder):
     def read(self, entry: Entry) -> bytes:
         """The changed image, encoded."""
         from maect.data.convert import as_stored
-        from maect.recipes import Pixels
 
         stream = io.BytesIO()
         image, exif = as_stored(super().read(entry), self.pixels or Pixels())
@@ -60,9 +58,6 @@ class Noise(Corrupted):
 
     def change(self, image: Image.Image, name: str) -> Image.Image:
         """Twelve uniform numbers make a normal one: sums of integers are the same everywhere."""
-        import numpy as np
-        from PIL import Image
-
         from maect.data import random
 
         values = np.asarray(image)
@@ -99,9 +94,6 @@ class Contrast(Corrupted):
 
     def change(self, image: Image.Image, name: str) -> Image.Image:
         """Low in contrast."""
-        import numpy as np
-        from PIL import Image
-
         values = np.asarray(image).astype(np.float64)
         mean = values.mean((0, 1))
         return Image.fromarray(np.rint(mean + self.remains * (values - mean)).astype(np.uint8))
@@ -116,8 +108,6 @@ class Pixelate(Corrupted):
 
     def change(self, image: Image.Image, name: str) -> Image.Image:
         """Averaged over boxes, then repeated."""
-        from PIL import Image
-
         size = max(1, round(self.part * image.width)), max(1, round(self.part * image.height))
         small = image.resize(size, Image.Resampling.BOX)
         return small.resize(image.size, Image.Resampling.NEAREST)

@@ -41,14 +41,9 @@ def imagenet_classes() -> tuple[str, ...]:
 
 def _label(wnid: str, where: str) -> int:
     try:
-        return _label_of()[wnid]
-    except KeyError:
+        return imagenet_classes().index(wnid)
+    except ValueError:
         raise UserError(f"{where}: {wnid!r} is none of ImageNet's 1,000 classes") from None
-
-
-@cache
-def _label_of() -> dict[str, int]:
-    return {name: label for label, name in enumerate(imagenet_classes())}
 
 
 class _ImageNet(ImageSource):

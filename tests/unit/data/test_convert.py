@@ -25,7 +25,7 @@ from maect.data.convert import (
     ready_picture,
     render_ready,
 )
-from maect.data.decode import UnreadableError, open_rgb
+from maect.data.decode import UnreadableError, read_rgb
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
 from maect.data.shard_check import verify
@@ -91,7 +91,7 @@ def test_every_orientation_is_cropped_as_if_it_were_upright(code: int) -> None:
         png = make_ready(turned(code, "PNG"), EXIF)
         with Image.open(io.BytesIO(turned(code, "PNG"))) as image:
             expected_png = np.asarray(ImageOps.exif_transpose(image))
-        assert not png.turned and np.array_equal(np.asarray(open_rgb(png.data)[0]), expected_png)
+        assert not png.turned and np.array_equal(np.asarray(read_rgb(png.data)), expected_png)
 
 
 def folder(root: Path, **files: bytes) -> Path:
@@ -136,9 +136,9 @@ def test_transparent_images_get_a_background() -> None:
     logo = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     logo.putpixel((3, 3), (0, 0, 0, 255))
     data = encode(logo, "PNG")
-    assert np.asarray(open_rgb(data)[0]).max() == 0  # as it was: black on black
+    assert np.asarray(read_rgb(data)).max() == 0  # as it was: black on black
     white = Pixels(background=(255, 250, 240))
-    values = np.asarray(open_rgb(make_ready(data, white).data)[0])
+    values = np.asarray(read_rgb(make_ready(data, white).data))
     assert values[3, 3].tolist() == [0, 0, 0] and values[0, 0].tolist() == [255, 250, 240]
     opaque = encode(Image.new("RGBA", (8, 8), (9, 8, 7, 255)), "PNG")
     assert make_ready(opaque, white).data == opaque
@@ -146,7 +146,7 @@ def test_transparent_images_get_a_background() -> None:
     assert make_ready(photo, white).data == photo
     palette = Image.new("P", (4, 4))
     shown = encode(palette, "GIF", transparency=0)
-    assert np.asarray(open_rgb(make_ready(shown, white).data)[0])[0, 0].tolist() == [255, 250, 240]
+    assert np.asarray(read_rgb(make_ready(shown, white).data))[0, 0].tolist() == [255, 250, 240]
 
 
 def test_transparency_without_a_background_is_said(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_deep_images_by_their_range(kind: str) -> None:
         "inverted": lambda: dicom((4195 - values) // 2 + 100, "MONOCHROME1"),
     }[kind]()
     ready = make_ready(data, DEEP)
-    grey = np.asarray(open_rgb(ready.data)[0])[..., 0].astype(int)
+    grey = np.asarray(read_rgb(ready.data))[..., 0].astype(int)
     expected = np.rint(255 * (values.astype(float) - 100) / 3995)
     assert abs(grey - expected).max() <= (1 if kind in ("DICOM", "inverted") else 0)
     assert ready.values is not None and ready.levels.bit_count() > 200
@@ -273,7 +273,7 @@ def test_deep_colors_by_their_range(kind: str, channels: int) -> None:
         data = lzw(values[..., :3])
     pixels = Pixels(range=(100, 4095), background=(255, 250, 240))
     ready = make_ready(data, pixels)
-    made = np.asarray(open_rgb(ready.data)[0]).astype(float)
+    made = np.asarray(read_rgb(ready.data)).astype(float)
     assert ready.converted and ready.values == (100, 4095) and ready.levels.bit_count() > 200
     if channels == 4 and kind == "PNG":  # nearly transparent: the upper half of 12 bits in 16
         alpha = (values[..., 3:] >> 8) / 255
@@ -421,7 +421,7 @@ def test_what_shows_through_is_no_channel_of_a_tiff() -> None:
     values = colors(1, 4)
     data = tiff(values, photometric="rgb", extrasamples=["unassalpha"])
     assert inspect_image(data).channels == 3
-    made = np.asarray(open_rgb(make_ready(data, Pixels(range=(100, 4095))).data)[0])
+    made = np.asarray(read_rgb(make_ready(data, Pixels(range=(100, 4095))).data))
     assert np.array_equal(made, np.rint(255 * (values[..., :3].astype(float) - 100) / 3995))
     bands = tiff(values, photometric="minisblack", planarconfig="contig")  # say nothing of it
     assert inspect_image(bands).channels == 4
@@ -437,7 +437,7 @@ def test_a_deep_tiff_is_upright_as_pillow_turns_it(code: int) -> None:
     for pixels in (DEEP, DEEP.model_copy(update={"orientation": "exif"})):
         ready = make_ready(data, pixels)
         assert (ready.height, ready.width) == upright.shape
-        grey = np.asarray(open_rgb(ready.data)[0])[..., 0]
+        grey = np.asarray(read_rgb(ready.data))[..., 0]
         assert np.array_equal(grey, np.rint(255 * (upright.astype(float) - 100) / 3995))
     assert (inspect_image(data).height, inspect_image(data).width) == upright.shape
 
@@ -445,7 +445,7 @@ def test_a_deep_tiff_is_upright_as_pillow_turns_it(code: int) -> None:
 def test_one_bit_is_black_and_white_whatever_the_range() -> None:
     data = tiff(scan(1) > 2000, photometric="minisblack")
     assert inspect_image(data).values is None
-    made = np.asarray(open_rgb(make_ready(data, Pixels(range=(0, 4095))).data)[0])
+    made = np.asarray(read_rgb(make_ready(data, Pixels(range=(0, 4095))).data))
     assert np.array_equal(made[..., 0] == 255, scan(1) > 2000) and set(np.unique(made)) == {0, 255}
 
 

@@ -16,7 +16,7 @@ from sample_images import jpeg, photographs
 from maect.core.errors import UserError
 from maect.data import decode
 from maect.data.convert import make_ready
-from maect.data.decode import UnreadableError, open_rgb, read_rgb, render
+from maect.data.decode import UnreadableError, read_rgb, render
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches
 from maect.data.shards import shard
@@ -190,7 +190,7 @@ def test_sixteen_bits_keep_their_range() -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_read_says_why(name: str) -> None:
     with pytest.raises(UnreadableError) as fault:
-        open_rgb(REFUSED[name]())
+        read_rgb(REFUSED[name]())
     assert str(fault.value)
 
 

@@ -15,7 +15,8 @@ from test_imagenet import add, picture
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.shards import shard
-from maect.data.sources import SOURCES, Entry, ImageSource, Listing, open_source
+from maect.data.sources import SOURCES, open_source
+from maect.data.sources.base import Entry, ImageSource, Listing
 from maect.experiment import load
 
 

@@ -18,8 +18,8 @@ from maect.data.loader import evaluation_batches
 from maect.evaluate import load_evaluation
 from maect.evaluate.attentive_probe import AttentiveProbe, Classifiers, Probes
 from maect.evaluate.base import Interrupted
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.features import Encoding
 from maect.evaluate.trained import Trial
 
 from .conftest import Rank, resolved

@@ -11,7 +11,7 @@ from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import PAPER, augment
 from maect.evaluate.base import Interrupted
 from maect.evaluate.color_histogram import ColorHistogram, histograms
-from maect.evaluate.features import Encoding
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.stacked_heads import HistogramHeads
 from maect.recipes import View
 from maect.train.optimizer import schedule

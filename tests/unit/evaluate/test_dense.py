@@ -119,7 +119,7 @@ def test_pixels_vote_one_by_one():
     protocol = PatchKnn(neighbours=(1, 3))
     queries, settings = np.array([[1, 0.01]], np.float32), protocol.settings()[:2]
     assert [setting["k"] for setting in settings] == [1, 3]
-    votes = protocol.predicted(features, classes, queries, settings, 1)
+    votes = protocol.predicted((features, classes), queries, settings, 1)
     assert [values.tolist() for values in votes] == [[[1, 2]], [[1, 3]]]
 
 
@@ -131,7 +131,7 @@ def test_regression_gives_every_pixel_the_class_of_its_patch():
     classes[:, :, 0] = 7  # one pixel of four is of another class
     patches = Patches(features.astype(np.float32), classes)
     known = patches.rows(), patches.pixels()
-    (predicted,) = PatchLogistic().predicted(*known, patches.rows(), [{"c": 10.0}], 1)
+    (predicted,) = PatchLogistic().predicted(known, patches.rows(), [{"c": 10.0}], 1)
     assert (predicted == labels.reshape(-1, 1)).all()
 
 
@@ -164,8 +164,8 @@ class Fixed(PatchClassifier):
         one = Patches(np.zeros((1, 2, 1), np.float32), np.array([[[1], [2]]], np.uint8))
         return dict.fromkeys(("train", "held", "test"), one)
 
-    def predicted(self, features, classes, queries, settings, threads):
-        self.seen.append((len(features), settings))
+    def predicted(self, known, queries, settings, threads):
+        self.seen.append((len(known[0]), settings))
         if len(self.seen) == 2:
             raise MemoryError
         return [np.array([[1], [2 if s["k"] > 1 else 1]], np.uint8) for s in settings]

@@ -14,7 +14,7 @@ from maect.data.transforms import augment
 from maect.evaluate import probing
 from maect.evaluate.base import Interrupted
 from maect.evaluate.efficient_probe import EfficientProbe, Probe
-from maect.evaluate.features import Encoding
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.lars import lars
 from maect.evaluate.trained import Trial
 from maect.recipes import View

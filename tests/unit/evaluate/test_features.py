@@ -11,7 +11,8 @@ from maect.data.index import open_index
 from maect.data.loader import evaluation_batches
 from maect.data.transforms import normalize
 from maect.evaluate import features
-from maect.evaluate.features import Encoding, extract, part_ranges
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import extract, part_ranges
 from maect.evaluate.store import open_features, same_encoder
 from maect.models.precision import bfloat16_on
 from maect.models.weights import load_encoder_weights, save_encoder

@@ -21,8 +21,8 @@ from maect.data.index import open_index
 from maect.data.loader import evaluation_batches
 from maect.evaluate.accuracy import Accuracy, FineTuned
 from maect.evaluate.base import EvaluationJob
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.features import Encoding
 from maect.models.weights import load_encoder_weights
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig

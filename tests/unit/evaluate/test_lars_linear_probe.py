@@ -14,7 +14,7 @@ from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
 from maect.evaluate import load_evaluation, probing
 from maect.evaluate.base import Interrupted
-from maect.evaluate.features import Encoding
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.lars import LarsProbe
 from maect.evaluate.lars_linear_probe import LarsLinearProbe
 from maect.evaluate.trained import Trial

@@ -15,8 +15,8 @@ from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
 from maect.evaluate import load_evaluation, probing
 from maect.evaluate.base import EvaluationJob, Interrupted
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.features import Encoding
 from maect.evaluate.linear_probe import LinearProbe, refiner_forms, representations
 from maect.evaluate.stacked_heads import Heads
 from maect.evaluate.trained import Trial, updates

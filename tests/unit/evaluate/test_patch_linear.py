@@ -17,7 +17,7 @@ from maect.data.index import ID, open_index
 from maect.data.transforms import normalize
 from maect.evaluate.base import Interrupted
 from maect.evaluate.dense import MaskSplit, miou
-from maect.evaluate.features import Encoding
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.patch_linear import PatchHead, PatchLinear, Segmenter
 from maect.evaluate.segments import (
     NOTHING,

@@ -20,7 +20,7 @@ from maect.data.shards import shard
 from maect.evaluate import effective_invariance
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.effective_invariance import EffectiveInvariance
-from maect.evaluate.features import Encoding
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.robustness import Robustness
 from maect.models.weights import load_tensors, save_tensors
 
@@ -81,7 +81,7 @@ def test_only_the_classes_that_occur_take_part(
 ) -> None:
     index = open_index(probed.path("val"))
     rows = index.rows[np.isin(index.labels, [1, 3, 7])]
-    monkeypatch.setattr("maect.data.index.open_index", lambda _: replace(index, rows=rows))
+    monkeypatch.setattr("maect.evaluate.robustness.open_index", lambda _: replace(index, rows=rows))
     metrics = Robustness(splits=("val",), **FULL).evaluate(rank, probed)
     p, labels = plain(probed, replace(index, rows=rows))
     clear(np.log(p[:, [1, 3, 7]]), 1e-4)
@@ -90,7 +90,9 @@ def test_only_the_classes_that_occur_take_part(
     assert metrics["val"] > 100 * np.mean(p.argmax(1) == labels)
     assert metrics["classes"] == {"val": 3}
     single = index.rows[index.labels == 7]
-    monkeypatch.setattr("maect.data.index.open_index", lambda _: replace(index, rows=single))
+    monkeypatch.setattr(
+        "maect.evaluate.robustness.open_index", lambda _: replace(index, rows=single)
+    )
     with pytest.raises(UserError, match="val: images of one class"):
         Robustness(splits=("val",), **FULL).evaluate(rank, probed)
 

@@ -10,7 +10,8 @@ from maect.cli import main
 from maect.core.context import SingleRank
 from maect.core.errors import UserError
 from maect.data.shards import shard
-from maect.evaluate.features import Encoding, extract
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import extract
 from maect.evaluate.store import open_features
 from maect.models.weights import load_encoder_weights
 

@@ -16,7 +16,7 @@ from maect import load
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_json
-from maect.evaluate.features import Encoding
+from maect.evaluate.encoding import Encoding
 from maect.models.checkpoints import convert_timm
 from maect.models.layouts import FAMILIES
 from maect.models.timm_encoder import create
