@@ -120,11 +120,11 @@ def evaluate(
     Raises:
         maect.core.errors.UserError: what cannot work, with the file and a hint.
     """
-    from maect.core.files import read_json
+    from maect.core.files import read_record
     from maect.tools.job_commands import Changed, Launching
     from maect.tools.job_commands import evaluate as command
 
     changed = Changed(Path(config), changes, out=None if out is None else Path(out))
     command.call(Launching.of(where), changed)
-    metrics: dict[str, Any] = read_json(changed.path.with_suffix(".json"))["metrics"]
+    metrics: dict[str, Any] = read_record(changed.path.with_suffix(".json"))["metrics"]
     return metrics

@@ -16,7 +16,7 @@ import yaml
 
 from maect.core.entries import line_of
 from maect.core.errors import UserError
-from maect.core.files import read_mapping, write_text
+from maect.core.files import read_json, read_mapping, write_text
 from maect.core.settings import digest
 from maect.evaluate.base import OutputOf, Trained
 from maect.experiment import Experiment
@@ -138,7 +138,7 @@ def counts(here: Here, folder: Path) -> Published:
     experiment = here.experiment
     lines = {line["run"]: line for line in _lines(folder / "runs.csv")}
     finished = [name for name, line in lines.items() if line["finished"] == "True"]
-    results = read_mapping(folder / "evaluations.json").get("results", {})
+    results = read_json(folder / "evaluations.json", {}).get("results", {})
     other_images = _images_differ(experiment, folder)
 
     @cache
@@ -192,7 +192,7 @@ def counts(here: Here, folder: Path) -> Published:
         if (pair := (line["run"], line["evaluation"])) in measured:
             measured[pair][line["metric"]] = line["value"]
     curves = _lines(folder / "curves.csv")
-    shown = read_mapping(folder / "figures.json")
+    shown = read_json(folder / "figures.json", {})
     replaced = {"/".join(pair) for pair in here.results} | here.runs.keys()
     return Published(
         {name: lines[name] for name in runs},
@@ -294,7 +294,7 @@ def _restore(name: str, published: Published, to: Path) -> None:
 
 
 def _images_differ(experiment: Experiment, folder: Path) -> bool:
-    before = read_mapping(folder / "images.json")
+    before = read_json(folder / "images.json", {})
     for dataset, split in experiment.splits:
         index = read_mapping(experiment.shards(dataset, split) / "index.json")
         known = before.get(f"{dataset} {split}")

@@ -38,7 +38,7 @@ from PIL import Image
 
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import read_mapping, write_json, write_text
+from maect.core.files import read_json, read_mapping, write_json, write_text
 from maect.experiment import Experiment, load
 from maect.experiment.pages import claims_config, figures, inputs_of_shown, shown_config, tables
 from maect.experiment.resolve import evaluation_config, run_config
@@ -72,7 +72,7 @@ def collect(name: str) -> None:
     published = counts(here, out)
     for one in published.refuted:
         print(f"{one}: not what was published, or not of it: left out", file=sys.stderr)
-    write_json(out / "images.json", read_mapping(out / "images.json") | _images(experiment))
+    write_json(out / "images.json", read_json(out / "images.json", {}) | _images(experiment))
     with tempfile.TemporaryDirectory() as folder:
         merged = copy.copy(experiment)
         merged.root = Path(folder)
@@ -125,7 +125,7 @@ def _tables(merged: Experiment, runs: pd.DataFrame, out: Path) -> list[str]:
         made[COST] = _cost(config.rows, runs)
         for own in seeds.values():
             del own[COST]
-        sets, splits = tables_of_sets(shown), read_mapping(out / "images.json").items()
+        sets, splits = tables_of_sets(shown), read_json(out / "images.json", {}).items()
         images = {name.partition(" ")[2]: split["n"] for name, split in splits}
         frame = claims_table(made, seeds=seeds, sets=sets, images=images)
         _write(frame, out / "claims.csv")

@@ -26,7 +26,7 @@ FORMAT = 1
 RUN = "run.json"
 """Completion record of a run, in its folder."""
 CHECKSUM = "checksum"
-"""The last key of a record: sha256 of the rest as JSON with sorted keys."""
+"""Key of a record: sha256 of the rest as JSON with sorted keys."""
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between the tries of what a file system refuses for a moment (ESTALE, EIO, EMFILE)."""
 FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}
@@ -175,20 +175,16 @@ def check_format(value: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def verified(value: Any) -> Any:
-    """Return what `write_record` was given; a value without a checksum as it is.
+def verified(value: Any) -> dict[str, Any]:
+    """Return what `sealed` was given.
 
     Raises:
-        ValueError: the checksum differs, or (OtherFormatError) the format.
+        ValueError: the checksum is missing or differs, or (OtherFormatError) the format does.
     """
-    if not isinstance(value, dict) or not value:
-        return value
-    # The last key, whatever it is called now: its name may be what was damaged.
-    *names, last = value
-    rest = {name: value[name] for name in names}
-    if last != CHECKSUM and (not isinstance(value[last], str) or value[last] != checksum(rest)):
-        return value
-    if last != CHECKSUM or value[last] != checksum(rest):
+    if not isinstance(value, dict) or CHECKSUM not in value:
+        raise ValueError("it has no checksum")
+    rest = {key: value[key] for key in value if key != CHECKSUM}
+    if value[CHECKSUM] != checksum(rest):
         raise ValueError("its checksum differs")
     return check_format(rest)
 
@@ -206,22 +202,33 @@ def parsed(data: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def read_json(path: str | Path) -> Any:
-    """Read a JSON file; a record without format and checksum.
+def read_json(path: str | Path, missing: Any = None) -> Any:
+    """Read a JSON file that is no record; `missing`, unless None, stands for one that is not there.
 
     Raises:
-        UserError: the file is missing, damaged or of another format.
+        UserError: the file is missing, or not JSON.
     """
     try:
-        value = parsed(read_text(path))
+        return parsed(read_text(path))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        if missing is None:
+            raise UserError(f"{path}: no such file") from None
+        return missing
     except OSError as error:
         if error.errno not in FINAL:
             raise
         raise UserError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
+
+
+def read_record(path: str | Path) -> dict[str, Any]:
+    """Read what `write_record` wrote, without its format and checksum.
+
+    Raises:
+        UserError: the file is missing, damaged or of another format.
+    """
+    value = read_json(path)
     try:
         return verified(value)
     except OtherFormatError as error:
@@ -232,21 +239,12 @@ def read_json(path: str | Path) -> Any:
         ) from None
 
 
-def read_record(path: str | Path) -> dict[str, Any]:
-    """Read what `write_record` wrote; raises as `read_json`, also if it is no record."""
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: no record; delete it and start again: it is made again")
-    return value
-
-
 def read_mapping(path: Path) -> dict[str, Any]:
-    """A JSON mapping that others may be writing or removing; {} where there is none, or damaged."""
+    """A record that others may be writing or removing; {} where there is none, or damaged."""
     try:
-        value = verified(parsed(read_text(path)))
+        return verified(parsed(read_text(path)))
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def patiently(read: Callable[..., T], *arguments: Any) -> T:

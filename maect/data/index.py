@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from isal import isal_zlib
 
 from maect.core.errors import UserError
-from maect.core.files import open_file, patiently, read_json, sha256_file
+from maect.core.files import open_file, patiently, read_record, sha256_file
 from maect.core.lazy import NDArray, np
 from maect.recipes import Pixels
 
@@ -196,7 +196,7 @@ def open_index(directory: str | Path) -> Index:
     directory = Path(directory)
     if not (directory / "index.json").exists():
         raise UserError(f"{directory}: no index.json; make it with maect shard")
-    record = read_json(directory / "index.json")
+    record = read_record(directory / "index.json")
     path = directory / "index.npy"
     try:
         sums, sums_sha256 = directory / CHECKSUMS, record["crc32_sha256"]

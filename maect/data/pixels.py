@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from maect.core.files import atomic_write, read_mapping, sha256_file, write_json
+from maect.core.files import atomic_write, read_mapping, sha256_file, write_record
 from maect.data import native
 from maect.data.decode import UnreadableError, whole
 from maect.data.index import HEIGHT, ID, WIDTH, Index
@@ -64,7 +64,7 @@ def write_pixels(index: Index) -> None:
                 except UnreadableError as error:
                     raise index.undecodable(i, error) from None
                 file.write(image.tobytes())
-        write_json(record, known | {"sha256": sha256_file(path)})
+        write_record(record, known | {"sha256": sha256_file(path)})
     except OSError as error:  # no room, or not ours to write
         log.warning("%s: not written (%s); images are decoded each time", path, error.strerror)
 

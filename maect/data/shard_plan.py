@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_record, write_text
+from maect.core.files import read_record, write_record, write_text
 from maect.data import key_of, random
 from maect.data.index import Index
 from maect.data.sources import open_source
@@ -102,14 +102,14 @@ def store_plan(
 ) -> None:
     """Write the plan, unless it is there; finished shards of another plan are never overwritten."""
     for path in sorted((out / "parts").glob("[0-9]*.json")):
-        number, record = int(path.stem), read_json(path)
+        number, record = int(path.stem), read_record(path)
         planned = plan["listings"][number] if number < plan["shards"] else None
         if (record.get("listing"), record.get("options")) != (planned, plan["options"]):
             raise UserError(
                 f"{out}: holds finished shards of other images, options or number of shards; "
                 "choose another folder or delete this one"
             )
-    if (out / "plan.json").exists() and read_json(out / "plan.json") == plan:
+    if (out / "plan.json").exists() and read_record(out / "plan.json") == plan:
         return
     for number, text in enumerate(listings):
         write_text(_listing_path(out, number), text)
@@ -121,7 +121,7 @@ def read_plan(out: Path) -> dict[str, Any]:
     """The plan of a folder of shards, or a UserError: there is none."""
     if not (out / "plan.json").exists():
         raise UserError(f"{out}: no plan.json; plan the shards first (maect shard)")
-    return read_json(out / "plan.json")
+    return read_record(out / "plan.json")
 
 
 def read_listing(out: Path, number: int) -> tuple[int, list[tuple[str, Entry]]]:

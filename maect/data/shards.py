@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maect.core.errors import UserError, counted
-from maect.core.files import atomic_write, read_json, sha256_file, write_record, write_text
+from maect.core.files import atomic_write, read_record, sha256_file, write_record, write_text
 from maect.core.kept import forget, put_back
 from maect.data import shard_name
 from maect.data.convert import Ready, make_ready, upright_rgb
@@ -178,7 +178,7 @@ def is_finished(out: Path, number: int) -> bool:
     plan, path = read_plan(out), _record_path(out, number)
     if not (path.exists() and path.with_suffix(".npz").exists()):
         return False
-    record, tar = read_json(path), out / shard_name(plan["split"], number)
+    record, tar = read_record(path), out / shard_name(plan["split"], number)
     same = (record["listing"], record["options"]) == (plan["listings"][number], plan["options"])
     if record.get("unreadable") and "skip_unreadable" not in plan:
         return False
@@ -428,7 +428,7 @@ def _index(out: Path) -> int:
 
 
 def _write_index(out: Path, plan: dict[str, Any]) -> None:
-    records = [read_json(_record_path(out, number)) for number in range(plan["shards"])]
+    records = [read_record(_record_path(out, number)) for number in range(plan["shards"])]
     n = sum(record["count"] for record in records)
     if not n:
         raise UserError(f"{out}: none of {plan['n']} images can be read; index.json is not made")
@@ -523,10 +523,10 @@ def _read_part(
 def _is_indexed(out: Path, plan: dict[str, Any]) -> bool:
     if not all((out / name).exists() for name in ("index.json", "index.npy", "keys.txt")):
         return False
-    index = read_json(out / "index.json")
+    index = read_record(out / "index.json")
     if any(index.get(name) != plan.get(name) for name in PASSED_ON):
         return False
-    written = [read_json(_record_path(out, number)) for number in range(plan["shards"])]
+    written = [read_record(_record_path(out, number)) for number in range(plan["shards"])]
     if "tars" not in plan and [r["sha256"] for r in written] != [
         s["sha256"] for s in index["shards"]
     ]:

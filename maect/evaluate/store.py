@@ -162,7 +162,7 @@ def open_record(path: str | Path) -> dict[str, Any]:
     try:
         check_file(path)
         with safetensors.safe_open(path, framework="numpy") as file:
-            return dict(verified(parsed((file.metadata() or {})["maect"])))
+            return verified(parsed((file.metadata() or {})["maect"]))
     except (safetensors.SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a features file ({error}); extract it again") from None
 

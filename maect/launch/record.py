@@ -18,7 +18,6 @@ folder is, too: others copy it.
 """
 
 import fcntl
-import json
 import os
 import socket
 import stat
@@ -33,13 +32,12 @@ from typing import Any, Literal
 
 from maect.core.errors import UserError
 from maect.core.files import (
-    FORMAT,
-    check_format,
-    checksum,
     make_folder,
+    parsed,
     patiently,
     read_mapping,
-    write_json,
+    verified,
+    write_record,
 )
 from maect.core.owners import exposed, is_trusted, owner_name, private_folder, read_own
 from maect.launch.resources import LaunchError
@@ -47,7 +45,6 @@ from maect.launch.resources import LaunchError
 LOG_TAIL = 15  # lines of a log that an error message quotes
 VERDICTS = ("done", "requeue", "stopped")  # how the launched function may return
 STATES = ("submitting", "submitted", "ended")
-CHECKSUM = "sha256"
 BAD = 2  # failures after which a node is excluded
 PASSED_ON = ("name", "id", "step", "ending", "verdict", "suspects")
 COPIED = "others copy the run's folder without `jobs` and `job.json`"
@@ -207,10 +204,7 @@ def read_job(folder: Path, own: bool = False) -> Job | None:
     """
     path = folder / "job.json"
     try:
-        value = json.loads(patiently(read_own, path, not own))
-        if value.pop(CHECKSUM, None) != checksum(value):
-            raise ValueError("its checksum differs")
-        job = Job(**check_format(value))
+        job = Job(**verified(parsed(patiently(read_own, path, not own))))
         if not (isinstance(job.name, str) and job.state in STATES and isinstance(job.step, int)):
             raise ValueError("it has no name, state or step")
         if not isinstance(job.earlier, list):
@@ -230,8 +224,7 @@ def read_job(folder: Path, own: bool = False) -> Job | None:
 
 def write_job(folder: Path, job: Job) -> None:
     """Write `job.json`, atomically; for the launcher that owns the folder."""
-    value = {"format": FORMAT} | asdict(job)
-    patiently(write_json, folder / "job.json", value | {CHECKSUM: checksum(value)})
+    patiently(write_record, folder / "job.json", asdict(job))
 
 
 def learn_id(folder: Path, job: Job) -> None:

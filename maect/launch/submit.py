@@ -15,7 +15,7 @@ from typing import Any
 
 import maect
 from maect.core import processes
-from maect.core.files import read_json
+from maect.core.files import read_record
 from maect.core.processes import SAFE_PATH
 from maect.launch import record
 from maect.launch.owner import SNAKEMAKE
@@ -95,7 +95,7 @@ def submit(folder: Path, job: Job, watch: Callable[[], None]) -> dict[str, Any]:
         watch()
         time.sleep(0.02)
     try:
-        answer: dict[str, Any] = read_json(jobs / "submitted.json")
+        answer: dict[str, Any] = read_record(jobs / "submitted.json")
         return answer
     except Exception:
         return {"error": f"the submission broke off:\n{record.tail(jobs / 'submission.log')}"}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import field_validator
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.files import read_mapping, sha256_file
+from maect.core.files import read_json, sha256_file
 from maect.core.settings import digest
 from maect.models.layouts import LAYOUTS
 from maect.recipes import Pixels
@@ -82,8 +82,7 @@ def import_weights(
     if trained or (record.exists() and RunRecord.of(folder).stage != "import"):
         raise UserError(f"{folder}: holds a run that was trained here; import into another folder")
     exported = weights if weights.is_dir() else weights.parent
-    about = read_mapping(exported / "config.json")
-    if {"maect", "pretrained_cfg"} <= about.keys():
+    if {"maect", "pretrained_cfg"} <= {*read_json(exported / "config.json", {})}:
         # How it reads images would be lost.
         raise UserError(
             f"{exported}: written by `maect export`; import the run's own weights, or use the "

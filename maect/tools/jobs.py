@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from maect.core import kept
 from maect.core.errors import UserError, counted
-from maect.core.files import need, read_json, sha256_file, write_json
+from maect.core.files import need, read_record, sha256_file, write_json
 from maect.core.settings import digest
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, FeaturesConfig
@@ -75,7 +75,7 @@ class Where:
 def need_shards(folder: Path) -> str:
     """Digest of the shards in a folder."""
     index = need(folder / "index.json", "index of shards (make it with maect shard)")
-    return str(read_json(index)["digest"])
+    return str(read_record(index)["digest"])
 
 
 def train(
@@ -194,7 +194,7 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repe
     stage, _, shards = config.training(path)
     if where.detach:
         raise UserError("--detach: the job of a replay ends with its command")
-    begun = read_json(need(run / "recipe.json", "run that has begun")).get("fingerprint")
+    begun = read_record(need(run / "recipe.json", "run that has begun")).get("fingerprint")
     given = config.stage, stage, config.encoder, config.seed, need_shards(shards), config.source
     if fingerprint(*given) != begun:
         raise UserError(f"{path}: not what the run began with (recipe.json): settings, seed, "

@@ -11,7 +11,7 @@ from typing import Any
 
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_record
+from maect.core.files import read_record, write_record
 from maect.core.yaml_files import read_yaml
 from maect.records import is_finished
 from maect.train.metrics import PICTURES
@@ -96,7 +96,7 @@ def sync(service: str, run: Path, project: str) -> int:
         raise UserError(
             f"{run}: has logged nothing (no {metrics.name}); is it the folder of a run?"
         )
-    known: dict[str, Any] = read_json(path) if path.exists() else {}
+    known: dict[str, Any] = read_record(path) if path.exists() else {}
     before = known.get(service, {"id": None, "step": 0})
     new = [line for line in entries(metrics) if line["step"] > before["step"]]
     if not new and before["id"] is not None:

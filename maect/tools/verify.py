@@ -14,7 +14,7 @@ import pandas as pd
 import yaml
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.files import read_mapping, write_text
+from maect.core.files import read_json, read_mapping, write_text
 from maect.experiment import Experiment, load
 from maect.records import RunRecord
 from maect.report.configs import Row
@@ -56,7 +56,7 @@ def cells(published: Path, experiment: Experiment) -> list[Checked]:
     Where seeds are still missing, a number is that of the seeds whose results are published.
     """
     found = []
-    results = read_mapping(published / "evaluations.json").get("results", {})
+    results = read_json(published / "evaluations.json", {}).get("results", {})
     there = {tuple(name.split("/")) for name in results}
     for path in sorted(published.glob("tables/*.csv")):
         table = TABLES.get(path.stem)

@@ -214,7 +214,7 @@ def set_aside(state: Path) -> None:
     state.rename(aside)
 
 
-def read_record(state: Path, identity: str) -> dict[str, Any]:
+def state_record(state: Path, identity: str) -> dict[str, Any]:
     """The record of a state: UserError if damaged or another run's, OSError if away."""
     file = state / "state.json"
     try:
@@ -327,7 +327,7 @@ def find_state(
     for name in from_rank_0([state.name for state in saved(folder)]):
         record, fault, refusal = {}, "", ""
         try:
-            record = read_record(folder / name, identity)
+            record = state_record(folder / name, identity)
             check_files(folder / name, record, context.rank, context.world_size)
         except UserError as error:
             fault = str(error)

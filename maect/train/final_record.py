@@ -8,7 +8,7 @@ from maect.core.entries import entries, missing
 from maect.core.files import sha256_file
 from maect.data.index import Index
 from maect.records import RunRecord
-from maect.train.checkpoint import StateReader, read_record, saved
+from maect.train.checkpoint import StateReader, saved, state_record
 from maect.train.device_time import DeviceTime
 from maect.train.run_folder import noted, origin
 from maect.train.scores import Scores
@@ -38,7 +38,7 @@ def write_final_record(
 ) -> None:
     """Export the weights and write the completion record, last."""
     state = saved(run.folder / "state")[0]
-    reader = StateReader(state, read_record(state, identity))
+    reader = StateReader(state, state_record(state, identity))
     exported = run.stage.export(run, reader, images)
     logged = entries(run.folder / "metrics.jsonl")
     timing = [entry["timing"] for entry in logged]

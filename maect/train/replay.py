@@ -15,7 +15,7 @@ from typing import Any
 
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import patiently, read_json, write_record
+from maect.core.files import patiently, read_record, write_record
 from maect.data.index import Index
 from maect.data.order import Order
 from maect.records import RunRecord, is_finished
@@ -137,7 +137,7 @@ class Repetition:
 
 def compare(run: Path, folder: Path) -> Repetition:
     """Compare what was repeated in `folder` with the log of the run."""
-    report = read_json(folder / REPORT)
+    report = read_record(folder / REPORT)
     logged = {entry["step"]: _values(entry) for entry in entries(run / "metrics.jsonl")}
     first = max(map(step_of, saved(folder / "state")), default=0) + 1
     repeated = {
@@ -170,5 +170,5 @@ def _listed(values: Mapping[str, str]) -> str:
 def ranks_of(run: Path, states: Sequence[Path]) -> int | None:
     """Return how many ranks computed what follows the newest state, as far as the run says."""
     if states:
-        return int(patiently(read_json, states[0] / "state.json")["world_size"])
+        return int(patiently(read_record, states[0] / "state.json")["world_size"])
     return patiently(RunRecord.of, run).world_size if is_finished(run) else None

@@ -13,7 +13,7 @@ from typing import Any
 import maect
 from maect.core.errors import UserError
 from maect.core.files import (
-    read_json,
+    read_record,
     sha256_file,
     write_record,
     write_text,
@@ -164,7 +164,7 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
 def noted(folder: Path) -> dict[str, Any]:
     """Return what a run's `recipe.json` says; {} without one, UserError if it is damaged."""
     path = folder / "recipe.json"
-    return dict(read_json(path)) if path.exists() else {}
+    return read_record(path) if path.exists() else {}
 
 
 def write_noted(folder: Path, **values: Any) -> None:

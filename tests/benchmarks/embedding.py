@@ -32,6 +32,7 @@ from maect.models.export import timm_arguments
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import load_encoder
+from maect.records import RunRecord
 
 CORES = len(os.sched_getaffinity(0))
 BATCH = 32
@@ -55,7 +56,7 @@ def a_run(folder: Path, size: str) -> None:
         module = build_encoder(shape).eval()
     save_encoder(folder / "encoder.safetensors", module.state_dict(), shape, "mean")
     digest = {"encoder.safetensors": sha256_file(folder / "encoder.safetensors")}
-    write_record(folder / "run.json", {"run": "r", "stage": "import", "sha256": digest})
+    write_record(RunRecord.path(folder), {"run": "r", "stage": "import", "sha256": digest})
 
 
 def main() -> None:

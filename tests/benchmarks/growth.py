@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maect.core.files import sha256_file, write_json
+from maect.core.files import sha256_file, write_json, write_record
 from maect.data.index import CHECKSUMS, COLUMNS, open_index
 from maect.data.order import Order
 
@@ -44,7 +44,7 @@ def simulate(folder: Path, n: int) -> None:
         "crc32_sha256": sha256(CHECKSUMS),
         "shards": [{"file": "train-000000.tar", "size": 0, "sha256": "", "count": n}],
     }
-    write_json(folder / "index.json", record)
+    write_record(folder / "index.json", record)
 
 
 def measure(folder: Path) -> dict[str, float | int | None]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from maect.models.decoder import Decoder
 from maect.models.vit import build_encoder, seeded
 from maect.recipes import load_encoder
+from maect.records import RunRecord
 
 FILE = "mae_pretrain_vit_tiny.pth"
 RUNS: dict[str, Any] = {
@@ -58,8 +59,8 @@ def test_weights_are_missed_and_then_imported(pipeline: Pipeline, tmp_path: Path
 
     weights = write_mae(tmp_path / FILE)
     run = pipeline.results / "runs/mae_tiny_public"
-    pipeline.complete(str(run / "run.json"))
-    record = json.loads((run / "run.json").read_text())
+    pipeline.complete(str(RunRecord.path(run)))
+    record = json.loads(RunRecord.path(run).read_text())
     assert (record["stage"], record["weights"]["layout"]) == ("import", "mae")
     found = load_file(run / "encoder.safetensors")
     assert found.keys() == weights.keys()

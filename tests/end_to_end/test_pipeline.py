@@ -18,6 +18,7 @@ from mini_pipeline import MINI, ROOT, Pipeline, wait_for
 
 from maect.evaluate.base import encoder_checksum
 from maect.launch.record import progress, read_job
+from maect.records import RunRecord
 
 ENCODERS = ("mae_tiny", "head_min_tiny", "ct_min_tiny")
 
@@ -41,7 +42,7 @@ def test_a_second_start_does_nothing(undisturbed: Pipeline) -> None:
 def test_what_a_run_leaves(undisturbed: Pipeline) -> None:
     for run in ENCODERS:
         folder = undisturbed.results / "runs" / run
-        record = json.loads((folder / "run.json").read_text())
+        record = json.loads(RunRecord.path(folder).read_text())
         assert {"settings", "computing", "versions", "device_hours"} <= set(record)
         assert record["world_size"] == 1
         assert list((folder / "tensorboard").iterdir())
@@ -129,14 +130,14 @@ def test_a_job_that_finished_alone_is_not_computed_again(
     for folder in ("images", "shards"):
         shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
     run = pipeline.results / "runs/mae_tiny"
-    started = pipeline.start(str(run / "run.json"))
+    started = pipeline.start(str(RunRecord.path(run)))
     wait_for(lambda: bool(progress(run, read_job(run))), 400, "mae_tiny to train")
     os.killpg(started.pid, signal.SIGKILL)  # Snakemake and launcher
     started.wait(timeout=60)
-    wait_for((run / "run.json").exists, 400, "the job to finish")
+    wait_for(RunRecord.path(run).exists, 400, "the job to finish")
     left = {path.name: path.stat().st_ino for path in run.glob("*.safetensors")}
     assert left
-    pipeline.complete(str(run / "run.json"))
+    pipeline.complete(str(RunRecord.path(run)))
     assert {path.name: path.stat().st_ino for path in run.glob("*.safetensors")} == left
 
 
@@ -150,7 +151,7 @@ def test_what_was_finished_is_there_after_an_interruption(
     for folder in ("images", "runs"):  # the shards are made again, and are newer
         shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
     run = pipeline.results / "runs/mae_tiny"
-    made = {path: path.stat().st_ino for path in (run / "encoder.safetensors", run / "run.json")}
+    made = {path: path.stat().st_ino for path in (run / "encoder.safetensors", RunRecord.path(run))}
     started = pipeline.start("encoders")
     wait_for(lambda: not any(path.exists() for path in made), 200, "Snakemake to delete them")
     os.killpg(started.pid, end)
@@ -278,7 +279,7 @@ def test_cluster_settings_re_run_nothing(undisturbed: Pipeline) -> None:
 
 def test_deleted_outputs_come_back_from_the_state(undisturbed: Pipeline) -> None:
     before = bits(undisturbed)
-    (undisturbed.results / "runs/ct_min_tiny/run.json").unlink()
+    RunRecord.path(undisturbed.results / "runs/ct_min_tiny").unlink()
     undisturbed.complete("evaluations")
     assert bits(undisturbed) == before
 
@@ -351,7 +352,7 @@ def test_the_command_by_hand(undisturbed: Pipeline, tmp_path: Path) -> None:
     done = maect("train", config, *changed)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "mae/encoder.safetensors").exists() and bits(undisturbed) == before
-    record = json.loads((tmp_path / "mae/run.json").read_text())
+    record = json.loads(RunRecord.path(tmp_path / "mae").read_text())
     assert (record["run"], record["settings"]["epochs"]) == ("mae", 1)
 
     refused = maect("train", config, "settings.epochs=1", "--devices", "1")

@@ -22,6 +22,7 @@ from sklearn.datasets import load_digits
 
 from maect.answers.cluster_page import write_clusters
 from maect.answers.vectors import Vectors
+from maect.core.files import RUN, write_record
 from maect.evaluate.clusters import cluster
 from maect.evaluate.explore import atlas
 from maect.experiment import Experiment, load
@@ -110,13 +111,13 @@ def write_results(experiment: Experiment) -> None:
         write_explored(folder / "explore.safetensors")
     index = root / "shards/digits/val/index.json"
     index.parent.mkdir(parents=True)
-    index.write_text(json.dumps({"class_names": [str(n) for n in range(10)]}))
+    write_record(index, {"class_names": [str(n) for n in range(10)]})
     # What is never read: empty, and older the earlier the pipeline makes it.
     shards = [f"shards/digits/{split}" for split in ("train", "val")]
     runs = [f"runs/{run}" for run in sources]
     left = [f"{n}.json" for n in ("knn", "clustering", "umap", "explore")]
     left += ["clustering.safetensors", "umap.safetensors", "explore.safetensors"]
-    of_run = ("encoder.safetensors", "head.safetensors", "run.json")
+    of_run = ("encoder.safetensors", "head.safetensors", RUN)
     features = [f"features/{run}/digits-{s}" for run in results for s in ("train", "val")]
     stages_of_files = [
         ["images/digits/done"],
@@ -335,7 +336,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     record = EvaluationRecord(metrics={"images": 200}, provenance={"splits": about})
     record.write(explored.with_suffix(".json"))
     audited = {"splits": {"train": "1", "val": "2"}, "pairs": pairs}
-    (root / "audit.json").write_text(json.dumps(audited))
+    write_record(root / "audit.json", audited)
     ImagesConfig(name="birds", explored=[explored], audit=root / "audit.json").write(
         root / "images.yaml"
     )

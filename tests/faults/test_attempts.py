@@ -13,10 +13,11 @@ from test_lost_states import Job, run, stopped  # noqa: F401 (a fixture)
 
 from maect.core import distributed
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_record
+from maect.core.files import read_record, write_record
 from maect.launch import record
 from maect.launch.launcher import _Launch
 from maect.launch.worker import Rank, RankFile
+from maect.records import RunRecord
 from maect.train.attempts import Attempt, note_attempt, threads_before
 
 SEEN: dict[str, Any] = {
@@ -60,13 +61,13 @@ def test_another_machine_between_kill_and_resume(
     assert note_attempt(tmp_path, attempt(step=5)) == []
     (line,) = note_attempt(tmp_path, attempt(step=9, **changes))
     assert line.startswith(said) and "\n" not in line
-    history = read_json(tmp_path / "recipe.json")["attempts"]
+    history = read_record(tmp_path / "recipe.json")["attempts"]
     assert [entry["step"] for entry in history] == [0, 9]
     assert note_attempt(tmp_path, attempt(step=12, **changes)) == []
     assert len(note_attempt(tmp_path, attempt(step=15))) == 1  # and back
     # What was computed after a state that the run goes back to counts no more.
     assert note_attempt(tmp_path, attempt(step=4)) == []
-    assert [entry["step"] for entry in read_json(tmp_path / "recipe.json")["attempts"]] == [0]
+    assert [entry["step"] for entry in read_record(tmp_path / "recipe.json")["attempts"]] == [0]
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def resume(told: dict[str, Any], log: Path, **options: Any) -> str:
 def edit(folder: str, **changes: Any) -> None:
     """What an attempt on another machine would have noted."""
     path = Path(folder) / "recipe.json"
-    told = read_json(path)
+    told = read_record(path)
     (first,) = told["attempts"]
     write_record(path, told | {"attempts": [first | changes]})
 
@@ -94,7 +95,7 @@ def test_a_resume_with_other_threads(half: dict[str, Any], tmp_path: Path) -> No
     """Audit 6: `--cpus 2` in place of 1 at the resume: it computes with one, as it began."""
     said = resume(half, tmp_path / "log", cpus=2)
     assert "1 thread a rank, as before, for the same bits, although 2 would do" in said
-    (only,) = read_json(Path(half["folder"]) / "recipe.json")["attempts"]
+    (only,) = read_record(Path(half["folder"]) / "recipe.json")["attempts"]
     assert (only["step"], only["threads"]) == (0, 1)
 
 
@@ -117,11 +118,11 @@ def test_another_revision_and_cpu(half: dict[str, Any], tmp_path: Path) -> None:
     said = resume(half, tmp_path / "log")
     for name, before in (("revision", "0f5cb94"), ("instructions", "VSX"), ("device", "a loom")):
         assert f"resumes with {name} " in said and f", it was {before}: " in said
-    history = read_json(Path(half["folder"]) / "recipe.json")["attempts"]
+    history = read_record(Path(half["folder"]) / "recipe.json")["attempts"]
     assert [entry["step"] for entry in history] == [0, 3]
     assert history[1]["instructions"] == torch.backends.cpu.get_cpu_capability()
     assert run(1, half, log=tmp_path / "log") == ["done"]
-    finished = read_json(Path(half["folder"]) / "run.json")
+    finished = read_record(RunRecord.path(Path(half["folder"])))
     assert finished["attempts"] == history
 
 
@@ -146,7 +147,7 @@ def test_a_compiler_that_is_gone(
     assert "compile: true is not possible here (no compiler): computed without" in resume(
         told, tmp_path / "log"
     )
-    (entry,) = read_json(tmp_path / "runs/mae/recipe.json")["attempts"]
+    (entry,) = read_record(tmp_path / "runs/mae/recipe.json")["attempts"]
     assert entry["compiled"] is False
     edit(told["folder"], compiled=True)
     (tmp_path / "log").write_text("")

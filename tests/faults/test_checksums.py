@@ -15,7 +15,7 @@ from maect.cli import main
 from maect.core.context import SingleRank
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError
-from maect.core.files import read_json, read_table_text, sha256_file, write_record
+from maect.core.files import read_record, read_table_text, sha256_file, write_record
 from maect.data.index import LABEL, open_index
 from maect.data.shards import shard
 from maect.data.sources.changes import changes, may_differ
@@ -42,9 +42,9 @@ def exchange(one: Path, other: Path) -> None:
 def train_otherwise(run: Path) -> None:
     """Put another encoder into a finished run, as a training with other settings would."""
     shutil.copy(run.parent / "mae_tiny/encoder.safetensors", run)
-    record = read_json(run / "run.json")
+    record = read_record(RunRecord.path(run))
     record["sha256"]["encoder.safetensors"] = sha256_file(run / "encoder.safetensors")
-    write_record(run / "run.json", record)
+    write_record(RunRecord.path(run), record)
 
 
 def test_a_model_card_has_no_numbers_of_another_encoder(

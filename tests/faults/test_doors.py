@@ -28,7 +28,7 @@ from slurm_commands import Commands  # noqa: E402
 
 from maect.core import owners, processes  # noqa: E402
 from maect.core.errors import NodeError, UserError  # noqa: E402
-from maect.core.files import held, read_json, sha256_file, write_json, write_record  # noqa: E402
+from maect.core.files import held, read_record, sha256_file, write_json, write_record  # noqa: E402
 from maect.data.index import LABEL  # noqa: E402
 from maect.data.shards import shard  # noqa: E402
 from maect.data.staging import stage  # noqa: E402
@@ -267,7 +267,7 @@ def test_staged_shards_that_somebody_else_made_first(shards: Path, public: Path)
     index = np.load(evil / "index.npy")
     index[:, LABEL] = (index[:, LABEL] + 1) % 3
     np.save(evil / "index.npy", index)
-    record = read_json(evil / "index.json") | {"index_sha256": sha256_file(evil / "index.npy")}
+    record = read_record(evil / "index.json") | {"index_sha256": sha256_file(evil / "index.npy")}
     write_record(evil / "index.json", record)
     # Kept as it was by a user of another name; the one who stages finds it under any name.
     assert str(os.geteuid()) in evil.name

@@ -20,7 +20,7 @@ from maect import load
 from maect.cli import main
 from maect.core.context import SingleRank
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file, write_record
+from maect.core.files import read_record, sha256_file, write_record
 from maect.data.index import open_index
 from maect.data.pixels import open_pixels
 from maect.data.shard_plan import image_names
@@ -28,7 +28,8 @@ from maect.data.sources.changes import changes
 from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.probing import STATE
-from maect.train.checkpoint import check_files, read_record, saved
+from maect.records import RunRecord
+from maect.train.checkpoint import check_files, saved, state_record
 from maect.train.run_folder import claim, is_finished
 
 SEED = 7
@@ -119,7 +120,7 @@ def again(name: str) -> Reader:
 def resumed(root: Path, folder: Path) -> object:
     """What a training reads first."""
     run = root / "runs" / RUN
-    told = read_json(run / "run.json")
+    told = read_record(RunRecord.path(run))
     claim(
         run,
         IDENTITY[0],
@@ -133,7 +134,7 @@ def finished(root: Path, folder: Path) -> object:
     run = root / "runs" / RUN
     told = is_finished(run, IDENTITY[0], intact=True)
     for state in saved(run / "state"):
-        check_files(state, read_record(state, IDENTITY[0]), 0, 1)
+        check_files(state, state_record(state, IDENTITY[0]), 0, 1)
     return told
 
 
@@ -200,7 +201,7 @@ def resumed_probe(root: Path, folder: Path) -> object:
     told.write(folder / f"probing/{PROBE}.yaml")
     evaluate(SingleRank(cpus=2), config=folder / f"probing/{PROBE}.yaml")
     left = folder / f"probing/{PROBE}.safetensors"
-    return read_json(left.with_suffix(".json"))["metrics"], left.read_bytes()
+    return read_record(left.with_suffix(".json"))["metrics"], left.read_bytes()
 
 
 def figure(name: str) -> Reader:
@@ -343,7 +344,7 @@ def results(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("flips")
     shutil.copytree(pristine, folder / "pipeline", symlinks=True)
     root = folder / "pipeline/results"
-    IDENTITY[:] = [read_json(root / "runs" / RUN / "run.json")["fingerprint"]]
+    IDENTITY[:] = [read_record(RunRecord.path(root / "runs" / RUN))["fingerprint"]]
     whole_array(root, "train")
     for words in (
         ["embed", f"{root}/runs/{RUN}", VAL, "--kind", "folder", "--out", "{root}/vectors.parquet"],

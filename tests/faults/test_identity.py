@@ -15,7 +15,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from maect.core.files import read_json, sha256_file, write_record
+from maect.core.files import read_record, sha256_file, write_record
 from maect.data.shards import shard
 from maect.evaluate.base import Features
 from maect.evaluate.evaluation import job_of, provenance
@@ -24,6 +24,7 @@ from maect.experiment import Experiment, load, resolve
 from maect.experiment.chosen_shards import note_own
 from maect.experiment.outdated import outdated
 from maect.experiment.pages import pages
+from maect.records import RunRecord
 from maect.train.run_folder import fingerprint
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ def train(found: Experiment, name: str, bits: bytes = b"") -> None:
     """What a run leaves: its record as it is, weights of a few bytes."""
     told, folder = resolve.run_config(found, name), found.folder(name)
     given = told.stage, told.settings, told.encoder, told.seed
-    data = read_json(told.shards / "index.json")["digest"]
+    data = read_record(told.shards / "index.json")["digest"]
     weights = [folder / file for file in told.settings.outputs]
     for path in weights:
         path.write_bytes(f"{name} {path.name} ".encode() + bits)
@@ -67,14 +68,14 @@ def train(found: Experiment, name: str, bits: bytes = b"") -> None:
         "files": [path.name for path in weights],
         "sha256": {path.name: sha256_file(path) for path in weights},
     }  # fmt: skip
-    write_record(folder / "run.json", record)
+    write_record(RunRecord.path(folder), record)
 
 
 def extract(found: Experiment, split: str) -> None:
     kind = Features(split)
     record = {
         "encoder_sha256": sha256_file(found.folder("mae") / "encoder.safetensors"),
-        "index_digest": read_json(found.shards("mine", split) / "index.json")["digest"],
+        "index_digest": read_record(found.shards("mine", split) / "index.json")["digest"],
         **resolve.features_config(found, "mae", "mine", kind).how,
         "class_names": ["a", "b"],
     }
@@ -205,7 +206,7 @@ def test_features_were_exchanged(place: Path) -> None:
 def test_shards_of_other_images(place: Path) -> None:
     """Shards made again of other images, with the times of before: all that read them is found."""
     index = place / "results/shards/mine/train/index.json"
-    record, times = read_json(index), index.stat()
+    record, times = read_record(index), index.stat()
     write_record(index, record | {"digest": "0" * 64})
     os.utime(index, ns=(times.st_atime_ns, times.st_mtime_ns))
     expected = {"runs/mae/run.json", "runs/head/run.json", "features/mae/mine-train.safetensors"}

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_record
+from maect.core.files import read_record, write_record
 from maect.launch import Resources
+from maect.records import RunRecord
 from maect.tools import clean, jobs
 from maect.tools.jobs import Where
 from maect.train.run_folder import check_not_lost, noted, remove_states
@@ -66,7 +67,7 @@ def test_a_purge_took_the_states(purged: dict[str, Any], tmp_path: Path) -> None
 def test_only_the_record_of_the_job_knows(purged: dict[str, Any], tmp_path: Path) -> None:
     """Audit 5: `job.json` says step 3, and `recipe.json` is of before the first save."""
     folder = Path(purged["folder"])
-    recipe = read_json(folder / "recipe.json")
+    recipe = read_record(folder / "recipe.json")
     write_record(folder / "recipe.json", {k: v for k, v in recipe.items() if k != "saved"})
     ended = run(1, purged, log=tmp_path / "log", saved_before=3)
     assert ended.startswith("UserError") and "step 3" in ended and entries(folder) == 3
@@ -111,7 +112,7 @@ def test_states_that_were_removed_on_purpose(tmp_path: Path, how: str) -> None:
     (folder / "state/step-000000003").mkdir(parents=True)
     (folder / "state/step-000000003/state.json").write_text("{}")
     write_record(folder / "recipe.json", {"fingerprint": "f", "saved": 3})
-    write_record(folder / "run.json", {"run": "r", "stage": "tune"})
+    write_record(RunRecord.path(folder), {"run": "r", "stage": "tune"})
     if how == "maect clean":
         clean.clean(tmp_path, remove=True)
     else:

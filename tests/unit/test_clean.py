@@ -7,7 +7,8 @@ import pytest
 
 from maect import cli
 from maect.core.errors import UserError
-from maect.core.files import sha256_file, write_record
+from maect.core.files import RUN, sha256_file, write_record
+from maect.records import RunRecord
 from maect.tools.clean import clean
 from maect.train.run_folder import replaced
 
@@ -21,7 +22,8 @@ def training(root: Path, name: str, finished: bool = True) -> Path:
         (folder / "encoder.safetensors").write_bytes(b"weights")
         files = {"encoder.safetensors": sha256_file(folder / "encoder.safetensors")}
         write_record(
-            folder / "run.json", {"run": "a", "stage": "tune", "files": [*files], "sha256": files}
+            RunRecord.path(folder),
+            {"run": "a", "stage": "tune", "files": [*files], "sha256": files},
         )
     return folder
 
@@ -31,7 +33,7 @@ def test_only_what_no_resume_needs_is_removed(
 ) -> None:
     done, stopped = training(tmp_path, "mae"), training(tmp_path, "ct_min", finished=False)
     damaged = training(tmp_path, "head_min")
-    (done / "recipe.json").write_text('{"fingerprint": "before"}')
+    write_record(done / "recipe.json", {"fingerprint": "before"})
     assert "since it was trained; what it left is kept in stale-before" in str(
         replaced(done, "now")
     )
@@ -61,8 +63,8 @@ def test_what_another_recipe_left_stays_unless_it_is_finished(
     run = training(tmp_path, "mae")
     aside = run / "stale-abc"
     (aside / "metrics.jsonl").write_text("{}")
-    record = (run / "run.json").read_text()
-    for file in (None, "run.json"):  # and what that promises is gone
+    record = RunRecord.path(run).read_text()
+    for file in (None, RUN):  # and what that promises is gone
         if file:
             (aside / file).write_text(record)
         clean(tmp_path, remove=True)
@@ -72,7 +74,7 @@ def test_what_another_recipe_left_stays_unless_it_is_finished(
     shutil.copy(run / "encoder.safetensors", aside)
     clean(tmp_path, remove=True)
     assert "1 kB freed" in capsys.readouterr().out
-    left = ["encoder.safetensors", "metrics.jsonl", "run.json"]
+    left = ["encoder.safetensors", "metrics.jsonl", RUN]
     assert sorted(path.name for path in aside.iterdir()) == left
 
 

@@ -13,6 +13,7 @@ from maect import cli
 from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.launch.resources import count_devices
+from maect.records import RunRecord
 from maect.tools.commands import own_name
 
 
@@ -38,7 +39,7 @@ def test_who_reads_only_the_first_lines(command: str, tmp_path: Path) -> None:
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "low_shot.csv").write_text("architecture,method\n" * 999)
     (tmp_path / "runs" / "mae").mkdir(parents=True)
-    write_record(tmp_path / "runs" / "mae" / "run.json", {"run": "mae", "stage": "pretrain"})
+    write_record(RunRecord.path(tmp_path / "runs" / "mae"), {"run": "mae", "stage": "pretrain"})
     words = [sys.executable, *command.format(tmp_path).split()]
     reading, writing = os.pipe()
     os.close(reading)
@@ -115,7 +116,9 @@ def test_status_of_all_experiments_names_those_without_a_run(
     monkeypatch.chdir(tmp_path)
     Path("results/early/runs").mkdir(parents=True)
     Path("results/later/runs/mae").mkdir(parents=True)
-    write_record("results/later/runs/mae/run.json", {"run": "mae", "stage": "pretrain"})
+    write_record(
+        RunRecord.path(Path("results/later/runs/mae")), {"run": "mae", "stage": "pretrain"}
+    )
     assert cli.main(["status"]) == 0
     told = capsys.readouterr().out
     assert "results/early: no run has started yet\n" in told and "results/later: 1 run: " in told

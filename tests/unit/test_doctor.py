@@ -1,6 +1,5 @@
 """`maect doctor`: each fault is a line with a hint. Its job: tests/cluster/test_site.py."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import yaml
 
 from maect import cli
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.experiment import Experiment, load
 from maect.launch import Resources
 from maect.stages.pretrain import Pretrain
@@ -225,7 +225,7 @@ def test_features_of_the_splits_that_evaluations_read(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
 
     def needed(split: str, images: int) -> int:
-        (shards / "index.json").write_text(json.dumps({"n": images, "shards": []}))
+        write_record(shards / "index.json", {"n": images, "shards": []})
         protocols = {"knn": {"test_split": split}}
         file.write_text(yaml.safe_dump(values | {"protocols": protocols}))
         return doctor.needs(load(str(file)))[0]

@@ -25,6 +25,7 @@ from maect.experiment.expand import names
 from maect.experiment.load import EXPERIMENTS
 from maect.experiment.resolve import run_config
 from maect.experiment.start import missing_images
+from maect.records import RunRecord
 from maect.report.configs import Row
 from maect.stages import Training, load_recipe
 
@@ -396,7 +397,7 @@ def test_lost_shards_are_those_that_something_finished_was_made_of(tmp_path: Pat
         (tmp_path / folder).mkdir()
     assert start.lost_shards(found) == [], "nothing is finished"
     features = resolve.features_file(found, "mae_tiny", "mine", Features("dogs"))
-    for made in (found.folder("mae_tiny") / "run.json", features):
+    for made in (RunRecord.path(found.folder("mae_tiny")), features):
         made.parent.mkdir(parents=True)
         made.touch()
     assert start.lost_shards(found) == [("mine", name) for name in ("train", "val", "dogs")]

@@ -10,6 +10,7 @@ from maect.core.errors import UserError
 from maect.experiment import Experiment, load
 from maect.experiment.resolve import run_config
 from maect.experiment.start import missing_weights
+from maect.records import RunRecord
 
 RUNS: dict[str, Any] = {
     "mae_large_public": {"weights": "$PUBLIC/mae_{x}.pth", "size": "large", "each": {"x": ["l"]}},
@@ -77,7 +78,7 @@ def test_missing_weights_are_named_until_they_are_imported(
     assert f"mine.yaml: runs: mae_large_public: no weights at {tmp_path}/mae_l.pth" in faults[0]
     (tmp_path / "mae_l.pth").touch()
     (tmp_path / "runs/ijepa_huge448").mkdir(parents=True)
-    (tmp_path / "runs/ijepa_huge448/run.json").touch()
+    RunRecord.path(tmp_path / "runs/ijepa_huge448").touch()
     assert missing_weights(found) == []
     monkeypatch.delenv("PUBLIC")
     assert (

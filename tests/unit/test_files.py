@@ -12,11 +12,12 @@ from maect.core.errors import UserError
 from maect.core.files import (
     UMASK,
     atomic_write,
-    read_json,
     read_mapping,
+    read_record,
+    write_json,
     write_record,
 )
-from maect.records import checked_sha256
+from maect.records import RunRecord, checked_sha256
 
 
 def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_file_that_is_not_the_one_of_its_run(tmp_path: Path) -> None:
         checked_sha256(path)
     path.write_bytes(b"x")
     write_record(
-        tmp_path / "run.json",
+        RunRecord.path(tmp_path),
         {"run": "r", "stage": "tune", "sha256": {path.name: checked_sha256(path)}},
     )
     path.write_bytes(b"y")
@@ -70,17 +71,34 @@ def test_a_file_that_is_not_the_one_of_its_run(tmp_path: Path) -> None:
 def test_a_record_has_a_format_and_another_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "run.json"
+    path = RunRecord.path(tmp_path)
     write_record(path, {"a": 1})
     assert list(json.loads(path.read_text())) == ["format", "a", "checksum"]
-    assert read_json(path) == {"a": 1}
+    assert read_record(path) == {"a": 1}
     monkeypatch.setattr("maect.core.files.FORMAT", 2)
     write_record(path, {"a": 1})
     monkeypatch.undo()
     with pytest.raises(UserError) as refused:
-        read_json(path)
+        read_record(path)
     assert str(refused.value) == (
         f"{path}: format 2, and this version of maect reads 1: use the version that wrote it, or "
         "delete it and start again"
     )
     assert read_mapping(path) == {}
+
+
+def test_a_record_without_its_checksum_is_refused(tmp_path: Path) -> None:
+    """Written by hand, or cut by whoever edited it."""
+    path = RunRecord.path(tmp_path)
+    RunRecord(run="r", stage="tune").write(path)
+    assert RunRecord.of(tmp_path).run == "r"
+    value = json.loads(path.read_text())
+    for left_out in ("checksum", "run"):
+        write_json(path, {key: value[key] for key in value if key != left_out})
+        fault = "it has no checksum" if left_out == "checksum" else "its checksum differs"
+        with pytest.raises(UserError) as refused:
+            RunRecord.of(tmp_path)
+        assert str(refused.value) == (
+            f"{path}: damaged ({fault}); delete it and start again: it is made again"
+        )
+        assert RunRecord.find(tmp_path) is None and read_mapping(path) == {}

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.core.kept import (
     backup_of,
     forget,
@@ -17,6 +18,7 @@ from maect.core.kept import (
     standing,
     tidy,
 )
+from maect.records import RunRecord
 from maect.tools.status import status
 
 
@@ -138,10 +140,10 @@ def finished_run(root: Path, made: str = "a", begun: str = "a") -> list[Path]:
     """Encoder and record of a run, made by one recipe where another may have begun since."""
     run = root / "runs/ct_min_tiny"
     run.mkdir(parents=True)
-    (run / "recipe.json").write_text(f'{{"fingerprint": "{begun}"}}')
-    paths = [run / "encoder.safetensors", run / "run.json"]
+    write_record(run / "recipe.json", {"fingerprint": begun})
+    paths = [run / "encoder.safetensors", RunRecord.path(run)]
     paths[0].write_text("weights")
-    paths[1].write_text(f'{{"run": "r", "stage": "tune", "fingerprint": "{made}"}}')
+    write_record(paths[1], {"run": "r", "stage": "tune", "fingerprint": made})
     return paths
 
 
@@ -155,7 +157,7 @@ def test_readers_know_what_was_put_aside(tmp_path: Path) -> None:
     keep(paths)
     for path in paths:
         path.unlink()
-    assert standing(paths[1]).read_text() == '{"run": "r", "stage": "tune", "fingerprint": "a"}'
+    assert RunRecord.read(standing(paths[1])).fingerprint == "a"
     (line,) = status(tmp_path)[1]
     assert (line.name, line.stage, line.state) == ("ct_min_tiny", "tune", "done")
     need_encoder(paths[0])

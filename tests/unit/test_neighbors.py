@@ -10,6 +10,7 @@ from maect.core.entries import line_of
 from maect.core.files import write_record
 from maect.evaluate.store import write_features
 from maect.experiment import Experiment, load
+from maect.records import RunRecord
 from maect.tools import neighbors
 from maect.tools.neighbors import LEAST, measured, nearest, warnings
 
@@ -106,7 +107,7 @@ def test_only_tuning_with_crops_and_a_look_up_is_warned_of_and_once(
     # A finished run is not to be warned of.
     for run in ("ct_min_tiny", "ct_min_tiny-s1"):
         (experiment.folder(run)).mkdir(parents=True)
-        write_record(experiment.folder(run) / "run.json", {"run": run, "stage": "tune"})
+        write_record(RunRecord.path(experiment.folder(run)), {"run": run, "stage": "tune"})
     assert warnings(experiment) == []
 
 

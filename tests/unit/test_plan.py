@@ -1,6 +1,5 @@
 """`maect plan`: what is left to run is asked of Snakemake; its price is plain arithmetic."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +9,12 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
-from maect.core.files import write_record
+from maect.core.files import RUN, write_record
 from maect.experiment import Experiment, load
 from maect.launch.record import Job, write_job
 from maect.recipes import Pixels, load_encoder
 from maect.recipes.cost import encode_flops, encoder_weights
+from maect.records import RunRecord
 from maect.stages import Training, load_recipe
 from maect.tools.dry_run import jobs_to_run
 from maect.tools.plan import (
@@ -86,7 +86,7 @@ def test_the_jobs_are_those_that_snakemake_would_run(here: Path) -> None:
     numbers = [f"train-{number:06d}.tar" for number in range(2)]
     for name in ("plan.json", *numbers, "index.json", "index.npy"):
         (shards / name).touch()
-    for name in ("encoder.safetensors", "run.json"):
+    for name in ("encoder.safetensors", RUN):
         (mae / name).touch()
     left = jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
     assert [job.rule for job in left] == ["head"]
@@ -140,7 +140,7 @@ def test_a_measurement_beats_operations(here: Path) -> None:
         "settings": {"size": "tiny"},
         "provenance": {"protocol": "throughput"},
     }
-    (root / "evaluations/mae_tiny/throughput.json").write_text(json.dumps(throughput))
+    write_record(root / "evaluations/mae_tiny/throughput.json", throughput)
     (planned,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
     assert planned.seconds == pytest.approx(1_297 * 25 / (50.0 * 2))
     assert "throughput.json" in planned.source
@@ -148,7 +148,7 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     (root / "runs/ct_aug_tiny").mkdir(parents=True)
     record = {"run": "ct_aug_tiny", "stage": "tune", "world_size": 4, "images_per_second": 100.0}
     record["encoder"] = encoder.model_dump(mode="json")
-    write_record(root / "runs/ct_aug_tiny/run.json", record)
+    write_record(RunRecord.path(root / "runs/ct_aug_tiny"), record)
     (root / "runs/ct_min_tiny").mkdir()
     job = Job("local", "maect-x", 2, 0, progress={"step": 125, "steps": 250})
     write_job(root / "runs/ct_min_tiny", job)
@@ -162,7 +162,7 @@ def test_a_run_on_images_of_many_channels_is_a_measurement(here: Path) -> None:
     record = {"run": "ct", "stage": "tune", "encoder": encoder.model_dump(mode="json")}
     (here / "runs/ct").mkdir(parents=True)
     speed = {"images_per_second": 100.0, "world_size": 4}
-    write_record(here / "runs/ct/run.json", record | speed)
+    write_record(RunRecord.path(here / "runs/ct"), record | speed)
     known = measured(here, "tune", "tiny", encoder)
     assert known is not None and known[0] == 25.0
 
@@ -184,7 +184,7 @@ def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
     folder = here / "shards/imagenet/train"
     assert shards_of(folder) == SplitFacts(1_281_167, 147_897_477_120, False)
     folder.mkdir(parents=True)
-    (folder / "index.json").write_text('{"n": 10, "shards": [{"size": 3}, {"size": 4}]}')
+    write_record(folder / "index.json", {"n": 10, "shards": [{"size": 3}, {"size": 4}]})
     assert shards_of(folder) == SplitFacts(10, 7, True)
     plan = plan_of(unknown_images(here), Device("A100"), "pretrain", run="mae_tiny")
     assert plan.jobs[0].seconds is None

@@ -23,12 +23,13 @@ import torch
 from maect.core.context import SingleRank
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, read_json, sha256_file, write_record
+from maect.core.files import atomic_write, read_record, sha256_file, write_record
 from maect.data.digits import write_digits
 from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.launch import record
-from maect.train.checkpoint import Saver, check_files, read_record, remove_incomplete, saved
+from maect.records import RunRecord
+from maect.train.checkpoint import Saver, check_files, remove_incomplete, saved, state_record
 from maect.train.fence import Fence
 from maect.train.metrics import Metrics
 from maect.train.run_folder import check_weights, is_finished
@@ -202,7 +203,7 @@ class Rank(SingleRank):
 def sound(state: Path) -> int | None:
     """The step of a state whose files are what its record says; None: it will not be used."""
     try:
-        about = read_record(state, "ours")
+        about = state_record(state, "ours")
         check_files(state, about, 0, 1)
     except UserError:
         return None
@@ -253,7 +254,7 @@ def test_what_a_finished_run_leaves(disk: Disk, tmp_path: Path) -> None:
             temporary.write_bytes(name.encode() * 100)
     sums = {name: sha256_file(run / name) for name in names}
     write_record(
-        run / "run.json",
+        RunRecord.path(run),
         {"run": "mae", "stage": "pretrain", "fingerprint": "ours", "files": names, "sha256": sums},
     )
     disk.tell("done")
@@ -312,7 +313,7 @@ def test_a_result_and_a_file_that_is_replaced(disk: Disk, tmp_path: Path) -> Non
     for folder, told in disk.after_power_loss(tmp_path / "left"):
         left = folder / "evaluations" / "mae" / "knn.json"
         if told or left.exists():
-            assert read_json(left)["metrics"] in (len(told) - 1, len(told))
+            assert read_record(left)["metrics"] in (len(told) - 1, len(told))
 
 
 def test_a_file_that_was_not_forced_is_lost(disk: Disk, tmp_path: Path) -> None:

@@ -110,6 +110,17 @@ def test_address_and_names_are_in_one_place(tmp_path: Path) -> None:
     assert "MAECT_ADDRESS=https://a.org/b " in done.stdout, done.stderr
 
 
+def test_the_record_of_a_run_is_known_by_name_in_one_place() -> None:
+    """All others ask `RunRecord` where it is."""
+    named = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in sorted((ROOT / "maect").rglob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"""run\.json["']""", line)
+    ]
+    assert named == ['maect/core/files.py: RUN = "run.json"']
+
+
 def test_the_container_is_made_of_what_is_here() -> None:
     """No builder is needed for that: what it copies is there and not ignored; one lock file."""
     lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()

@@ -10,7 +10,7 @@ from PIL import Image
 
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import write_json
+from maect.core.files import write_record
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate import EvaluationConfig, load_evaluation
@@ -18,6 +18,7 @@ from maect.experiment.load import load
 from maect.experiment.resolve import resize, run_config
 from maect.launch import Resources
 from maect.recipes import OnlineEvaluation, load_encoder
+from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig, resize_of, train
 from maect.tools.jobs import Where, _as_saved
@@ -86,7 +87,7 @@ def test_a_run_goes_on_with_as_many_ranks_as_saved_its_state(
     tmp_path: Path, least: int, most: int, given: int, expected: int | None
 ) -> None:
     """Refused before a job waits in the queue, where the nodes of a profile do not allow it."""
-    write_json(tmp_path / "state/step-000000005/state.json", {"step": 5, "world_size": 32})
+    write_record(tmp_path / "state/step-000000005/state.json", {"step": 5, "world_size": 32})
     where = Where(Resources("slurm", devices=4), f"{least}..{most}" if most > least else str(most))
     if expected is not None:
         assert _as_saved(tmp_path, given, where) == expected
@@ -290,8 +291,8 @@ def test_a_file_that_was_edited_is_checked_as_in_an_experiment(
     run, _ = written(tmp_path)
     for name, stage in (("head", HEAD), ("ct2", tuning(tmp_path).settings)):
         record = {"run": name, "stage": stage.name, "settings": stage.model_dump(mode="json")}
-        write_json(
-            tmp_path / "runs" / name / "run.json",
+        write_record(
+            RunRecord.path(tmp_path / "runs" / name),
             record | {"encoder": ENCODER.model_dump(mode="json")},
         )
     edit(run, old, new)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from maect.core.files import sha256_file, write_record
+from maect.core.files import RUN, sha256_file, write_record
 from maect.core.kept import keep, kept, put_back
+from maect.records import RunRecord
 from maect.train import run_folder
 from maect.train.run_folder import claim, is_finished
 
@@ -27,7 +28,7 @@ def finish(folder: Path, identity: str) -> None:
         "files": list(FILES),
         "sha256": sha256,
     }
-    write_record(folder / "run.json", record)
+    write_record(RunRecord.path(folder), record)
 
 
 def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +92,14 @@ def test_what_was_damaged_aside_never_replaces_what_is_trained_anew(tmp_path: Pa
         "files": list(FILES),
         "sha256": sha256,
     }
-    write_record(tmp_path / "run.json", record)
+    write_record(RunRecord.path(tmp_path), record)
     claim(tmp_path, "one", {"settings": {"of": "one"}})
     assert is_finished(tmp_path, "one", intact=True)
 
 
 def test_damaged_weights_are_not_put_back(tmp_path: Path) -> None:
     finish(tmp_path, "one")
-    outputs = [tmp_path / name for name in (*FILES, "run.json")]
+    outputs = [tmp_path / name for name in (*FILES, RUN)]
     (tmp_path / FILES[0]).write_text("a bit flipped")
     keep(outputs)
     for path in outputs:

@@ -9,7 +9,8 @@ from PIL import Image
 
 from maect.cli import main
 from maect.core.entries import line_of
-from maect.core.files import read_json, write_record
+from maect.core.files import read_record, write_record
+from maect.records import RunRecord
 from maect.tools import sync
 
 
@@ -56,10 +57,10 @@ def test_only_what_is_new_is_copied(
     assert main(["sync", "wandb", str(run)]) == 0
     assert Recorder.calls == first  # nothing was new
     write_run(run, 4)
-    write_record(run / "run.json", {"run": "mae", "stage": "pretrain"})
+    write_record(RunRecord.path(run), {"run": "mae", "stage": "pretrain"})
     assert main(["sync", "wandb", str(run), "--project", "birds"]) == 0
     assert Recorder.calls[5:] == [("ct", "birds", "abc", 4), (4, 1.6, 2.0, []), True]
-    assert read_json(run / "synced.json") == {"wandb": {"id": "abc", "step": 4}}
+    assert read_record(run / "synced.json") == {"wandb": {"id": "abc", "step": 4}}
 
 
 def test_a_copy_that_ended_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +101,7 @@ def test_mlflow_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for steps in (2, 2, 4):
         run = write_run(tmp_path / "ct", steps)
         assert main(["sync", "mlflow", str(run)]) == 0
-    client, id = mlflow.MlflowClient(), read_json(run / "synced.json")["mlflow"]["id"]
+    client, id = mlflow.MlflowClient(), read_record(run / "synced.json")["mlflow"]["id"]
     history = client.get_metric_history(id, "loss")
     assert [(m.step, m.value) for m in history] == [(1, 1.9), (2, 1.8), (3, 1.7), (4, 1.6)]
     assert client.get_run(id).data.params["settings.head.topk"] == "1"
@@ -114,7 +115,7 @@ def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for steps in (2, 4):
         run = write_run(tmp_path / "ct", steps)
         assert main(["sync", "wandb", str(run)]) == 0
-    id = read_json(run / "synced.json")["wandb"]["id"]
+    id = read_record(run / "synced.json")["wandb"]["id"]
     files = sorted(run.glob(f"wandb/offline-run-*-{id}/*.wandb"))
     assert len(files) == 2
     assert b"neighbors" in files[1].read_bytes() and b"neighbors" not in files[0].read_bytes()

@@ -10,6 +10,7 @@ import pytest
 from maect.core.errors import UserError
 from maect.core.files import write_json, write_record
 from maect.experiment import load
+from maect.records import RunRecord
 from maect.tools.verify import Checked, cells, chosen, tolerance, verify
 
 PUBLISHED = Path(__file__).parents[2] / "docs/results/digits"
@@ -40,8 +41,8 @@ def pipeline(published: Path, metrics: dict[str, float], sha256: str | None = No
                 "stage": "tune",
                 "sha256": {"encoder.safetensors": sha256 or known[name]},
             }
-            write_record(experiment.root / "runs" / name / "run.json", record)
-        write_json(experiment.root / "shards/digits/val/index.json", {"n": 500})
+            write_record(RunRecord.path(experiment.root / "runs" / name), record)
+        write_record(experiment.root / "shards/digits/val/index.json", {"n": 500})
         return 0
 
     return run

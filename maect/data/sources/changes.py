@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError, counted
-from maect.core.files import read_json, read_mapping, write_record
+from maect.core.files import read_mapping, read_record, write_record
 from maect.data.sources import find_source, open_source
 from maect.data.sources.archives import Archive
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing
@@ -60,7 +60,7 @@ def _stats(source: ImageSource, names: Iterable[str]) -> dict[str, Stat]:
 def _noted(out: Path) -> dict[str, Stat]:
     """Return what `note_files` wrote."""
     try:
-        files = read_json(out / FILES)["files"]
+        files = read_record(out / FILES)["files"]
     except UserError as error:
         log.warning("%s", error)
         raise

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from maect.core.errors import UserError
-from maect.core.files import read_json
+from maect.core.files import read_record
 from maect.data.sources.base import ImageSource, Source, read_list
 
 # ImageNet-Dogs-15 as the deep clustering literature uses it (Chang et al. 2017).
@@ -38,7 +38,7 @@ def check_classes(classes: str, shards: Path, split: ImageSource) -> None:
     if classes not in CLASS_LISTS and not Path(classes).exists():
         return
     if (shards / "index.json").exists():
-        known = read_json(shards / "index.json")["class_names"]
+        known = read_record(shards / "index.json")["class_names"]
     else:
         known = split.known_classes()
     for name in read_classes(classes) if known is not None else ():

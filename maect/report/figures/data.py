@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from maect.core.errors import UserError, entry
-from maect.core.files import read_json
+from maect.core.files import read_record
 from maect.records import RunRecord, checked_sha256, is_finished
 from maect.report.configs import Row, ShownConfig
 from maect.report.groups import group_names, group_numbers
@@ -52,7 +52,7 @@ def result_files(shown: ShownConfig, ending: str) -> dict[str, Path]:
 
 def setting(result: Path, key: str) -> Any:
     """A setting of an evaluation, from its result; None if it was not made."""
-    return read_json(result).get("settings", {}).get(key) if result.exists() else None
+    return read_record(result).get("settings", {}).get(key) if result.exists() else None
 
 
 def read_tensors(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -92,7 +92,7 @@ class Classes:
     """Names of class numbers, or of groups where these are shown; without an index the numbers."""
 
     def __init__(self, shown: ShownConfig) -> None:
-        names = read_json(shown.classes)["class_names"] if shown.classes else []
+        names = read_record(shown.classes)["class_names"] if shown.classes else []
         self._titles = class_titles(names)
         self._groups: np.ndarray | None = None
         if shown.groups is not None:

@@ -11,6 +11,7 @@ from maect.core.files import sha256_file, write_record
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import load_encoder
+from maect.records import RunRecord
 
 
 def photograph(number: int, width: int, height: int) -> Image.Image:
@@ -54,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "finished": "2026-01-01T00:00:00Z", "encoder": encoder.model_dump(mode="json"),
         "sha256": {"encoder.safetensors": sha256_file(folder / "encoder.safetensors")},
     }  # fmt: skip
-    write_record(folder / "run.json", record)
+    write_record(RunRecord.path(folder), record)
     (folder / "config.yaml").write_text(
         f"run: ct\nstage: import\nsize: tiny\nresize: 20\nencoder: {encoder.model_dump_json()}\n"
     )

@@ -11,7 +11,7 @@ from PIL import Image
 from maect.answers.audit import audit, open_splits
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file
+from maect.core.files import read_record, sha256_file, write_json
 from maect.data.config import CONFIG, ShardsConfig
 from maect.data.index import open_index
 from maect.data.shards import shard
@@ -88,7 +88,7 @@ def test_the_command_writes_tables_and_a_page(
     pairs = json.loads((out / "pairs.json").read_text())
     digests = {name: open_index(results / "shards/mine" / name).digest for name in ("train", "val")}
     # What the report shows, as long as the images are these.
-    assert read_json(results / "audit.json") == {"splits": digests, "pairs": pairs}
+    assert read_record(results / "audit.json") == {"splits": digests, "pairs": pairs}
     explored = results / "evaluations/ct/explore.safetensors"
     assert not pairs_of(results / "audit.json", explored)  # of nobody knows what
     for changed in ("", "0"):
@@ -102,8 +102,8 @@ def test_the_command_writes_tables_and_a_page(
     result.write(explored.with_suffix(".json"))
     assert pairs_of(results / "audit.json", explored) == pairs
     assert "audit.json: not of the images as they are now" in caplog.text
-    (results / "audit.json").write_text(json.dumps(pairs))  # of nobody knows which images
-    with pytest.raises(UserError, match=r"audit\.json: no record"):
+    write_json(results / "audit.json", pairs)  # of nobody knows which images
+    with pytest.raises(UserError, match=r"audit\.json: damaged \(it has no checksum\)"):
         pairs_of(results / "audit.json", explored)
     assert {"a", "b", "split_a", "split_b", "similarity"} < pairs[0].keys()
     assert (out / "pairs.csv").read_text().splitlines()[1] == "3.png,copy.png,train,val,1.0,true"

@@ -19,6 +19,7 @@ import maect
 from maect.cli import main
 from maect.core.context import SingleRank
 from maect.core.errors import UserError
+from maect.core.files import RUN
 from maect.evaluate.store import open_features
 from maect.launch.launcher import Task
 from maect.recipes import Pixels
@@ -102,7 +103,7 @@ def test_features_of_another_resize_are_extracted_again(
     assert main(["shard", str(photographs), str(shards), "--kind", "unlabelled"]) == 0
     bare = tmp_path / "bare"  # which says nothing of the resizing of images
     bare.mkdir()
-    for name in ("encoder.safetensors", "run.json"):
+    for name in ("encoder.safetensors", RUN):
         shutil.copy(run / name, bare)
     words = ["features", str(bare), "--shards", str(shards), "--out", str(out)]
     for stated, made in ((["--resize", "24"], 24), ([], 18)):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from maect.cli import main
-from maect.core.files import write_json
+from maect.core.files import write_record
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.explore import Explore
 from maect.models.decoder import Decoder
@@ -79,7 +79,7 @@ def test_read_the_report(birds: Path) -> None:
     Explore(clusters=3).evaluate(None, job)  # type: ignore[arg-type]
     for name in ("knn", "linear_probe"):
         result = {"metrics": {name: 61.5}, "settings": {"test_split": "val"}, "provenance": {}}
-        write_json(evaluations / f"ct/{name}.json", result)
+        write_record(evaluations / f"ct/{name}.json", result)
     table = build_table("low_shot", [Row("tiny", "ct_min", ("ct",))], evaluations, False)
     write_table(table, birds / "tables/low_shot.csv")
     logged = birds / "runs/ct/metrics.jsonl"

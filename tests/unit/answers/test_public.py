@@ -15,10 +15,11 @@ from maect.answers.public import PUBLIC, Public
 from maect.answers.vectors import Vectors, embed, embed_into
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file
+from maect.core.files import read_record, sha256_file
 from maect.data.retrieve import CATALOGUE, Remote
 from maect.models.timm_encoder import create
 from maect.recipes.timm_encoders import find_timm
+from maect.records import RunRecord
 
 TINY = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
 
@@ -49,7 +50,7 @@ def test_a_name_is_imported_once_and_used_everywhere(
     images = Path(shutil.copytree(photographs, "birds"))
     assert main(["embed", tiny, str(images), "--kind", "folder"]) == 0
     assert "birds.parquet: 30 images, 0 left out; 192 numbers each" in capsys.readouterr().out
-    record = read_json(Path("weights/tiny/run.json"))
+    record = read_record(RunRecord.path(Path("weights/tiny")))
     assert record["weights"]["sha256"] == sha256_file(Path("weights/tiny.safetensors"))
     Path("weights/tiny.safetensors").unlink()  # no longer needed
     found = Vectors.read(Path("birds.parquet"))

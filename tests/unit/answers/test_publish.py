@@ -14,8 +14,9 @@ from PIL import Image
 
 import maect
 from maect.cli import main
-from maect.core.files import read_json, sha256_file, write_record
+from maect.core.files import read_record, sha256_file, write_record
 from maect.models.weights import save_tensors
+from maect.records import RunRecord
 
 CLASSES = ["a hen", "b", "c"]
 
@@ -32,16 +33,16 @@ def tuned(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bias": torch.randn(3, generator=generator),
     }
     save_tensors(folder / "head.safetensors", head, {"classes": json.dumps(CLASSES)})
-    record = read_json(folder / "run.json") | {"stage": "fine_tune", "run": folder.name}
+    record = read_record(RunRecord.path(folder)) | {"stage": "fine_tune", "run": folder.name}
     record["sha256"]["head.safetensors"] = sha256_file(folder / "head.safetensors")
-    write_record(folder / "run.json", record)
+    write_record(RunRecord.path(folder), record)
     (root / "evaluations" / folder.name).mkdir(parents=True)
     result = {
         "metrics": {"knn": 91.25, "knn_best": 95.5, "k": 3},
         "settings": {"test_split": "val"},
         "provenance": {},
     }
-    (root / "evaluations" / folder.name / "knn.json").write_text(json.dumps(result))
+    write_record(root / "evaluations" / folder.name / "knn.json", result)
     return folder
 
 

@@ -12,7 +12,7 @@ from sample_images import jpeg, random_crop
 from torch import Tensor
 
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file, write_json
+from maect.core.files import read_record, sha256_file, write_record
 from maect.data import loader, native, pixels
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches, train_batches
@@ -112,7 +112,7 @@ def test_unsound_array_is_a_line_and_the_tar(
     if damage == "gone":
         path.unlink()
     elif damage == "other":
-        write_json(copy / "pixels.json", read_json(copy / "pixels.json") | {"source": "0"})
+        write_record(copy / "pixels.json", read_record(copy / "pixels.json") | {"source": "0"})
     else:
         content = bytearray(path.read_bytes())
         content[5000] ^= 1
@@ -130,7 +130,7 @@ def test_made_for_shards_that_have_none_and_nothing_else_changes(copy: Path, sma
     for name in ("pixels.npy", "pixels.json"):
         (copy / name).unlink()
     before = {p: p.stat().st_mtime_ns for p in copy.rglob("*") if p.is_file()}
-    source = Path(read_json(copy / "plan.json")["source"])
+    source = Path(read_record(copy / "plan.json")["source"])
     shard(source, copy, "folder", 3)
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert (copy / "pixels.npy").read_bytes() == (small / "pixels.npy").read_bytes()
@@ -158,8 +158,8 @@ def test_verification_compares_every_image(copy: Path) -> None:
     array.flush()
     with pytest.raises(UserError, match=r"pixels\.npy: missing or changed"):
         verify(copy)
-    record = read_json(copy / "pixels.json")
-    write_json(copy / "pixels.json", record | {"sha256": sha256_file(copy / "pixels.npy")})
+    record = read_record(copy / "pixels.json")
+    write_record(copy / "pixels.json", record | {"sha256": sha256_file(copy / "pixels.npy")})
     with pytest.raises(UserError, match=r"pixels\.npy: sample 17 \(.*\) differs from its tar"):
         verify(copy)
 

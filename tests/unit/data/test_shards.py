@@ -17,7 +17,7 @@ from sample_images import image_folder, jpeg, random_crop
 
 from maect.core import files
 from maect.core.errors import UserError
-from maect.core.files import read_json
+from maect.core.files import read_record
 from maect.core.kept import keep
 from maect.data.digits import SHIFTS, write_digits
 from maect.data.index import Index, open_index
@@ -525,7 +525,7 @@ def test_an_index_is_not_put_back_over_a_tar_that_was_written_again(tmp_path: Pa
     out = tmp_path / "out"
     shard(tmp_path / "images", out, "folder", 1)
     files = [out / "index.json", out / "index.npy"]
-    before = read_json(files[0])["digest"]
+    before = read_record(files[0])["digest"]
     keep(files)
     for path in (tmp_path / "images/a").iterdir():
         Image.new("RGB", (8, 8), (0, 0, 99)).save(path)
@@ -534,5 +534,5 @@ def test_an_index_is_not_put_back_over_a_tar_that_was_written_again(tmp_path: Pa
         path.unlink()
     write_shard(out, 0)
     finish_index(out)
-    assert read_json(files[0])["digest"] != before and verify(out) == 4
+    assert read_record(files[0])["digest"] != before and verify(out) == 4
     assert not (out / ".kept").exists()

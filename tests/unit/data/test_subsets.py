@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches
 from maect.data.shard_check import verify
@@ -181,16 +182,16 @@ def test_verify_names_a_changed_list_of_keys(shards: Path, tmp_path: Path) -> No
 def test_verify_names_a_wrong_count_and_a_moved_image(shards: Path, tmp_path: Path) -> None:
     import shutil
 
-    from maect.core.files import read_json, sha256_file, write_json
+    from maect.core.files import read_record, sha256_file
 
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
     rows = np.load(copy / "index.npy")
     rows[3, 2] += 512  # the offset of sample 3
     np.save(copy / "index.npy", rows)
-    record = read_json(copy / "index.json")
+    record = read_record(copy / "index.json")
     record["index_sha256"] = sha256_file(copy / "index.npy")
     record["shards"][1]["count"] += 1
-    write_json(copy / "index.json", record)
+    write_record(copy / "index.json", record)
     with pytest.raises(UserError) as fault:
         verify(copy)
     assert r"train-000001.tar: 8 images, 9 recorded" in str(fault.value)

@@ -14,7 +14,7 @@ from sklearn.metrics import jaccard_score
 from sklearn.neighbors import KNeighborsClassifier
 
 from maect.core.errors import UserError
-from maect.core.files import read_json
+from maect.core.files import read_record
 from maect.data.shapes import draw, write_shapes
 from maect.data.shards import shard
 from maect.evaluate.base import EvaluationJob
@@ -68,7 +68,7 @@ def job_of(drawn, out):
 def result(drawn, tmp_path, protocol, rank=None):
     job = job_of(drawn, tmp_path / f"{protocol.name}.json")
     assert evaluate(rank or Rank(), config=resolved(job, protocol)) == "done"
-    return read_json(job.out)["metrics"]
+    return read_record(job.out)["metrics"]
 
 
 def test_settings_are_those_of_capi():
@@ -253,7 +253,7 @@ def test_two_ranks_give_the_same(drawn, tmp_path, protocol):
     finally:
         for process in ranks:
             process.kill()
-    two = read_json(job.out)["metrics"]
+    two = read_record(job.out)["metrics"]
     # A pixel may lie between two neighbours or classes.
     assert two[protocol.name] == pytest.approx(one[protocol.name], abs=1)
 

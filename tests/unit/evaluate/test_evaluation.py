@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from maect.core.errors import SupersededError, UserError
-from maect.core.files import read_json, sha256_file, write_record
+from maect.core.files import read_record, sha256_file, write_record
 from maect.evaluate import PROTOCOLS, load_evaluation
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.clustering import Clustering
@@ -18,6 +18,7 @@ from maect.evaluate.features import extract
 from maect.evaluate.knn import Knn
 from maect.evaluate.linear_probe import LinearProbe
 from maect.evaluate.umap import Umap
+from maect.records import RunRecord
 
 from .conftest import Rank, blobs, given, resolved, store
 
@@ -30,7 +31,7 @@ def test_tensors_of_a_job_that_was_stopped_are_not_those_of_the_result_beside_th
     shutil.copytree(features, run)
     checksum = sha256_file(run / "encoder.safetensors")
     write_record(
-        run / "run.json",
+        RunRecord.path(run),
         {"run": "ct", "stage": "tune", "sha256": {"encoder.safetensors": checksum}},
     )
     test = store(tmp_path / "test.safetensors", *blobs(60, 12, 6, 0), encoder_sha256=checksum)
@@ -44,7 +45,7 @@ def test_tensors_of_a_job_that_was_stopped_are_not_those_of_the_result_beside_th
 
 def test_json_says_what_was_done(job: EvaluationJob, rank: Rank) -> None:
     assert evaluate(rank, config=resolved(job, Knn(k=5))) == "done"
-    result = read_json(job.out)
+    result = read_record(job.out)
     assert set(result) == {"metrics", "settings", "provenance"}
     assert result["settings"]["k"] == 5 and result["settings"]["temperature"] == 0.07
     provenance = result["provenance"]
@@ -82,7 +83,7 @@ def test_a_result_is_of_its_encoder_settings_and_inputs(
     shutil.copytree(images / "runs" / "mae", run)
     checksum = sha256_file(run / "encoder.safetensors")
     write_record(
-        run / "run.json",
+        RunRecord.path(run),
         {"run": "ct", "stage": "tune", "sha256": {"encoder.safetensors": checksum}},
     )
     features = {"encoder_sha256": checksum}
@@ -116,7 +117,7 @@ def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank
     shutil.copytree(images / "runs" / "mae", run)
     encoder = run / "encoder.safetensors"
     record = {"run": "r", "stage": "tune", "sha256": {encoder.name: sha256_file(encoder)}}
-    write_record(run / "run.json", record)
+    write_record(RunRecord.path(run), record)
     data = bytearray(encoder.read_bytes())
     data[-1] ^= 1
     encoder.write_bytes(data)

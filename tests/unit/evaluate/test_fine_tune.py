@@ -18,6 +18,7 @@ from maect.evaluate.features import extract
 from maect.evaluate.low_shot import LowShot, choose, labelled
 from maect.evaluate.store import open_features
 from maect.recipes.computing import Computing, separate
+from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune
 
 from .conftest import Rank
@@ -156,7 +157,7 @@ def test_only_the_runs_that_were_asked_for_are_scored(images: Path, tmp_path: Pa
         "seed": 0,
         "sha256": {"a": "b"},
     }
-    write_record(tmp_path / "run.json", record)
+    write_record(RunRecord.path(tmp_path), record)
     (tmp_path / "a").touch()
     for other, seed in ((FineTune(epochs=7, **FEW), 0), (stage, 1)):
         with pytest.raises(UserError, match="trained with other settings"):
@@ -222,7 +223,7 @@ def test_twins_leave_out_a_part_of_every_class_and_choose_the_epoch(
         folders[suffix].mkdir()
         about = {"index_digest": "", "resize": None}
         record["scores"] = about | {"accuracies": [10.0, 30.0, 30.0]}
-        write_record(folders[suffix] / "run.json", record)
+        write_record(RunRecord.path(folders[suffix]), record)
     inputs = {"test": images / "shards" / "val"}
     job = EvaluationJob(tmp_path, tmp_path / "x.json", inputs)
     metrics = settings.score(Rank(), job, folders)

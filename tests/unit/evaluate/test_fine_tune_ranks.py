@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from maect.cli import main
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file, write_json, write_record
+from maect.core.files import read_record, sha256_file, write_json, write_record
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches
 from maect.evaluate.accuracy import Accuracy, FineTuned
@@ -24,6 +24,7 @@ from maect.evaluate.base import EvaluationJob
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
 from maect.models.weights import load_encoder_weights
+from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
 
@@ -76,7 +77,7 @@ def scored(images: Path, folder: Path, settings: Accuracy = SETTINGS) -> dict[st
     inputs = {"trained": [folder / suffix for suffix in settings.trainings()], "test": test}
     config = resolved(EvaluationJob(images / "runs" / "mae", out, inputs, resize=16), settings)
     assert evaluate(Rank(), config=config) == "done"
-    return read_json(out)
+    return read_record(out)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +100,9 @@ def test_killed_and_restarted(images: Path, tmp_path: Path, whole: Path) -> None
     for name in ("encoder.safetensors", "head.safetensors"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     for key in ("losses", "scores"):
-        assert read_json(ours / "run.json")[key] == read_json(theirs / "run.json")[key]
+        assert read_record(RunRecord.path(ours))[key] == read_record(RunRecord.path(theirs))[key]
     logged = [step["accuracy"] for step in entries(ours / "metrics.jsonl") if "accuracy" in step]
-    assert logged == read_json(theirs / "run.json")["scores"]["accuracies"]
+    assert logged == read_record(RunRecord.path(theirs))["scores"]["accuracies"]
 
 
 def dies_before_its_states_are_removed(context: Any, **job: Any) -> Any:
@@ -119,7 +120,7 @@ def test_a_finished_run_keeps_no_states_whenever_it_was_killed(
     log, folder = tmp_path / "log", tmp_path / "seed0"
     with pytest.raises(RuntimeError, match="no rank answered"):
         run(1, job | {"function": dies_before_its_states_are_removed}, log=log)
-    record, left = (folder / "run.json").read_bytes(), folder / "state"
+    record, left = RunRecord.path(folder).read_bytes(), folder / "state"
     assert list(left.iterdir())
     assert run(1, job, log=log) == ["done"]
     assert not left.exists() and not (whole / "seed0/state").exists()
@@ -127,7 +128,7 @@ def test_a_finished_run_keeps_no_states_whenever_it_was_killed(
     (left / "step-000000012").mkdir(parents=True)
     source = shutil.copytree(job["source"], tmp_path / "mae")
     sums = {"encoder.safetensors": sha256_file(source / "encoder.safetensors")}
-    write_record(source / "run.json", {"run": "mae", "stage": "pretrain", "sha256": sums})
+    write_record(RunRecord.path(source), {"run": "mae", "stage": "pretrain", "sha256": sums})
     config = RunConfig(
         run="seed0", stage="fine_tune", size="tiny", seed=job["seed"], shards=job["shards"],
         source=source, encoder=job["encoder"],
@@ -135,14 +136,14 @@ def test_a_finished_run_keeps_no_states_whenever_it_was_killed(
     )  # fmt: skip
     config.write(folder / "config.yaml")
     assert main(["train", str(folder / "config.yaml")]) == 0
-    assert not left.exists() and (folder / "run.json").read_bytes() == record
+    assert not left.exists() and RunRecord.path(folder).read_bytes() == record
 
 
 def test_it_logs_as_other_stages_do(whole: Path) -> None:
     lines = [json.loads(text) for text in (whole / "seed1/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert list((whole / "seed1/tensorboard").iterdir())
-    losses = read_json(whole / "seed1/run.json")["losses"]
+    losses = read_record(RunRecord.path(whole / "seed1"))["losses"]
     steps = [line["loss"] for line in lines]
     # 150 images, batches of 24: the seventh straddles the epochs and counts for the first.
     assert losses == pytest.approx([np.mean(steps[:7]), np.mean(steps[7:])])
@@ -151,7 +152,9 @@ def test_it_logs_as_other_stages_do(whole: Path) -> None:
 def test_one_rank_has_the_losses_of_two(images: Path, tmp_path: Path, whole: Path) -> None:
     job = trainings(images, tmp_path)["seed0"]
     assert run(1, job, log=tmp_path / "log") == ["done"]
-    one, two = (read_json(folder / "seed0/run.json")["losses"] for folder in (tmp_path, whole))
+    one, two = (
+        read_record(RunRecord.path(folder / "seed0"))["losses"] for folder in (tmp_path, whole)
+    )
     np.testing.assert_allclose(one, two, rtol=1e-4)
 
 
@@ -174,7 +177,7 @@ def test_the_best_epoch_is_scored_and_the_last_beside_it(
 ) -> None:
     """MIM-Refiner, finetune/run/mae_large16.yaml: `best_checkpoint_callback`, `every_n_epochs: 1`,
     `metric_key: accuracy1/test/main`."""
-    record = read_json(whole / "seed0/run.json")
+    record = read_record(RunRecord.path(whole / "seed0"))
     last = scored(images, whole)["metrics"]["fine_tune_last_seeds"][0]
     # Two ranks during the training, one here, from the exported weights.
     test = open_index(images / "shards" / "val")
@@ -190,17 +193,17 @@ def test_the_best_epoch_is_scored_and_the_last_beside_it(
     assert len(record["scores"]["accuracies"]) == 2
     shutil.copytree(whole, tmp_path / "copy")
     for seed, accuracies in enumerate(([91.0, 20.0], [30.0, 93.0])):
-        path = tmp_path / f"copy/seed{seed}/run.json"
-        value = read_json(path)
+        path = RunRecord.path(tmp_path / f"copy/seed{seed}")
+        value = read_record(path)
         value["scores"]["accuracies"] = accuracies
-        write_json(path, value)
+        write_record(path, value)
     (tmp_path / "copy/fine_tune.json").unlink()
     metrics = scored(images, tmp_path / "copy")["metrics"]
     assert (metrics["fine_tune"], metrics["fine_tune_seeds"]) == (92.0, [91.0, 93.0])
     assert metrics["fine_tune_last_seeds"][0] == last
     assert metrics["accuracies"]["fine_tune-seed0"] == [91.0, 20.0]
-    # A training that was not scored, as those of older versions.
-    write_json(path, {key: value[key] for key in value if key != "scores"})
+    # A training that was not scored.
+    write_record(path, {key: value[key] for key in value if key != "scores"})
     (tmp_path / "copy/fine_tune.json").unlink()
     with pytest.raises(UserError, match=r"seed1: its epochs were not scored on .*epoch=last"):
         scored(images, tmp_path / "copy")
@@ -215,7 +218,7 @@ def test_a_resumed_run_whose_first_epochs_were_not_scored_tells_none(
     job, log = trainings(images, tmp_path)["seed0"] | ALWAYS, tmp_path / "log"
     assert run(1, job | {"test": None}, log=log, stop_at=9) == ["requeue"]
     assert run(1, job, log=log) == ["done"]
-    assert "scores" not in read_json(tmp_path / "seed0/run.json")
+    assert "scores" not in read_record(RunRecord.path(tmp_path / "seed0"))
 
 
 def test_any_protocol_can_encode_with_what_it_leaves(images: Path, whole: Path) -> None:
@@ -241,7 +244,7 @@ def test_learns_digits_and_stops_at_a_loss_that_is_not_finite(images: Path, tmp_
     message = run(1, good, bad, log=tmp_path / "log")
     assert scored(images, tmp_path / "good", settings)["metrics"]["fine_tune"] > 30  # ten classes
     assert message.startswith("TrainingFault") and "nan in step" in message
-    assert not (tmp_path / "bad/seed0/run.json").exists()
+    assert not RunRecord.path(tmp_path / "bad/seed0").exists()
 
 
 def test_the_last_epoch_is_scored_by_reals_labels(
@@ -274,7 +277,7 @@ def test_a_twin_is_scored_on_what_it_leaves_out(images: Path, tmp_path: Path, wh
     assert run(2, twin | ALWAYS, log=tmp_path / "log", stop_at=6) == ["requeue"]
     assert run(2, twin, log=tmp_path / "log") == ["done"]
     metrics = scored(images, tmp_path, settings)["metrics"]
-    record = read_json(tmp_path / "seed0_held_out" / "run.json")
+    record = read_record(RunRecord.path(tmp_path / "seed0_held_out"))
     scores, own = record["scores"]["accuracies"], metrics["accuracies"]["fine_tune-seed0"]
     assert metrics["held_out"] == {"fine_tune-seed0": scores} and len(scores) == 2
     assert metrics["fine_tune_held_out"] == own[scores.index(max(scores))]

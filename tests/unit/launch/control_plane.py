@@ -497,8 +497,8 @@ def check(faults: Sequence[Fault]) -> World:
         (slurm, "command"): world.command, (slurm, "marked"): lambda name: [],
         (slurm, "_lost_a_rank"): lambda folder, job: False,
         (submit, "submit"): world.submit, (submit, "request"): lambda *_: {"cpus": 1},
-        (record, "write_json"): lambda file, value: world.write(
-            file.path, json.dumps(value), "login"
+        (record, "write_record"): lambda file, value: world.write(
+            file.path, json.dumps(sealed(value)), "login"
         ),
         (record, "make_job_folder"): record.job_folder,
         (record, "where"): lambda folder: {},

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from maect.core.files import write_json
+from maect.core.files import write_record
 from maect.launch.record import (
     Job,
     job_folder,
@@ -123,7 +123,7 @@ class Run:
     def returns(self, how: str) -> None:
         """Say for rank 0 that the function has returned."""
         folder = make_job_folder(self.folder, self.job().name)
-        write_json(folder / "rank-0.json", {"rank": 0, "id": self.job().id, "end": how})
+        write_record(folder / "rank-0.json", {"rank": 0, "id": self.job().id, "end": how})
 
     def rendezvous(self) -> dict:
         """Where rank 0 says that the ranks meet."""

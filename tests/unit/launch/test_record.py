@@ -1,16 +1,14 @@
 """`job.json`: damaged is damaged, absent is absent, old is read."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from maect.core.errors import UserError
-from maect.core.files import checksum, write_json
+from maect.core.files import sealed, write_json, write_record
 from maect.launch import clusters
 from maect.launch.record import (
-    CHECKSUM,
     Job,
     make_job_folder,
     new_job,
@@ -59,7 +57,7 @@ def test_any_damage_is_named_in_one_line(tmp_path: Path, job: Job) -> None:
 )
 def test_what_is_no_record_is_refused(tmp_path: Path, value: object) -> None:
     if value != DONE and isinstance(value, dict):
-        value |= {CHECKSUM: checksum(value)}
+        value = sealed(value)
     write_json(tmp_path / "job.json", value)
     with pytest.raises(UserError, match="damaged"):
         read_job(tmp_path)
@@ -68,8 +66,9 @@ def test_what_is_no_record_is_refused(tmp_path: Path, value: object) -> None:
 def test_another_format_is_refused(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("maect.launch.record.FORMAT", 2)
+    monkeypatch.setattr("maect.core.files.FORMAT", 2)
     write_job(tmp_path, job)
+    monkeypatch.undo()
     with pytest.raises(UserError, match=r"job\.json: .*format 2, and this version"):
         read_job(tmp_path)
 
@@ -77,9 +76,9 @@ def test_another_format_is_refused(
 def test_only_a_saved_step_is_progress(tmp_path: Path, job: Job) -> None:
     make_job_folder(tmp_path, job.name)
     file = rank_file(tmp_path, job.name, 0)
-    write_json(file, {"rank": 0, "progress": {"step": 77}})
+    write_record(file, {"rank": 0, "progress": {"step": 77}})
     assert progress(tmp_path, job)["step"] == 77 and saved_step(tmp_path, job) == 20
-    write_json(file, {"rank": 0, "progress": {"step": 77}, "saved": 60})
+    write_record(file, {"rank": 0, "progress": {"step": 77}, "saved": 60})
     assert saved_step(tmp_path, job) == 60
     assert new_job(tmp_path, "slurm", 2, job).step == 60
     # Of a run with other settings it is none: the first job may queue itself again at its limit.
@@ -109,6 +108,6 @@ def test_outcomes(tmp_path: Path, job: Job, changes: dict, rank: dict | None, ou
         make_job_folder(tmp_path, job.name)
         said = {"kind": "RuntimeError", "message": "no", "traceback": "T", "time": 1.0}
         value = {"rank": 0, "end": None} | (said if rank.get("end") == "error" else {}) | rank
-        rank_file(tmp_path, job.name, 0).write_text(json.dumps(value))
+        write_record(rank_file(tmp_path, job.name, 0), value)
     state = state_of(tmp_path, ended, clusters())
     assert (state.notice.phase, state.outcome) == ("ended", outcome)

@@ -9,7 +9,7 @@ from launching import finish, wait_for
 from slurm_commands import UNKNOWN
 
 from maect.core.errors import UserError
-from maect.core.files import write_record
+from maect.core.files import sealed, write_record
 from maect.launch import record, slurm
 from maect.launch.record import Job
 from maect.launch.slurm import Slurm
@@ -353,7 +353,7 @@ def test_a_fault_of_a_node_ends_only_what_has_not_worked_elsewhere(run, commands
     (commands.folder / "sbatch").write_text(
         f"#!/bin/sh\nname=$(ls -t {jobs} | head -1)\n"
         f'cp "$2" {commands.folder}/script-{count}\nid={count}\n'
-        f"echo '{json.dumps(told)}' > {jobs}/$name/rank-0.json\n"
+        f"echo '{json.dumps(sealed(told))}' > {jobs}/$name/rank-0.json\n"
         f'echo "$id|FAILED|None|$name" > {commands.folder}/squeue.says\necho $id\n'
     )
     words = finish(run.start())

@@ -14,6 +14,7 @@ from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.experiment import load
 from maect.launch import record
+from maect.records import RunRecord
 from maect.tools.status import Status, columns, show, status
 
 
@@ -50,7 +51,9 @@ def test_running_interrupted_failed_stopped(run):
     launcher.send_signal(signal.SIGINT)
     finish(launcher)
     assert "stopped" in line_for(run)
-    write_record(run.folder / "run.json", {"run": "r", "stage": "tune", "images_per_second": 123.4})
+    write_record(
+        RunRecord.path(run.folder), {"run": "r", "stage": "tune", "images_per_second": 123.4}
+    )
     done = line_for(run)
     assert "tune" in done and "done" in done and "##########" in done and " 123 " in done
 
@@ -71,7 +74,7 @@ def test_runs_that_have_not_begun_and_evaluations(tmp_path):
 def test_runs_that_nobody_asked_for_are_a_number(tmp_path, capsys):
     run = tmp_path / "digits/runs/mae_tiny"
     run.mkdir(parents=True)
-    write_record(run / "run.json", {"run": "r", "stage": "pretrain", "images_per_second": 9.0})
+    write_record(RunRecord.path(run), {"run": "r", "stage": "pretrain", "images_per_second": 9.0})
     show(tmp_path / "digits")
     head, _, line = capsys.readouterr().out.splitlines()
     assert "not started (--every lists them)" in head and line.startswith("mae_tiny")
@@ -90,7 +93,9 @@ def test_names_and_notes_are_whole_for_programs():
 def test_the_last_online_evaluation(tmp_path):
     folder = tmp_path / "experiment/runs/mae"
     folder.mkdir(parents=True)
-    write_record(folder / "run.json", {"run": "r", "stage": "pretrain", "images_per_second": 9.0})
+    write_record(
+        RunRecord.path(folder), {"run": "r", "stage": "pretrain", "images_per_second": 9.0}
+    )
     timing = {"device_seconds": 1.0}
     log = line_of(1, {"loss": 2.0}, timing) + line_of(2, {"loss": 1.0}, timing)
     (folder / "metrics.jsonl").write_text(log)

@@ -21,10 +21,12 @@ from safetensors.torch import save_file
 from maect import recipes
 from maect.cli import main
 from maect.core.errors import UserError
+from maect.core.files import RUN, write_record
 from maect.models.checkpoints import convert, find_layout, read_checkpoint
 from maect.models.layouts import LAYOUTS
 from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights
+from maect.records import RunRecord
 from maect.stages.imported import import_weights
 
 PUBLISHED = [
@@ -109,7 +111,7 @@ def test_the_record_of_an_import(tmp_path, capsys):
     assert "layout ibot, size tiny, 16 pixels, pooling cls; 3 tensors left out" in (
         capsys.readouterr().out
     )
-    record = json.loads((tmp_path / "runs/ibot/run.json").read_text())
+    record = json.loads(RunRecord.path(tmp_path / "runs/ibot").read_text())
     sum_ = subprocess.run(["sha256sum", words[1]], capture_output=True, text=True, check=True)
     assert {key: value for key, value in record["weights"].items() if value is not None} == {
         "file": "checkpoint_teacher.pth",
@@ -470,11 +472,10 @@ def test_positions_for_another_image_size_are_interpolated(published):
     np.testing.assert_allclose(actual.tensors["pos_embed"][0, -36:], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("sign", ["run.json", "metrics.jsonl"])
+@pytest.mark.parametrize("sign", [RUN, "metrics.jsonl"])
 def test_a_trained_run_is_not_replaced(sign, tmp_path):
     torch.save(plain_vit.mae()[0], tmp_path / "mae.pth")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / sign).write_text('{"run": "run", "stage": "tune"}')
+    write_record(tmp_path / "run" / sign, {"run": "run", "stage": "tune"})
     with pytest.raises(UserError, match="holds a run that was trained here"):
         import_weights(tmp_path / "mae.pth", tmp_path / "run")
     assert not (tmp_path / "run/encoder.safetensors").exists()

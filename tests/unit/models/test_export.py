@@ -20,6 +20,7 @@ from maect.models.export import crop_fraction
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, Pixels, load_encoder
+from maect.records import RunRecord
 
 RECORD = {
     "stage": "tune", "source": "head_min", "seed": 3, "source_revision": "abc",
@@ -34,7 +35,7 @@ def finished_run(folder, encoder, pooling, **record):
         for parameter in module.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
     save_encoder(folder / "encoder.safetensors", module.state_dict(), encoder, pooling)
-    write_record(folder / "run.json", RECORD | {"run": folder.name} | record)
+    write_record(RunRecord.path(folder), RECORD | {"run": folder.name} | record)
     images = torch.rand(2, encoder.pixels.channels, encoder.image_size, encoder.image_size)
     with torch.no_grad():
         return images, module.pool(module(images).tokens, pooling)

@@ -7,13 +7,14 @@ import torch
 
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_json
+from maect.core.files import read_record
 from maect.evaluate.encoding import Encoding
 from maect.models.checkpoints import convert, find_layout, resembling
 from maect.models.export import export_run
 from maect.models.timm_encoder import TimmEncoder
 from maect.models.weights import load_any_encoder, load_encoder_weights
 from maect.recipes import load_encoder
+from maect.records import RunRecord
 from maect.stages.imported import Import, import_weights
 
 CPU = torch.device("cpu")
@@ -115,7 +116,7 @@ def test_several_cls_tokens_are_no_export(tmp_path):
     imported("pixio", tmp_path)
     with pytest.raises(UserError, match=r"mean of several \[CLS\] tokens"):
         export_run(tmp_path / "run", tmp_path / "out")
-    assert read_json(tmp_path / "run/run.json")["pooling"] == "mean_cls"
+    assert read_record(RunRecord.path(tmp_path / "run"))["pooling"] == "mean_cls"
 
 
 def test_channels_are_adapted_and_other_image_sizes_work(tmp_path):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from maect import load
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_json
+from maect.core.files import read_record
 from maect.evaluate.encoding import Encoding
 from maect.models.checkpoints import convert_timm
 from maect.models.layouts import FAMILIES
@@ -23,6 +23,7 @@ from maect.models.timm_encoder import create
 from maect.models.vit import Uninitialized
 from maect.recipes import load_encoder
 from maect.recipes.timm_encoders import find_timm, timm_encoders
+from maect.records import RunRecord
 from maect.stages import load_import, load_recipe
 from maect.stages.imported import import_weights
 
@@ -86,7 +87,7 @@ def test_features_are_those_of_timms_own_forward_pass(name: str, tmp_path: Path)
     assert expected.std() > 1e-3
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
-    record = read_json(run / "run.json")
+    record = read_record(RunRecord.path(run))
     weights = record["weights"]
     assert weights["timm"] == name and weights["timm_version"] == timm.__version__
     assert weights["transform"]["resize"] == load(run).resize == row.resize_for(side)
@@ -135,7 +136,7 @@ def test_a_plain_vit_becomes_an_encoder_that_stages_start_from(tmp_path: Path) -
     name = "vit_base_patch16_224.mae"
     module = random_model(name, 224)
     run = imported(module, name, 224, tmp_path, **{"head.weight": torch.ones(2, 768)})
-    assert read_json(run / "run.json")["weights"]["left_out"] == {"head.*": 1}
+    assert read_record(RunRecord.path(run))["weights"]["left_out"] == {"head.*": 1}
     settings, encoder = load_import(None, "", None, None, name)
     load_recipe("ct_min", "base").check_source(load_encoder("base"), settings, encoder)
     encoding = Encoding(run / "encoder.safetensors", torch.device("cpu"))
@@ -289,17 +290,17 @@ tables: [low_shot]
     config = tmp_path / "runs/it/config.yaml"
     run_config(chosen, "it").write(config)
     assert main(["import", str(config)]) == 0
-    record = json.loads((tmp_path / "runs/it/run.json").read_text())
+    record = json.loads(RunRecord.path(tmp_path / "runs/it").read_text())
     assert record["encoder"]["timm"] == run.encoder.timm
     from maect.experiment.outdated import outdated
 
-    assert tmp_path / "runs/it/run.json" not in outdated(experiment.load(str(file)))
+    assert RunRecord.path(tmp_path / "runs/it") not in outdated(experiment.load(str(file)))
     weights = tmp_path / "w.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert tmp_path / "runs/it/run.json" in outdated(experiment.load(str(file)))
+    assert RunRecord.path(tmp_path / "runs/it") in outdated(experiment.load(str(file)))
     weights.write_bytes(whole)
-    assert tmp_path / "runs/it/run.json" not in outdated(experiment.load(str(file)))
+    assert RunRecord.path(tmp_path / "runs/it") not in outdated(experiment.load(str(file)))
 
     for recipe in ("ct_min", "ct_aug", "head_min", "head_aug", "refine", "refine_heads"):
         more = f"  ct: {{recipe: {recipe}, size: base, from: it}}"

@@ -1,4 +1,3 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +6,8 @@ import pytest
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
+
+from maect.records import EvaluationRecord
 
 Writer = Callable[..., Path]
 
@@ -17,9 +18,8 @@ def result(tmp_path: Path) -> Writer:
 
     def write(run: str, protocol: str, **metrics: float) -> Path:
         path = tmp_path / "evaluations" / run / f"{protocol}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        value = {"metrics": metrics, "settings": {"seed": 0}, "provenance": {"run": run}}
-        path.write_text(json.dumps(value))
+        about = {"settings": {"seed": 0}, "provenance": {"run": run}}
+        EvaluationRecord(metrics=metrics, **about).write(path)
         return path
 
     return write

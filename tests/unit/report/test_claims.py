@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from maect.core.files import write_record
+from maect.records import RunRecord
 from maect.report.claims import (
     claims_table,
     compare,
@@ -112,10 +113,8 @@ def test_differences_are_taken_seed_by_seed(result, evaluations, tmp_path):
         result(f"ct{run}", "clustering", accuracy=51.0 + 3 * seed + 0.1 * seed)
     result("ct_k1", "clustering", accuracy=52.0)
     result("ibot", "clustering", accuracy=53.0)
-    (tmp_path / "runs/ibot").mkdir(parents=True)
-    (tmp_path / "runs/ibot/run.json").write_text(
-        '{"run": "ibot", "stage": "import", "device_hours": 0}'
-    )
+    imported = RunRecord(run="ibot", stage="import", device_hours=0)
+    imported.write(RunRecord.path(tmp_path / "runs/ibot"))
     runs = {method: (method, f"{method}-s1", f"{method}-s2") for method in ("mae", "ct")}
     runs |= {"ct_k1": ("ct_k1",), "ibot": ("ibot",)}
     rows = [Row("tiny", method, of) for method, of in runs.items()]
@@ -359,7 +358,7 @@ def test_models_of_other_pretrainings_are_not_compared(tables, result, evaluatio
         stage = "pretrain" if source is None else "tune"
         record = {"run": run, "stage": stage, "source": source, "device_hours": 1.0}
         write_record(
-            tmp_path / "runs" / run / "run.json", record | {"settings": {"epochs": epochs}}
+            RunRecord.path(tmp_path / "runs" / run), record | {"settings": {"epochs": epochs}}
         )
     rows = [Row("tiny", run, [run]) for run in runs]
     tables = {"clustering": build_table("clustering", rows, evaluations)}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from maect.core.errors import UserError
+from maect.records import RunRecord
 from maect.report.claims import make_claims
 from maect.report.configs import ClaimsConfig, Row, ShownConfig
 from maect.report.figures import make_figure
@@ -81,9 +82,8 @@ def test_what_the_commands_leave(config, result, tmp_path):
     endings = {path.suffix for path in (tmp_path / "tables").iterdir()}
     assert endings == {".yaml", ".csv", ".sha256", ".md", ".tex", ".html"}
 
-    (tmp_path / "runs/mae_tiny").mkdir(parents=True)
-    record = '{"run": "mae_tiny", "stage": "pretrain", "device_hours": 0.5}'
-    (tmp_path / "runs/mae_tiny/run.json").write_text(record)
+    record = RunRecord(run="mae_tiny", stage="pretrain", device_hours=0.5)
+    record.write(RunRecord.path(tmp_path / "runs/mae_tiny"))
     shown = config.model_copy(update={"name": "pipeline"})
     shown.write(tmp_path / "figures/pipeline.yaml")
     make_figure(tmp_path / "figures/pipeline.yaml")

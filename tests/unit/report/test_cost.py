@@ -1,4 +1,3 @@
-import json
 import math
 from pathlib import Path
 
@@ -6,8 +5,9 @@ import pytest
 
 from maect.core.entries import line_of
 from maect.core.errors import UserError
-from maect.core.files import write_record
+from maect.core.files import read_record, write_record
 from maect.experiment import load
+from maect.records import RunRecord
 from maect.report.claims import compare, expand, judge
 from maect.report.statements import STATEMENTS
 from maect.report.tables import Row, chain, cost_table, pretraining_table, trained_table
@@ -16,7 +16,7 @@ from maect.report.tables import Row, chain, cost_table, pretraining_table, train
 def record(runs: Path, name: str, stage: str, hours: float, source: str | None = None) -> None:
     (runs / name).mkdir(parents=True)
     value = {"run": name, "stage": stage, "device_hours": hours, "source": source}
-    write_record(runs / name / "run.json", value)
+    write_record(RunRecord.path(runs / name), value)
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def test_the_nnclr_loss_of_the_first_tenth(tmp_path):
     for start, loss in (("combined", 4.0), ("detached", 6.0), ("mae", None)):
         record(tmp_path, start, "pretrain", 100.0)
         record(tmp_path, f"{start}_ct_skip", "tune", 6.0, start)
-        path = tmp_path / start / "run.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": {"epochs": 40}}))
+        path = RunRecord.path(tmp_path / start)
+        write_record(path, read_record(path) | {"settings": {"epochs": 40}})
         lines = [{"epoch": n / 2, "loss": 1.0} for n in range(1, 81)]
         if loss:  # 8 steps at `loss`, 72 at half of it
             lines = [line | {"loss_nnclr": loss / (1 + (line["epoch"] > 4))} for line in lines]
@@ -100,8 +100,10 @@ def test_seeds(runs):
 def test_wrong_records_are_named(runs):
     with pytest.raises(UserError, match=r"none/run.json: no such file"):
         chain("none", runs)
-    (runs / "head" / "run.json").write_text("[]")
-    with pytest.raises(UserError, match=r"head/run.json: no record; delete it"):
+    RunRecord.path(runs / "head").write_text("[]")
+    with pytest.raises(
+        UserError, match=r"head/run.json: damaged \(it has no checksum\); delete it and"
+    ):
         chain("ct", runs)
     record(runs, "circle", "tune", 1.0, "circle")
     with pytest.raises(UserError, match="starts from itself"):

@@ -1,6 +1,5 @@
 """The figures, from real digits and small written results."""
 
-import json
 from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ from sklearn.datasets import load_digits
 
 from maect.core.entries import entries, line_of
 from maect.core.errors import UserError
-from maect.core.files import write_record
+from maect.core.files import read_record, write_record
 from maect.recipes import load_encoder
 from maect.records import RunRecord
 from maect.report import registry
@@ -56,7 +55,7 @@ def out(tmp_path) -> Files:
 @pytest.fixture
 def classes(tmp_path) -> Path:
     path = tmp_path / "index.json"
-    path.write_text(json.dumps({"class_names": [f"digit_{n}" for n in range(10)]}))
+    write_record(path, {"class_names": [f"digit_{n}" for n in range(10)]})
     return path
 
 
@@ -116,7 +115,7 @@ def results(tmp_path, result, embedding) -> Path:
         record = {"run": run, "stage": settings.name, "source": source, "device_hours": 0.5}
         record["settings"] = settings.model_dump(mode="json")
         record["encoder"] = load_encoder("tiny").model_dump(mode="json")
-        write_record(folder / "run.json", record)
+        write_record(RunRecord.path(folder), record)
         more = {"lookup_accuracy": 40.0} if recipe == "ct_min" else {}
         lines = [{"epoch": n / 4, "loss": 2.0 - n / 100} | more for n in range(1, 40)]
         (folder / "metrics.jsonl").write_text(log_of(lines))
@@ -258,11 +257,11 @@ def test_a_damaged_result_is_named(results, out):
     with pytest.raises(UserError, match=r"mae_tiny/clustering.safetensors: has no `confusion`"):
         draw(shown("confusion", results), *out)
     path = results / "mae_tiny" / "color_histogram.json"
-    path.write_text('{"metrics": {"errors": 3}}')
+    write_record(path, {"metrics": {"errors": 3}})
     with pytest.raises(UserError, match="has no list `errors`"):
         draw(shown("color_histogram", results), *out)
     path = results / "ct_tiny" / "knn_per_block.json"
-    path.write_text('{"metrics": {"knn_standardized": 3}}')
+    write_record(path, {"metrics": {"knn_standardized": 3}})
     with pytest.raises(UserError, match=r"ct_tiny/knn_per_block.json: .* no list with a value"):
         draw(shown("knn_per_block", results), *out)
 
@@ -357,7 +356,7 @@ def test_an_embedding_has_the_accuracy_that_the_paper_prints_for_it(embedding, r
         ("clustering", {"dogs15_accuracy": 30.04, "accuracy": 9.0}),
     ):
         path = result("combined", name, **metrics)
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": settings[name]}))
+        write_record(path, read_record(path) | {"settings": settings[name]})
     rows = [Row("large", "combined", ["combined"])]
     for compare, paper in ((True, " (paper 32.6 %)"), (False, "")):
         figure = umap(shown("umap", evaluations, rows, compare_with_paper=compare))
@@ -426,7 +425,7 @@ def test_curves_of_one_stage_share_a_panel(results, out):
     runs = results.parent / "runs"
     (runs / "other").mkdir()
     record = {"run": "other", "stage": "pretrain", "source": None, "device_hours": 0.5}
-    write_record(runs / "other/run.json", record)
+    write_record(RunRecord.path(runs / "other"), record)
     (runs / "other/metrics.jsonl").write_text((runs / "mae_tiny/metrics.jsonl").read_text())
     draw(shown("training_curves", results, [ROWS[0], Row("tiny", "x", ["other"])]), *out)
     assert {"#0072B2", "#D55E00"} <= colors_in(out[1])
@@ -468,7 +467,7 @@ def test_gain_is_of_the_mae_that_a_run_begins_with(results, result):
         (runs / name).mkdir()
         recipe = told | {"head": told["head"] | head}
         record = {"run": name, "stage": "tune", "source": "head_tiny", "settings": recipe}
-        write_record(runs / name / "run.json", record)
+        write_record(RunRecord.path(runs / name), record)
         more = {} if right is None else {"lookup_accuracy": right}
         lines = [{"epoch": n, "loss": 1.0} | more for n in (1, 2)]
         (runs / name / "metrics.jsonl").write_text(log_of(lines))
@@ -476,7 +475,7 @@ def test_gain_is_of_the_mae_that_a_run_begins_with(results, result):
     # Without a run to start from there is nothing to gain on.
     (runs / "scratch").mkdir()
     record = {"run": "scratch", "stage": "tune", "source": None, "settings": told}
-    write_record(runs / "scratch/run.json", record)
+    write_record(RunRecord.path(runs / "scratch"), record)
     (runs / "scratch/metrics.jsonl").write_text(log)
     result("scratch", "knn", knn=1.0, knn_standardized=50.0)
     names = ("mae_tiny", "ct_tiny", "all_right", "right", "none", "scratch")
@@ -496,7 +495,7 @@ def test_the_nnclr_loss_of_pretraining_has_a_panel_of_its_own(results):
     for run, loss in (("combined", 0.004), ("detached", 5.0)):
         (runs / run).mkdir()
         record = {"run": run, "stage": "pretrain", "source": None, "device_hours": 0.5}
-        write_record(runs / run / "run.json", record)
+        write_record(RunRecord.path(runs / run), record)
         parts = {"loss": 1 + loss, "loss_mae": 1.0, "loss_nnclr": 5.0}
         log = log_of([{"epoch": n, **parts} for n in range(1, 9)])
         (runs / run / "metrics.jsonl").write_text(log)
@@ -519,7 +518,7 @@ def test_titles_of_panels_do_not_meet(results):
     for run, stage in (("mae_tiny", "pretrain"), (long, "head"), ("ct_min_of_photographs", "tune")):
         (runs / run).mkdir(exist_ok=True)
         record = {"run": run, "stage": stage, "source": None, "device_hours": 0.5}
-        write_record(runs / run / "run.json", record)
+        write_record(RunRecord.path(runs / run), record)
         log = [{"epoch": n, "loss": 1.0, "online_knn": 40.0} for n in (1, 2)]
         (runs / run / "metrics.jsonl").write_text(log_of(log))
     rows = [Row("tiny", run, [run]) for run in ("mae_tiny", long, "ct_min_of_photographs")]

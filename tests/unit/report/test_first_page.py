@@ -1,7 +1,6 @@
 """What the first page of a report says of its table, the trainings and the images."""
 
 import io
-import json
 import tarfile
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from PIL import Image
 
 from maect.core.entries import line_of
 from maect.core.files import write_record
+from maect.records import RunRecord
 from maect.report.configs import Row, ShownConfig
 from maect.report.registry import TABLES
 from maect.report.render import Printed, printed, render
@@ -66,7 +66,7 @@ def table_of(root: Path, *rows: tuple[str, float]) -> Path:
         about = {"run": folder.name, "stage": "tune", "device_hours": 1.0}
         about |= {} if method == "mae" else {"source": "mae_tiny"}
         about |= {"world_size": 2, "finished": f"2026-11-2{len(method)}T03:00:00Z"}
-        write_record(folder / "run.json", about)
+        write_record(RunRecord.path(folder), about)
     return table
 
 
@@ -100,7 +100,7 @@ def test_some_images_of_a_split(tmp_path: Path) -> None:
                     info.size = len(data)
                     tar.addfile(info, io.BytesIO(data))
     index = {"shards": [{"file": name} for name in files]}
-    (tmp_path / "index.json").write_text(json.dumps(index))
+    write_record(tmp_path / "index.json", index)
     found = samples(tmp_path)
     assert len(found) == SAMPLES and all(one.startswith("data:image/jpeg;base64,") for one in found)
     (tmp_path / files[0]).write_bytes(b"")  # not there any more: no picture, and no error

@@ -15,6 +15,7 @@ from maect.core.entries import line_of
 from maect.core.files import read_json, write_json, write_record
 from maect.experiment import load
 from maect.experiment.resolve import evaluation_config, run_config
+from maect.records import RunRecord
 from maect.report.render import MISSING
 from maect.report.tables import Row, build_table, write_table
 
@@ -218,7 +219,7 @@ def train_here(run: str, checksum: str, **changes: Any) -> None:
     record |= {"settings": told["settings"] | changes, "encoder": told["encoder"]}
     record |= {"device_hours": 1.0, "sha256": {ENCODER: checksum}}
     folder = Path("results/cifar10/runs") / run
-    write_record(folder / "run.json", record)
+    write_record(RunRecord.path(folder), record)
     step = line_of(5859, {"epoch": 30.0, "loss": 0.4}, {"device_seconds": 3600.0})
     (folder / "metrics.jsonl").write_text(step)
 
@@ -231,7 +232,7 @@ def evaluate_here(
     settings = config.settings.model_dump(mode="json") | {"resize": config.resize}
     result = {"metrics": metrics, "settings": settings, "left_sha256": "0" * 64}
     result |= {"provenance": {"encoder_sha256": checksum, "inputs": inputs or {}}}
-    write_json(Path(f"results/cifar10/evaluations/{run}/{name}.json"), result)
+    write_record(Path(f"results/cifar10/evaluations/{run}/{name}.json"), result)
 
 
 def known(folder: Path, evaluation: str = "knn") -> dict[tuple[str, str], float]:
@@ -299,7 +300,7 @@ def test_other_settings_and_other_images_refute(elsewhere: Path) -> None:
     robust = {run for run, _ in known(elsewhere, "robustness")}
     assert "mae_micro" in robust and "ct_aug_micro" not in robust
     index = Path("results/cifar10/shards/cifar10/val/index.json")
-    write_json(index, {"n": 1, "digest": "another"})
+    write_record(index, {"n": 1, "digest": "another"})
     publish.collect("cifar10")
     assert not known(elsewhere)
 
@@ -343,7 +344,7 @@ def test_what_was_made_here_from_something_else_is_not_taken(elsewhere: Path) ->
 def test_images_that_are_others_are_seen_here(elsewhere: Path) -> None:
     train_here("mae_micro", "0" * 64)
     assert publish.what_is_here(load("cifar10")).runs
-    write_json(Path("results/cifar10/shards/cifar10/train/index.json"), {"n": 1, "digest": "x"})
+    write_record(Path("results/cifar10/shards/cifar10/train/index.json"), {"n": 1, "digest": "x"})
     assert not publish.what_is_here(load("cifar10")).runs  # `train_here` told it of none
 
 

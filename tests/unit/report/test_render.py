@@ -7,6 +7,7 @@ import pytest
 
 from maect.cli import main
 from maect.core.files import write_record
+from maect.records import RunRecord
 from maect.report.configs import Row
 from maect.report.render import printed, render
 from maect.report.tables import build_table, paper_table, printed_tables, write_table
@@ -60,7 +61,7 @@ def test_html_is_whole_and_stands_alone(frame):
 
 def test_every_number_leads_to_its_result_and_its_run(result, evaluations):
     result("ct-s0", "clustering", accuracy=50.0, silhouette=1.0)
-    run = evaluations.parent / "runs" / "ct-s0" / "run.json"
+    run = RunRecord.path(evaluations.parent / "runs" / "ct-s0")
     run.parent.mkdir(parents=True)
     write_record(run, {"run": "<ct-s0>", "stage": "tune"})
     # Of several seeds the first that was run.

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 
 from maect.core.errors import UserError
-from maect.core.files import write_record
+from maect.core.files import read_record, sealed, write_record
+from maect.records import RunRecord
 from maect.report.registry import TABLES
 from maect.report.render import printed, render
 from maect.report.tables import (
@@ -42,11 +43,10 @@ def test_results_of_an_encoder_that_is_gone_are_left_out(result, evaluations):
     row = [Row("large", "ct_min", ["ct_min_large"])]
     for name, encoder in (("knn", "new"), ("linear_probe", "old")):
         path = result("ct_min_large", name, **{name: 70.0})
-        told = json.loads(path.read_text()) | {"provenance": {"encoder_sha256": encoder}}
-        path.write_text(json.dumps(told))
+        write_record(path, read_record(path) | {"provenance": {"encoder_sha256": encoder}})
     line = build_table("extended", row, evaluations).iloc[0]
     assert (line.knn, line.linear_probe) == (70.0, 70.0)  # nobody knows the encoder
-    run = evaluations.parent / "runs/ct_min_large/run.json"
+    run = RunRecord.path(evaluations.parent / "runs/ct_min_large")
     run.parent.mkdir(parents=True)
     told = {"run": "ct_min_large", "stage": "tune"}
     write_record(run, told | {"sha256": {"encoder.safetensors": "new"}})
@@ -83,7 +83,7 @@ def test_how_a_model_was_trained_is_told_by_its_runs(evaluations, tmp_path):
     ):
         (runs / run).mkdir(parents=True)
         record = {"run": run, "stage": stage, "source": source, "settings": recipe}
-        write_record(runs / run / "run.json", record)
+        write_record(RunRecord.path(runs / run), record)
     rows = [
         Row("large", "ct_min", ["ct"]),
         Row("large", "mae_public", ["public"]),
@@ -250,13 +250,13 @@ def test_wrong_input_is_named(result, evaluations):
     row = Row("tiny", "mae", ["r"])
     with pytest.raises(UserError, match="tiny mae is there twice"):
         build_table("clustering", [row, row], evaluations)
-    path.write_text('{"metrics": {"accuracy": NaN}}')
+    path.write_text(json.dumps(sealed({"metrics": {"accuracy": math.nan}})))
     with pytest.raises(UserError, match=r"clustering.json: metric accuracy is nan"):
         build_table("clustering", [row], evaluations)
-    path.write_text('{"metrics": {"accuracy": "high"}}')
+    write_record(path, {"metrics": {"accuracy": "high"}})
     with pytest.raises(UserError, match="'high', not a finite number"):
         build_table("clustering", [row], evaluations)
-    path.write_text('{"accuracy": 1.0}')
+    write_record(path, {"accuracy": 1.0})
     with pytest.raises(UserError, match="metrics: Field required; remove the file, and start"):
         build_table("clustering", [row], evaluations)
     path.write_text("{")

@@ -12,6 +12,7 @@ from maect.core.settings import digest
 from maect.evaluate.accuracy import Accuracy
 from maect.recipes import load_encoder
 from maect.recipes.computing import PLAIN, Computing
+from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig
 from maect.train.checkpoint import saved
@@ -36,12 +37,12 @@ def test_a_run_goes_on_computed_otherwise(changes, job, whole, tmp_path):
     undisturbed = losses(whole / "mae")
     assert losses(folder)[:5] == undisturbed[:5]
     np.testing.assert_allclose(losses(folder), undisturbed, rtol=1e-4)
-    record = json.loads((folder / "run.json").read_text())
+    record = json.loads(RunRecord.path(folder).read_text())
     assert record["computing"].items() >= changes.items()
     # Finished is finished, however it would be computed now.
-    written = (folder / "run.json").stat().st_mtime_ns
+    written = RunRecord.path(folder).stat().st_mtime_ns
     assert run(2, job("mae", "mae"), log=log) == ["done"]
-    assert (folder / "run.json").stat().st_mtime_ns == written
+    assert RunRecord.path(folder).stat().st_mtime_ns == written
 
 
 def test_another_recipe_still_begins_anew(job, tmp_path):

@@ -12,10 +12,11 @@ from ranks import Place
 from maect.core import files
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import sha256_file, write_json, write_record
+from maect.core.files import sha256_file, write_record
 from maect.models import weights
+from maect.records import RunRecord
 from maect.train import checkpoint
-from maect.train.checkpoint import Saver, StateReader, find_state, read_record, saved
+from maect.train.checkpoint import Saver, StateReader, find_state, saved, state_record
 from maect.train.fence import Fence
 from maect.train.metrics import Metrics
 from maect.train.run_folder import check_weights
@@ -49,14 +50,14 @@ def steps(run: Path) -> list[int]:
 def test_no_bit_of_a_record_changes_what_is_read(tmp_path: Path) -> None:
     state = save(tmp_path, 36)
     file, whole = state / "state.json", (state / "state.json").read_bytes()
-    record = read_record(state, "ours")
+    record = state_record(state, "ours")
     refused = 0
     for place in range(len(whole)):
         for bit in (1, 4, 32):
             damaged = whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :]
             file.write_bytes(damaged)
             try:
-                assert read_record(state, "ours") == record  # a space more or less
+                assert state_record(state, "ours") == record  # a space more or less
             except UserError as error:
                 refused += 1
                 assert str(error).startswith(f"{file}: damaged (") and "\n" not in str(error)
@@ -68,19 +69,17 @@ def test_what_is_no_record_is_named(tmp_path: Path, text: str) -> None:
     state = save(tmp_path, 36)
     (state / "state.json").write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match=r"state\.json: damaged \("):
-        read_record(state, "ours")
+        state_record(state, "ours")
 
 
-def test_state_of_an_older_version_is_read_unless_it_says_another_step(tmp_path: Path) -> None:
+def test_a_state_that_says_another_step_is_refused(tmp_path: Path) -> None:
     state = save(tmp_path, 36)
-    record = read_record(state, "ours")
-    write_json(state / "state.json", record)
-    assert read_record(state, "ours") == record
-    write_json(state / "state.json", record | {"step": 37})
+    record = state_record(state, "ours")
+    write_record(state / "state.json", record | {"step": 37})
     with pytest.raises(UserError, match=r"damaged \(it says step 37\)"):
-        read_record(state, "ours")
+        state_record(state, "ours")
     with pytest.raises(UserError, match="no such file"):
-        read_record(tmp_path / "state" / "step-000000099", "ours")
+        state_record(tmp_path / "state" / "step-000000099", "ours")
 
 
 def test_damaged_state_is_set_aside_and_does_not_push_out_new_ones(tmp_path: Path) -> None:
@@ -240,7 +239,7 @@ def test_damaged_weights_of_a_finished_run_are_named(tmp_path: Path) -> None:
     file = tmp_path / "encoder.safetensors"
     file.write_bytes(b"weights")
     write_record(
-        tmp_path / "run.json",
+        RunRecord.path(tmp_path),
         {"run": "r", "stage": "tune", "sha256": {file.name: sha256_file(file)}},
     )
     check_weights(tmp_path)

@@ -17,6 +17,7 @@ from maect.models.attention import attend, flash_kernel, packed_attention, use_a
 from maect.models.precision import mixed_precision
 from maect.models.vit import build_encoder, seeded
 from maect.recipes.computing import Computing
+from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.train import checkpoint
 from maect.train.checkpoint import Saver, saved
@@ -232,7 +233,7 @@ def test_what_a_run_records(job, tmp_path):
     assert 0.05 < lines[-1]["timing"]["memory_gib"] < 64 and lines[-1]["timing"]["tflops"] > 0
     assert "utilization" not in lines[-1]["timing"]  # of a CPU there is no known rate
 
-    record = json.loads((folder / "run.json").read_text())
+    record = json.loads(RunRecord.path(folder).read_text())
     assert record["settings"] == value["settings"] and record["encoder"] == value["encoder"]
     assert record["versions"]["torch"] == version("torch")
     assert record["versions"]["python"] == platform.python_version()
@@ -291,7 +292,7 @@ def test_a_second_save_of_a_step_that_fails_spoils_nothing(tmp_path, monkeypatch
     assert all("No space left" in saver.error for saver in savers)
     (state,) = saved(tmp_path / "state")
     for rank in range(2):
-        checkpoint.check_files(state, checkpoint.read_record(state, "ours"), rank, 2)
+        checkpoint.check_files(state, checkpoint.state_record(state, "ours"), rank, 2)
 
 
 def test_training_does_not_wait_for_a_save(tmp_path):

@@ -7,9 +7,10 @@ from tiny_runs import ENCODER, STAGE
 
 import maect
 from maect.core.errors import UserError
-from maect.core.files import read_json
+from maect.core.files import read_record
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.knn_per_block import KnnPerBlock
+from maect.records import RunRecord
 from maect.stages.pretrain import Pretrain
 from maect.stages.run import RunConfig
 
@@ -24,8 +25,8 @@ def test_a_run_is_trained_and_evaluated(shards: Path, tmp_path: Path) -> None:
     ).write(config)  # fmt: skip
     out = tmp_path / "runs/again/config.yaml"
     run = maect.train(config, ["seed=3"], out)
-    assert run == out.parent and read_json(run / "run.json")["seed"] == 3
-    assert not (config.parent / "run.json").exists()
+    assert run == out.parent and read_record(RunRecord.path(run))["seed"] == 3
+    assert not RunRecord.path(config.parent).exists()
     assert maect.load(run).width == ENCODER.width
     asked = tmp_path / "evaluations/again/knn_per_block.yaml"
     EvaluationConfig(
@@ -34,7 +35,7 @@ def test_a_run_is_trained_and_evaluated(shards: Path, tmp_path: Path) -> None:
     ).write(asked)  # fmt: skip
     metrics = maect.evaluate(str(asked), devices=1)
     assert len(metrics["knn"]) == ENCODER.depth
-    assert metrics == read_json(asked.with_suffix(".json"))["metrics"]
+    assert metrics == read_record(asked.with_suffix(".json"))["metrics"]
 
 
 def test_mistakes_are_user_errors(tmp_path: Path) -> None:

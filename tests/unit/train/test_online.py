@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from maect.measures import alignment, knn, rank_me, uniformity
 from maect.recipes import OnlineEvaluation
+from maect.records import RunRecord
 from maect.train.online import measures
 
 ONLINE = {"every_epochs": 2, "images": 500}
@@ -73,7 +74,7 @@ def test_an_online_evaluation_changes_no_bit_of_any_stage(runs):
         assert bits(plain) == bits(evaluated) and len(bits(plain)) == 1 + (recipe != "mae")
         assert without_evaluations(evaluated) == metrics(plain)
         assert [one["step"] for one in evaluations(evaluated)] == [25, 50]
-        records = [json.loads((f / "run.json").read_text()) for f in (plain, evaluated)]
+        records = [json.loads(RunRecord.path(f).read_text()) for f in (plain, evaluated)]
         assert records[0]["fingerprint"] == records[1]["fingerprint"]
         assert records[0]["sha256"] == records[1]["sha256"]
         lines = (evaluated / "metrics.jsonl").read_text().splitlines()

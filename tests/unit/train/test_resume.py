@@ -13,6 +13,8 @@ from ranks import Ranks, run, train
 from safetensors.torch import load_file
 from tiny_runs import ENCODER, losses, metrics
 
+from maect.core.files import RUN
+from maect.records import RunRecord
 from maect.stages.pretrain import Pretrain
 
 ALWAYS = {"save_every_minutes": 0.0}
@@ -50,7 +52,7 @@ def test_killed_and_restarted(job, tmp_path, whole, zero):
         for kill_at in (4, 7):
             with pytest.raises(RuntimeError, match="no rank answered"):
                 run(2, broken, log=log, kill_at=kill_at)
-            assert not (Path(broken["folder"]) / "run.json").exists()
+            assert not RunRecord.path(Path(broken["folder"])).exists()
             assert steps_saved(broken["folder"])[-1] < kill_at
         assert run(2, broken, log=log) == ["done"]
         assert "resuming from step" in log.read_text()
@@ -117,9 +119,9 @@ def test_damaged_state_falls_back_and_lost_outputs_are_exported_again(job, tmp_p
     assert "rank-0001.safetensors: checksum differs; using the state before" in log.read_text()
     assert "resuming from step 5" in log.read_text()
     identical(whole / "mae", broken["folder"])
-    record = Path(broken["folder"]) / "run.json"
+    record = RunRecord.path(Path(broken["folder"]))
     held = json.loads(record.read_text())["held_hours"]
-    for name in ("encoder.safetensors", "run.json"):
+    for name in ("encoder.safetensors", RUN):
         (Path(broken["folder"]) / name).unlink()
     log.write_text("")
     assert run(2, broken, log=log, held=1.0) == ["done"]  # a launcher's record that begins anew

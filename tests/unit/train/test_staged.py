@@ -7,6 +7,8 @@ from pathlib import Path
 from ranks import run
 from tiny_runs import metrics
 
+from maect.records import RunRecord
+
 
 def test_staged_run_is_bit_identical(job, tmp_path, shards, whole):
     log = tmp_path / "log"
@@ -24,7 +26,7 @@ def test_staged_run_is_bit_identical(job, tmp_path, shards, whole):
     assert metrics(whole / "mae") == metrics(staged["folder"])
     folders = [whole / "mae", Path(staged["folder"])]
     weights, records = zip(
-        *(((f / "encoder.safetensors").read_bytes(), json.loads((f / "run.json").read_text()))
+        *(((f / "encoder.safetensors").read_bytes(), json.loads(RunRecord.path(f).read_text()))
           for f in folders), strict=True,
     )  # fmt: skip
     assert weights[0] == weights[1]

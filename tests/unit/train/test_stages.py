@@ -16,6 +16,7 @@ from maect.evaluate import load_evaluation
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import load_encoder_weights
 from maect.recipes import load_encoder, recipe_names, recipe_values, variant_names
+from maect.records import RunRecord
 from maect.stages import STAGES, Training, load_recipe, starts_from
 from maect.stages.imported import import_weights
 from maect.stages.run import RunConfig, train
@@ -114,7 +115,7 @@ def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, t
         with pytest.raises(RuntimeError, match="no rank answered"):
             run(2, *broken.values(), log=log, kill_at=4)
         assert all(
-            not (Path(job["config"]).parent / "run.json").exists() for job in broken.values()
+            not RunRecord.path(Path(job["config"]).parent).exists() for job in broken.values()
         )
     assert run(2, *broken.values(), log=log) == ["done"] * len(sources)
     # The loss is one of the global batch, however many ranks share it, and wherever it begins.
@@ -130,7 +131,7 @@ def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, t
         old = [path.read_bytes() for path in source.glob("*.safetensors")] if source else []
         assert {*left.values()} - {*old}  # something was learnt
         _, shape, pooling = load_encoder_weights(folder / "encoder.safetensors")
-        record = json.loads((folder / "run.json").read_text())
+        record = json.loads(RunRecord.path(folder).read_text())
         assert (shape, pooling) == (ENCODER, record["pooling"])
     assert stage.flops_per_image(ENCODER) > 0 and stage.state_bytes(ENCODER) > 0
 

@@ -7,6 +7,7 @@ import pytest
 from ranks import run
 
 from maect.core.errors import UserError
+from maect.records import RunRecord
 from maect.train.trace import steps_of
 
 
@@ -22,7 +23,7 @@ def test_a_window_is_profiled_and_changes_nothing(job, tmp_path):
         assert "aten::addmm" in names
     weights = [folder / "encoder.safetensors" for folder in (plain, traced)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    records = [json.loads((folder / "run.json").read_text()) for folder in (plain, traced)]
+    records = [json.loads(RunRecord.path(folder).read_text()) for folder in (plain, traced)]
     assert records[0]["fingerprint"] == records[1]["fingerprint"]
     assert not (plain / "traces").exists()
 
