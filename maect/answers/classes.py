@@ -94,14 +94,11 @@ def read_classifier(path: Path) -> VectorClassifier:
         )
     checked_sha256(path)
     tensors, texts = load_tensors(path)
-    fitted = texts.get("maect") == _KIND
-    if fitted:
-        read_arrays(path)
     resize = int(texts["resize"]) if "resize" in texts else None  # of before it was kept
-    if fitted:
-        weight, bias = tensors["weight"].numpy(), tensors["bias"].numpy()
-        names = json.loads(texts["class_names"])
-        return VectorClassifier(weight, bias, names, texts["encoder_sha256"], True, resize)
+    if texts.get("maect") == _KIND:
+        arrays, texts = read_arrays(path)
+        names, encoder = json.loads(texts["class_names"]), texts["encoder_sha256"]
+        return VectorClassifier(arrays["weight"], arrays["bias"], names, encoder, True, resize)
     if "classes" in texts:
         weight, bias = tensors["weight"].double().numpy().T, tensors["bias"].double().numpy()
         encoder = encoder_checksum(path.parent)

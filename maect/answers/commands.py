@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 
 from maect.core.commands import Positive, Word, command, positive
 from maect.core.errors import UserError, counted
-from maect.core.files import RUN, need, read_json
+from maect.core.files import RUN, need, read_json, write_text
 
 log = logging.getLogger(__name__)
 
+LARGE = "*.safetensors filter=lfs diff=lfs merge=lfs -text"
+"""Line of `.gitattributes`, by which the hub keeps weights apart from other files."""
 ENCODER = "folder of a run, or one that maect export wrote; or a public encoder's name"
 Encoder = Annotated[Path, Word(help=ENCODER)]
 Images = Annotated[Path, Word(help="a folder, or a .csv or .tsv table with a column path")]
@@ -290,10 +292,21 @@ def publish(
         licence: of the weights, such as cc-by-4.0.
         base_model: on the hub, that the weights come from (default: timm's, of weights of timm).
     """
-    from maect.answers.publish import publish as fill
+    from maect.answers.card import card_of
+    from maect.models.export import export_run
+    from maect.stages.run import resize_of
 
     need(run / RUN, "finished run")
-    classes = fill(run, out, repository, licence, base_model, resize)
+    card = card_of(run, licence, repository, base_model)
+    # A fine-tuned run is published with its classifier, any other as an encoder.
+    head = run / "head.safetensors" if card.labelled else None
+    export_run(run, out, resize or resize_of(run), card, head)
+    # Other files of the folder, such as those of a clone, stay.
+    rules = out / ".gitattributes"
+    lines = rules.read_text(encoding="utf-8").splitlines() if rules.exists() else []
+    if LARGE not in lines:
+        write_text(rules, "".join(f"{line}\n" for line in [*lines, LARGE]))
+    classes = int(read_json(out / "config.json")["num_classes"])
     what = f"a classifier of {classes} classes" if classes else "an encoder"
     print(f"{out}: {what}, ready for the hub")
     # The last step needs an account and is for the user.

@@ -97,9 +97,10 @@ def find_splits(folder: Path) -> Splits:
         raise UserError(f"{folder}: neither a folder nor an archive or table of images")
     folder = descend(folder)
     inside = {_plain(path.name): path for path in folders_in(folder)}
-    train = next((inside[name] for name in TRAIN if name in inside), None)
-    val = next((inside[name] for name in VAL if name in inside), None)
-    test = next((inside[name] for name in TEST if name in inside), None)
+    train, val, test = (
+        next((inside[name] for name in names if name in inside), None)
+        for names in (TRAIN, VAL, TEST)
+    )
     # A folder of trains beside planes is a class.
     if train is None or (val is None and test is None and not folders_in(train)):
         return folder, None, None
