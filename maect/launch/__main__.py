@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import shutil
-import socket
 import sys
 import uuid
 from pathlib import Path
@@ -70,7 +69,7 @@ def main(folder: Path, job: Job) -> None:
         refused = refused or isinstance(error, FailedJobError | TypeError | ValueError)
         write_record(jobs / "submitted.json", {"error": f"{kind}{error}", "refused": refused})
         raise
-    write_record(jobs / "submitted.json", {"id": submitted.job_id, "host": socket.gethostname()})
+    write_record(jobs / "submitted.json", {"id": submitted.job_id})
 
 
 if __name__ == "__main__":

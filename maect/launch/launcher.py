@@ -79,7 +79,7 @@ def _is_endangered(folder: Path, identity: str) -> bool:
         return False
     if record.belongs(folder, job) == "copy":
         return False
-    return job.request.get("identity", "") not in ("", identity)
+    return not job.computes(identity)
 
 
 def clusters() -> dict[str, Cluster]:
@@ -113,8 +113,8 @@ class _Launch:
             record.write_job(self.folder, job)
         failures, ours = 0, False  # failures: attempts without progress, one after another
         if job is not None and job.state != "ended":
-            self.line.say(f"re-attached to {job.cluster} job {job.id or job.name}")
-            if job.request.get("identity", "") not in ("", self.task.identity):
+            self.line.say(f"re-attached to {job}")
+            if not job.computes(self.task.identity):
                 self.replace(job)
         while True:
             if job is None or job.state == "ended":
@@ -143,8 +143,7 @@ class _Launch:
         if what == "moved":
             self.line.say(f"moved here from {job.place}, where its job ends by itself")
         elif what == "copy":
-            name = f"{job.cluster} job {job.id or job.name}"
-            self.line.say(f"a copy of {job.place}: {name} is that folder's, and left alone")
+            self.line.say(f"a copy of {job.place}: {job} is that folder's, and left alone")
             self.close(job, f"it is the job of {job.place}, of which this is a copy")
 
     def check_place(self) -> None:
@@ -189,28 +188,26 @@ class _Launch:
                 f"{self.folder}: another launcher has submitted job {known.id or known.name}: "
                 "start again to watch it"
             )
-        cluster, ranks, identity = (
-            self.resources.cluster, self.resources.ranks, self.task.identity,
-        )  # fmt: skip
-        job = record.new_job(self.folder, cluster, ranks, previous, identity)
+        where = self.resources
+        job = record.new_job(self.folder, where.cluster, where.ranks, previous, self.task.identity)
         if self.spare_nobody:
             job.excluded = []
         elif job.excluded:
             self.line.say(f"without {', '.join(job.excluded)}, which ended {record.BAD} jobs")
         job.site = self.clusters[job.cluster].site()
         vars(job).update(record.where(self.folder))
-        job.request = submit.request(job, self.folder, self.task, self.resources)
+        job.request = submit.request(job, self.folder, self.task, where)
         record.make_job_folder(self.folder, job.name)
         record.write_job(self.folder, job)
         answer = submit.submit(self.folder, job, self.leave_submission)
         if "id" in answer:
             self.broken = 0
-            job.id, job.state, job.submitted = answer["id"], "submitted", time.time()
+            job.accepted(answer["id"])
             record.write_job(self.folder, job)
             again = f", attempt {job.attempt}" if job.attempt > 1 else ""
-            self.line.say(f"submitted {job.cluster} job {job.id} at step {job.step}{again}")
+            self.line.say(f"submitted {job} at step {job.step}{again}")
             return job
-        error = str(answer["error"]).strip()
+        error = answer["error"].strip()
         passes = job.cluster == "slurm" and slurm.passes(error)
         self.broken += not passes
         if passes or (not answer.get("refused") and self.broken < ATTEMPTS):
@@ -263,7 +260,7 @@ class _Launch:
 
     def tell(self, job: Job) -> None:
         """Show what the job says to people, once."""
-        for sentence in record.said(self.folder, job)[self.shown :]:
+        for sentence in record.rank_0(self.folder, job).said[self.shown :]:
             self.shown += 1
             self.line.say(sentence)
 
@@ -271,9 +268,9 @@ class _Launch:
         """Return what to show, and the part of the steps that is done."""
         if notice.phase == "running" and self.asked_at is None:
             report = record.progress(self.folder, job)
-            if report.get("slow") not in (None, self.slow):
-                self.slow = report["slow"]
-                self.line.say(self.slow)
+            if (slow := report.get("slow")) is not None and slow != self.slow:
+                self.slow = slow
+                self.line.say(slow)
             return progress.describe(report) or notice.text or "running", progress.part(report)
         return "saving and stopping" if self.asked_at else notice.text, None
 
@@ -282,9 +279,8 @@ class _Launch:
         # A second interrupt cancels, also where Snakemake has gone by the first one.
         reason = self.interruption.reason_to_leave()
         if reason and self.interruption.stops < 2:
-            name = f"{job.cluster} job {job.id or job.name}"
             then = "saves and stops" if job.stop else "keeps running: start again to re-attach"
-            self.line.say(f"{reason}; {name} {then}")
+            self.line.say(f"{reason}; {job} {then}")
             raise SystemExit(130)
         if not self.interruption.stops:
             return

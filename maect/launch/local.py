@@ -57,17 +57,17 @@ class Local(Cluster):
             )
         controller = _alive(int(job.id), job.name)
         ranks = record.ranks(folder, job)
-        live = {rank for rank, value in ranks.items() if _alive(int(value["pid"]), job.name)}
-        for rank, value in sorted(ranks.items()):
-            if value["end"] == "error" or (value["end"] is None and rank not in live):
-                how = "failed" if value["end"] else "died (killed, or out of memory?)"
+        live = {rank for rank, report in ranks.items() if _alive(report.pid, job.name)}
+        for rank, report in sorted(ranks.items()):
+            if report.end == "error" or (report.end is None and rank not in live):
+                how = "failed" if report.end else "died (killed, or out of memory?)"
                 grace = BROKEN_GRACE if live or controller else 0.0
                 return Notice("ended", f"rank {rank} {how}", grace, rank)
         if controller is None:
             return Notice("running") if live else Notice("ended", "its processes have ended")
         if 0 < len(ranks) < job.ranks:
             # A rank that died before it could say that it had started.
-            gone = sum(value["end"] is not None for value in ranks.values())
+            gone = sum(report.end is not None for report in ranks.values())
             if _children(controller) < job.ranks - gone:
                 missing = min(set(range(job.ranks)) - set(ranks))
                 return Notice(

@@ -3,7 +3,7 @@
 import logging
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from maect.core.errors import counted
 from maect.core.log import is_watched
@@ -18,16 +18,37 @@ LOG_SECONDS = 10.0
 LATER_LOG_SECONDS = 60.0  # after ten minutes: a log of days must stay readable
 
 
-def describe(progress: dict[str, Any]) -> str:
+class Report(TypedDict, total=False):
+    """Statement of rank 0 on how far its job is; functions may report more than this.
+
+    Attributes:
+        first_step, seconds: the step of its first report, and the time since then.
+        slow: a sentence about a rank that the others wait for.
+    """
+
+    epoch: float
+    epochs: float
+    step: int
+    steps: int
+    loss: float
+    knn: float
+    images_per_second: float
+    slow: str | None
+    first_step: int
+    seconds: float
+
+
+def describe(progress: Report) -> str:
     """One line from a report; keys that it does not know are left out.
 
     The time left follows from the steps done since this attempt began, not from those before it.
     """
     parts = []
+    values: dict[str, Any] = {**progress}
     for key, total in (("epoch", "epochs"), ("step", "steps")):
-        if key in progress:
-            of = f"/{progress[total]}" if total in progress else ""
-            parts.append(f"{key} {progress[key]}{of}")
+        if key in values:
+            of = f"/{values[total]}" if total in values else ""
+            parts.append(f"{key} {values[key]}{of}")
     if _is_number(progress.get("loss")):
         parts.append(f"loss {progress['loss']:.4f}")
     if _is_number(progress.get("knn")):
@@ -40,7 +61,7 @@ def describe(progress: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def seconds_a_step(progress: dict[str, Any]) -> float | None:
+def seconds_a_step(progress: Report) -> float | None:
     """Mean seconds of this attempt's steps, or None if unknown."""
     try:
         done = progress["step"] - progress["first_step"]
@@ -49,7 +70,7 @@ def seconds_a_step(progress: dict[str, Any]) -> float | None:
         return None
 
 
-def seconds_left(progress: dict[str, Any]) -> float | None:
+def seconds_left(progress: Report) -> float | None:
     """Seconds until the last step at the mean speed of this attempt, or None if unknown."""
     step = seconds_a_step(progress)
     try:
@@ -58,7 +79,7 @@ def seconds_left(progress: dict[str, Any]) -> float | None:
         return None
 
 
-def part(progress: dict[str, Any]) -> float | None:
+def part(progress: Report) -> float | None:
     """The part of the steps that is done, or None if unknown."""
     step, steps = progress.get("step"), progress.get("steps")
     return step / steps if isinstance(step, int) and isinstance(steps, int) and steps else None

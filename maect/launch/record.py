@@ -24,11 +24,11 @@ import stat
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypedDict, cast
 
 from maect.core.errors import UserError
 from maect.core.files import (
@@ -40,13 +40,13 @@ from maect.core.files import (
     write_record,
 )
 from maect.core.owners import exposed, is_trusted, owner_name, private_folder, read_own
+from maect.launch.progress import Report
 from maect.launch.resources import LaunchError
 
 LOG_TAIL = 15  # lines of a log that an error message quotes
 VERDICTS = ("done", "requeue", "stopped")  # how the launched function may return
 STATES = ("submitting", "submitted", "ended")
 BAD = 2  # failures after which a node is excluded
-PASSED_ON = ("name", "id", "step", "ending", "verdict", "suspects")
 COPIED = "others copy the run's folder without `jobs` and `job.json`"
 
 
@@ -64,6 +64,32 @@ def namespace() -> str:
     return ""
 
 
+class Request(TypedDict, total=False):
+    """Function of a job, and what the ranks and the process that submits them have to know."""
+
+    function: str
+    arguments: dict[str, Any]
+    identity: str
+    cpus: int
+    visible: str | None
+    """`CUDA_VISIBLE_DEVICES` of the launcher."""
+    gpus: bool
+    parameters: dict[str, Any]
+    """Of submitit."""
+    python: str | None
+
+
+class Past(TypedDict):
+    """Job before the present one."""
+
+    name: str
+    id: str | None
+    step: int
+    ending: str | None
+    verdict: str | None
+    suspects: list[str]
+
+
 @dataclass
 class Job:
     """The content of `job.json`.
@@ -71,8 +97,7 @@ class Job:
     Attributes:
         name: unique; it is the SLURM job name and, here, in the environment of each process.
         step: last step that was saved before its submission.
-        request: function, arguments, identity, cpus, GPUs or not, visible devices, parameters of
-            submitit.
+        request: what it computes, and how it is submitted.
         attempt: number of this job since the run was begun or last completed.
         state: "submitting" until the cluster has given an id, then "submitted", then "ended".
         id: SLURM job id, or the process id of the local controller.
@@ -93,14 +118,14 @@ class Job:
             too.
         suspects: nodes that seem to have ended it, once it is over.
         excluded: nodes that it was submitted without: they ended two jobs before it.
-        earlier: the jobs before this one: name, id, step, how each ended, suspects.
+        earlier: the jobs before this one.
     """
 
     cluster: str
     name: str
     ranks: int
     step: int
-    request: dict[str, Any] = field(default_factory=dict)
+    request: Request = field(default_factory=Request)
     attempt: int = 1
     state: str = "submitting"
     id: str | None = None
@@ -115,12 +140,64 @@ class Job:
     stop: bool = False
     ending: str | None = None
     verdict: str | None = None
-    progress: dict[str, Any] = field(default_factory=dict)
+    progress: Report = field(default_factory=Report)
     saved: int | None = None
     held: float = 0.0
     suspects: list[str] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
-    earlier: list[dict[str, Any]] = field(default_factory=list)
+    earlier: list[Past] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.cluster} job {self.id or self.name}"
+
+    def computes(self, identity: str) -> bool:
+        """Return whether its result is the one of this identity, as far as that is known."""
+        return self.request.get("identity", "") in ("", identity)
+
+    def accepted(self, id: str) -> None:
+        """Note the id that the cluster has given."""
+        self.id, self.state, self.submitted = id, "submitted", time.time()
+
+
+@dataclass
+class RankReport:
+    """The content of `rank-N.json`.
+
+    Attributes:
+        id: of its job.
+        node: as SLURM calls it.
+        time: when it began or, once it is over, ended.
+        end: how its function returned, or "error".
+        kind, message, traceback, blames: of the error, as in `Failure`.
+        held: seconds x ranks for which this run's jobs have held their devices so far.
+        progress, said, saved, saving: of rank 0: its last report, its sentences for people, the
+            last step that is saved, whether a state is being written.
+    """
+
+    rank: int
+    id: str | None = None
+    pid: int = 0
+    host: str = ""
+    node: str | None = None
+    time: float = 0.0
+    end: str | None = None
+    kind: str = ""
+    message: str = ""
+    traceback: str = ""
+    blames: Sequence[int] | None = None
+    held: float | None = None
+    progress: Report | None = None
+    said: list[str] = field(default_factory=list)
+    saved: int | None = None
+    saving: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Read a rank's file; None: it is not there, or damaged."""
+        value = read_mapping(path)
+        # A job of another revision may say more.
+        known = {one.name: value[one.name] for one in fields(cls) if one.name in value}
+        return cls(**known) if "rank" in known else None
 
 
 @dataclass(frozen=True)
@@ -150,11 +227,12 @@ def new_job(
     """A job that is about to be submitted, with the history of those before it."""
     earlier, attempt, step, held = [], 1, 0, 0.0
     # What was reported of a run that was complete, or had other settings, says nothing of this one.
-    if previous is not None and _is_continued(previous, identity):
+    over = previous is None or "done" in (previous.ending, previous.verdict)
+    if previous is not None and not over and previous.computes(identity):
         attempt, step = previous.attempt + 1, saved_step(folder, previous)
         held = held_seconds(folder, previous)
     if previous is not None:
-        last = {key: getattr(previous, key) for key in PASSED_ON}
+        last = cast(Past, {key: getattr(previous, key) for key in Past.__annotations__})
         earlier = [*previous.earlier, last]
     # SLURM shows job names to everyone: the folder's own name is enough to recognise it.
     name = f"maect-{folder.name}-{uuid.uuid4().hex[:10]}"
@@ -163,12 +241,6 @@ def new_job(
     return Job(
         cluster, name, ranks, step, attempt=attempt, held=held, excluded=excluded, earlier=earlier
     )
-
-
-def _is_continued(job: Job, identity: str) -> bool:
-    if "done" in (job.ending, job.verdict):
-        return False
-    return job.request.get("identity", "") in ("", identity)
 
 
 def where(folder: Path) -> dict[str, Any]:
@@ -235,7 +307,7 @@ def learn_id(folder: Path, job: Job) -> None:
     for file in ("submitted.json", "rank-0.json"):
         answer = read_mapping(job_folder(folder, job.name) / file)
         if "id" in answer:
-            job.id, job.state, job.submitted = answer["id"], "submitted", time.time()
+            job.accepted(answer["id"])
             return
 
 
@@ -306,37 +378,34 @@ def live_ranks(folder: Path, job: Job) -> set[int] | None:
     return live
 
 
-def ranks(folder: Path, job: Job) -> dict[int, dict[str, Any]]:
+def ranks(folder: Path, job: Job) -> dict[int, RankReport]:
     """Return what each rank that has started says."""
-    values = map(read_mapping, job_folder(folder, job.name).glob("rank-*.json"))
-    return {int(value["rank"]): value for value in values if "rank" in value}
+    found = map(RankReport.read, job_folder(folder, job.name).glob("rank-*.json"))
+    return {report.rank: report for report in found if report}
 
 
-def progress(folder: Path, job: Job | None) -> dict[str, Any]:
+def rank_0(folder: Path, job: Job) -> RankReport:
+    """Return what rank 0 says; as long as it has not started, nothing."""
+    return RankReport.read(rank_file(folder, job.name, 0)) or RankReport(0)
+
+
+def progress(folder: Path, job: Job | None) -> Report:
     """Rank 0's last report, or {}."""
     if job is None:
         return {}
-    report = read_mapping(rank_file(folder, job.name, 0)).get("progress")
-    return report if isinstance(report, dict) else job.progress
-
-
-def said(folder: Path, job: Job) -> list[str]:
-    """Return the sentences of rank 0 for people."""
-    lines = read_mapping(rank_file(folder, job.name, 0)).get("said")
-    return lines if isinstance(lines, list) else []
+    report = rank_0(folder, job).progress
+    return job.progress if report is None else report
 
 
 def saved_step(folder: Path, job: Job) -> int:
     """The last step of which this job or one before it has saved the state, or 0."""
-    step = read_mapping(rank_file(folder, job.name, 0)).get("saved")
-    if isinstance(step, int):
-        return step
-    return job.step if job.saved is None else job.saved
+    known = (rank_0(folder, job).saved, job.saved, job.step)
+    return next(step for step in known if step is not None)
 
 
 def is_saving(folder: Path, job: Job) -> bool:
     """Return whether rank 0 says that a state is being written."""
-    return read_mapping(rank_file(folder, job.name, 0)).get("saving") is True
+    return rank_0(folder, job).saving
 
 
 def held_seconds(folder: Path, job: Job) -> float:
@@ -344,13 +413,14 @@ def held_seconds(folder: Path, job: Job) -> float:
 
     From the start of its processes to rank 0's last sign of life.
     """
-    held = read_mapping(rank_file(folder, job.name, 0)).get("held")
-    return float(held) if isinstance(held, int | float) else job.held
+    held = rank_0(folder, job).held
+    return job.held if held is None else held
 
 
 def verdict(folder: Path, job: Job) -> str | None:
     """Return how this job's function returned ("done", "requeue", "stopped"), or None."""
-    end = read_mapping(rank_file(folder, job.name, 0)).get("end", job.verdict)
+    report = RankReport.read(rank_file(folder, job.name, 0))
+    end = report.end if report else job.verdict
     return end if end in VERDICTS else None
 
 
@@ -360,23 +430,21 @@ def failure(folder: Path, job: Job, suspect: int | None = None) -> Failure:
     A wrong input outranks the others, which may follow from it, and a rank's own fault what others
     say.
     """
-    errors = [rank for rank in ranks(folder, job).values() if rank.get("end") == "error"]
+    errors = [report for report in ranks(folder, job).values() if report.end == "error"]
     if errors:
         first = min(errors, key=_weight)
-        rank, blames = int(first["rank"]), first.get("blames")
-        text = "\n".join(first["traceback"].strip().splitlines()[-LOG_TAIL:])
-        return Failure(
-            rank, first["kind"], first["message"], text, log(folder, job, rank),
-            None if blames is None else tuple(blames),
-        )  # fmt: skip
+        text = "\n".join(first.traceback.strip().splitlines()[-LOG_TAIL:])
+        blames = None if first.blames is None else tuple(first.blames)
+        where = log(folder, job, first.rank)
+        return Failure(first.rank, first.kind, first.message, text, where, blames)
     rank = suspect or 0
     return Failure(rank, "", "", tail(log(folder, job, rank)), log(folder, job, rank))
 
 
-def _weight(error: dict[str, Any]) -> tuple[int, bool, float]:
+def _weight(error: RankReport) -> tuple[int, bool, float]:
     """Return what orders the errors of ranks: less is more likely the cause."""
     kinds = {"UserError": 0, "NodeError": 1}
-    return kinds.get(error["kind"], 2), error.get("blames") is not None, error["time"]
+    return kinds.get(error.kind, 2), error.blames is not None, error.time
 
 
 def tail(path: Path) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from maect.launch import record
 from maect.launch.local import marked
@@ -118,16 +118,15 @@ class Slurm(Cluster):
         Else a job's only one.
         """
         ranks = record.ranks(folder, job)
-        nodes = {str(rank["node"]) for rank in ranks.values() if rank.get("node")}
+        nodes = {report.node for report in ranks.values() if report.node}
         lost = TASK_ENDED.search(_attempt_log(folder, job))
         # What a signal ended says nothing; those who waited for it raise.
         if lost and not (failure.kind and lost["how"].startswith(b"Exited")):
             nodes = {lost["node"].decode(errors="replace")}
         elif failure.blames is not None:
-            blamed = {str(ranks[rank].get("node")) for rank in failure.blames if rank in ranks}
-            nodes &= blamed
+            nodes &= {ranks[rank].node for rank in failure.blames if rank in ranks}
         elif failure.kind:
-            nodes = {str(ranks[failure.rank].get("node"))} & nodes
+            nodes &= {ranks[failure.rank].node}
         elif not nodes and job.id:
             _, out, _ = command("scontrol", "--oneliner", "show", "job", job.id)
             listed = re.search(rf" JobName={re.escape(job.name)} .* NodeList=([\w.-]+) ", out)
@@ -299,11 +298,20 @@ def squeue_seconds() -> float:
     return float(os.environ.get(INTERVAL_VARIABLE, "30"))
 
 
+class Shared(TypedDict):
+    """squeue's last answer in a file: when it was asked and answered (Unix time), and the jobs."""
+
+    asked: float
+    answered: float
+    jobs: dict[str, tuple[str, str, str]]
+    queries: int
+
+
 class Squeue:
     """squeue's answer, shared with other processes through a file as far as that can be written."""
 
     def __init__(self) -> None:
-        self._own: dict[str, Any] | None = None  # our last answer
+        self._own: Shared | None = None  # our last answer
         self._answered = float("-inf")  # when that was, by this process's clock
         self._blocked: float | None = None  # since when another process asks instead, likewise
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maect"
@@ -339,18 +347,18 @@ class Squeue:
         jobs = {key: (state, reason, name) for key, (state, reason, name) in value["jobs"].items()}
         return Answer(self._when(value), jobs, value["queries"])
 
-    def _when(self, value: dict[str, Any]) -> float:
+    def _when(self, value: Shared) -> float:
         """Return when a value was answered, by this process's clock."""
         if value is self._own:
             return self._answered
         return time.monotonic() - max(0, time.time() - value["answered"])
 
     def _refresh(self) -> None:
-        before = self._read() or {"answered": 0.0, "jobs": {}, "queries": 0}  # 0: never
+        before = self._read() or Shared(asked=0.0, answered=0.0, jobs={}, queries=0)  # 0: never
         now, began, self._answered = time.time(), time.monotonic(), self._when(before)
         code, out, _ = command("squeue", *_all_jobs())
         # A question that failed counts as asked: a sick controller must not be stormed.
-        value = {**before, "asked": now, "queries": before["queries"] + 1}
+        value: Shared = {**before, "asked": now, "queries": before["queries"] + 1}
         if code == 0:
             value |= {"answered": now, "jobs": _rows(out)}
             self._answered = began
@@ -368,11 +376,11 @@ class Squeue:
         # A time in the future (another login node's clock) is as good as none.
         return value is not None and 0 <= time.time() - value["asked"] < squeue_seconds()
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> Shared | None:
         """The last answer: the shared one, or our own if it could not be written."""
         own = self._own
         try:
-            value: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
+            value: Shared = json.loads(self._file.read_text(encoding="utf-8"))
             if not value.keys() >= {"asked", "answered", "jobs", "queries"}:
                 return own
         except (OSError, ValueError, AttributeError):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import maect
 from maect.core import processes
@@ -19,7 +19,7 @@ from maect.core.files import read_record
 from maect.core.processes import SAFE_PATH
 from maect.launch import record
 from maect.launch.owner import SNAKEMAKE
-from maect.launch.record import Job
+from maect.launch.record import Job, Request
 from maect.launch.resources import LaunchError, Resources, Task, gpus_here
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ WHERE_SLURM_IS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def request(job: Job, folder: Path, task: Task, resources: Resources) -> dict[str, Any]:
+def request(job: Job, folder: Path, task: Task, resources: Resources) -> Request:
     """Return what the ranks and the process that submits them (`__main__.py`) have to know."""
     if resources.cluster == "local":
         parameters, gpus = local(resources), gpus_here() > 0
@@ -64,11 +64,22 @@ def _asks_for_gpus(parameters: dict[str, Any]) -> bool:
     )
 
 
-def submit(folder: Path, job: Job, watch: Callable[[], None]) -> dict[str, Any]:
-    """Submit a job that is on record, in a process of its own: {"id": ...} or {"error": ...}.
+class Submission(TypedDict, total=False):
+    """Outcome of a submission: the job's id, or an error.
 
     An error with `refused` true means that there is no job; after any other there may be one, which
-    its unique name will show. That process has its own session (a Ctrl-C in the terminal does not
+    its unique name will show.
+    """
+
+    id: str
+    error: str
+    refused: bool
+
+
+def submit(folder: Path, job: Job, watch: Callable[[], None]) -> Submission:
+    """Submit a job that is on record, in a process of its own.
+
+    That process has its own session (a Ctrl-C in the terminal does not
     reach the ranks) and goes through with the submission even if the launcher ends meanwhile.
     `watch` is called while it works.
     """
@@ -95,8 +106,7 @@ def submit(folder: Path, job: Job, watch: Callable[[], None]) -> dict[str, Any]:
         watch()
         time.sleep(0.02)
     try:
-        answer: dict[str, Any] = read_record(jobs / "submitted.json")
-        return answer
+        return cast(Submission, read_record(jobs / "submitted.json"))
     except Exception:
         return {"error": f"the submission broke off:\n{record.tail(jobs / 'submission.log')}"}
 

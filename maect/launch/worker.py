@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ from maect.core.files import held, sealed, write_record
 from maect.core.imports import uncollected
 from maect.core.log import rank_log
 from maect.launch import record
-from maect.launch.record import VERDICTS, Job
+from maect.launch.record import VERDICTS, Job, RankReport, Request
 from maect.launch.rendezvous import Rendezvous
 from maect.launch.resources import LaunchError
 from maect.launch.slurm import command
@@ -55,15 +55,10 @@ class RankFile:
         self._path = record.rank_file(folder, name, rank)
         # The thread that saves states reports here, too, beside the main thread.
         self._lock = threading.Lock()
-        self._value: dict[str, Any] = {
-            "rank": rank,
-            "id": job_id,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "node": os.environ.get("SLURMD_NODENAME"),
-            "time": time.time(),
-            "end": None,
-        }
+        self._report = RankReport(
+            rank, job_id, os.getpid(), socket.gethostname(), os.environ.get("SLURMD_NODENAME"),
+            time.time(),
+        )  # fmt: skip
 
     def held(self) -> float:
         """Seconds x ranks for which this run's jobs have held their devices so far."""
@@ -72,16 +67,18 @@ class RankFile:
     def note(self, **values: Any) -> None:
         """Add what must not be lost."""
         with self._lock:
-            self._value |= values | {"held": self.held()}
-            write_record(self._path, self._value)
+            write_record(self._path, self._updated(values))
 
     def hint(self, **values: Any) -> None:
         """Add what is worth no waiting for the disk: neither durable nor sure."""
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         with self._lock, suppress(OSError):
-            self._value |= values | {"held": self.held()}
-            temporary.write_text(json.dumps(sealed(self._value)), encoding="utf-8")
+            temporary.write_text(json.dumps(sealed(self._updated(values))), encoding="utf-8")
             temporary.replace(self._path)
+
+    def _updated(self, values: dict[str, Any]) -> dict[str, Any]:
+        self._report = replace(self._report, **values, held=self.held())
+        return asdict(self._report)
 
     def fail(self, error: BaseException) -> None:
         """Note what this rank failed of."""
@@ -316,12 +313,12 @@ def _join(
     if environment.name() == "local":
         # submitit numbers the GPUs of a local job itself; what the user made visible counts.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        if job.request.get("visible") is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = job.request["visible"]
+        if (visible := job.request.get("visible")) is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
     return context
 
 
-def _call(request: dict[str, Any], context: Rank) -> str:
+def _call(request: Request, context: Rank) -> str:
     module, name = request["function"].split(":")
     with uncollected():
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)

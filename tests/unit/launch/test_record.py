@@ -10,10 +10,12 @@ from maect.core.files import sealed, write_json, write_record
 from maect.launch import clusters
 from maect.launch.record import (
     Job,
+    RankReport,
     make_job_folder,
     new_job,
     progress,
     rank_file,
+    ranks,
     read_job,
     saved_step,
     write_job,
@@ -111,3 +113,11 @@ def test_outcomes(tmp_path: Path, job: Job, changes: dict, rank: dict | None, ou
         write_record(rank_file(tmp_path, job.name, 0), value)
     state = state_of(tmp_path, ended, clusters())
     assert (state.notice.phase, state.outcome) == ("ended", outcome)
+
+
+def test_a_rank_of_another_revision_may_say_more(tmp_path: Path, job: Job) -> None:
+    """A job may run for days while maect is changed."""
+    make_job_folder(tmp_path, job.name)
+    write_record(rank_file(tmp_path, job.name, 1), {"rank": 1, "pid": 7, "mood": "good"})
+    write_record(rank_file(tmp_path, job.name, 2), {"mood": "good"})
+    assert ranks(tmp_path, job) == {1: RankReport(1, pid=7)}
