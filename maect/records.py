@@ -6,7 +6,7 @@ from typing import Any, Self
 from pydantic import ConfigDict, Field, ValidationError
 
 from maect.core.errors import UserError
-from maect.core.files import RUN, read_mapping, read_record, sha256_file, write_record
+from maect.core.files import RUN, read_record, seek_record, sha256_file, write_record
 from maect.core.settings import Settings, one_line
 from maect.recipes import Encoder
 from maect.recipes.computing import Computing
@@ -36,7 +36,7 @@ class Record(Settings):
     def seek(cls, path: Path) -> Self | None:
         """Read a file that others may be writing or removing; none: not there, or damaged."""
         try:
-            return cls.model_validate(read_mapping(path)) if path.exists() else None
+            return cls.model_validate(seek_record(path)) if path.exists() else None
         except (OSError, ValidationError):
             return None
 

@@ -16,7 +16,7 @@ import yaml
 
 from maect.core.entries import line_of
 from maect.core.errors import UserError
-from maect.core.files import read_json, read_mapping, write_text
+from maect.core.files import read_json, seek_record, write_text
 from maect.core.settings import digest
 from maect.evaluate.base import OutputOf, Trained
 from maect.experiment import Experiment
@@ -70,7 +70,7 @@ def what_is_here(experiment: Experiment) -> Here:
 
     def digest_of(dataset: str, split: str) -> str | None:
         """Of a split's images, if they are here."""
-        return read_mapping(experiment.shards(dataset, split) / "index.json").get("digest")
+        return seek_record(experiment.shards(dataset, split) / "index.json").get("digest")
 
     @cache
     def record(name: str) -> RunRecord | None:
@@ -296,7 +296,7 @@ def _restore(name: str, published: Published, to: Path) -> None:
 def _images_differ(experiment: Experiment, folder: Path) -> bool:
     before = read_json(folder / "images.json", {})
     for dataset, split in experiment.splits:
-        index = read_mapping(experiment.shards(dataset, split) / "index.json")
+        index = seek_record(experiment.shards(dataset, split) / "index.json")
         known = before.get(f"{dataset} {split}")
         if index and known and index["digest"] != known["digest"]:
             return True

@@ -38,7 +38,7 @@ from PIL import Image
 
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import read_json, read_mapping, write_json, write_text
+from maect.core.files import read_json, seek_record, write_json, write_text
 from maect.experiment import Experiment, load
 from maect.experiment.pages import claims_config, figures, inputs_of_shown, shown_config, tables
 from maect.experiment.resolve import evaluation_config, run_config
@@ -230,7 +230,7 @@ def _images(experiment: Experiment) -> dict[str, Any]:
     """Number and digest of the images of every split that is sharded."""
     found = {}
     for dataset, split in experiment.splits:
-        index = read_mapping(experiment.shards(dataset, split) / "index.json")
+        index = seek_record(experiment.shards(dataset, split) / "index.json")
         if index:
             found[f"{dataset} {split}"] = {"n": index["n"], "digest": index["digest"]}
     return found

@@ -239,7 +239,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
         ) from None
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
+def seek_record(path: Path) -> dict[str, Any]:
     """A record that others may be writing or removing; {} where there is none, or damaged."""
     try:
         return verified(parsed(read_text(path)))

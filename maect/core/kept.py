@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.files import RUN, read_mapping
+from maect.core.files import RUN, seek_record
 
 SUFFIX = ".kept"
 
@@ -92,7 +92,7 @@ def _restore(folder: Path) -> None:
 
 def _is_of_last_recipe(run: Path) -> bool:
     """Return whether no training by another recipe has begun since a run was finished."""
-    made, begun = (read_mapping(run / name) for name in (RUN, "recipe.json"))
+    made, begun = (seek_record(run / name) for name in (RUN, "recipe.json"))
     return made.get("fingerprint") == begun.get("fingerprint")
 
 

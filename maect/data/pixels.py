@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from maect.core.files import atomic_write, read_mapping, sha256_file, write_record
+from maect.core.files import atomic_write, seek_record, sha256_file, write_record
 from maect.data import native
 from maect.data.decode import UnreadableError, whole
 from maect.data.index import HEIGHT, ID, WIDTH, Index
@@ -50,7 +50,7 @@ def write_pixels(index: Index) -> None:
         return
     shape = (index.n, height, width, 3)
     known = {"source": _source(index), "shape": list(shape)}
-    if path.exists() and read_mapping(record).items() >= known.items():
+    if path.exists() and seek_record(record).items() >= known.items():
         return
     try:
         # Not through a memory map: a full disk would kill the process.
@@ -74,7 +74,7 @@ def open_pixels(index: Index) -> NDArray[np.uint8] | None:
     path, record = pixels_files(index)
     if native.library() is None or not record.exists() or not index.plain:
         return None
-    if read_mapping(record).get("source") != _source(index):
+    if seek_record(record).get("source") != _source(index):
         _warn(path, "of other shards")
         return None
     try:
@@ -99,7 +99,7 @@ def _warn(path: Path, fault: str) -> None:
 @lru_cache(maxsize=4)
 def _opened(path: Path, modified: int, size: int) -> NDArray[np.uint8] | None:
     """The array if it is what its record says; hashed once for the process."""
-    known = read_mapping(path.with_suffix(".json"))
+    known = seek_record(path.with_suffix(".json"))
     try:
         if size <= _HASHED_ON_OPEN and sha256_file(path) != known.get("sha256"):
             return None
@@ -116,7 +116,7 @@ def pixels_fault(index: Index) -> str | None:
     path, record = pixels_files(index)
     if not record.exists():
         return None
-    if not path.exists() or sha256_file(path) != read_mapping(record).get("sha256"):
+    if not path.exists() or sha256_file(path) != seek_record(record).get("sha256"):
         return f"{path.name}: missing or changed; delete it and run maect shard again"
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     for i, row in enumerate(index.rows):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maect.core.errors import NodeError, UserError
-from maect.core.files import atomic_write, read_mapping, sha256_file, write_record
+from maect.core.files import atomic_write, seek_record, sha256_file, write_record
 from maect.core.owners import private_folder
 from maect.data.index import CHECKSUMS, Index, open_index
 from maect.data.pixels import pixels_files
@@ -64,7 +64,7 @@ def _copy(index: Index, out: Path) -> None:
     checksums = {
         index.directory / "index.npy": record["index_sha256"],
         index.directory / CHECKSUMS: record["crc32_sha256"],
-        pixels[0]: read_mapping(pixels[1]).get("sha256"),
+        pixels[0]: seek_record(pixels[1]).get("sha256"),
     }
     beside = [index.directory / "keys.txt", pixels[1], *checksums]
     given = [_File(path, path.name, checksums.get(path)) for path in beside if path.exists()]
@@ -88,7 +88,7 @@ def _copy(index: Index, out: Path) -> None:
     # A view names shards in other folders; the copies lie side by side.
     pairs = zip(record["shards"], shards, strict=True)
     copies = record | {"shards": [{**shard, "file": name} for shard, name in pairs]}
-    if read_mapping(out / "index.json") != copies:
+    if seek_record(out / "index.json") != copies:
         write_record(out / "index.json", copies)
 
 

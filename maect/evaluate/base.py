@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, read_mapping, write_record
+from maect.core.files import atomic_write, seek_record, write_record
 from maect.core.kept import need_encoder
 from maect.core.lazy import NDArray, np
 from maect.core.settings import Settings
@@ -102,7 +102,7 @@ class EvaluationJob:
         `identity` is of all that it depends on; `context` reports that it is saved.
         """
         file = self.state / "once.json"
-        known = read_mapping(file)
+        known = seek_record(file)
         if known.get("identity") != identity:
             known = {"identity": identity, "found": compute()}
             write_record(file, known)

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from maect.core.files import read_mapping, sha256_file, write_record
+from maect.core.files import seek_record, sha256_file, write_record
 from maect.core.settings import digest
 from maect.data.config import CONFIG, LISTS, ShardsConfig, made_by
 from maect.data.sources.changes import may_differ
@@ -162,7 +162,7 @@ def _checksum(path: Path) -> str:
 def _compared(folder: Path, config: ShardsConfig) -> dict[str, Any]:
     """The content of a config, without a setting that changed nothing in these shards."""
     content = config.content
-    if not read_mapping(folder / "index.json").get("unreadable"):  # nothing was left out by it
+    if not seek_record(folder / "index.json").get("unreadable"):  # nothing was left out by it
         content.pop("skip_unreadable", None)
     return content
 

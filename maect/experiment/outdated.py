@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError
-from maect.core.files import read_mapping
+from maect.core.files import seek_record
 from maect.core.settings import SettingsFile
 from maect.data.sources.view import read_classes
 from maect.evaluate.base import Features, OutputOf, Shards, Trained
@@ -156,7 +156,7 @@ class _Comparison:
     @cache  # noqa: B019 (of one comparison)
     def record(self, path: Path) -> dict[str, Any]:
         """A JSON record; {} where there is none, or damaged, which whoever uses it will say."""
-        return read_mapping(path)
+        return seek_record(path)
 
     @cache  # noqa: B019
     def header(self, path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maect.core.errors import UserError
-from maect.core.files import read_mapping
+from maect.core.files import seek_record
 from maect.core.kept import forget, keep, restore, set_aside, tidy
 from maect.core.settings import SettingsFile
 from maect.data.config import CONFIG
@@ -190,7 +190,7 @@ def changed_images(experiment: Experiment) -> list[str]:
             notes += others
         elif _is_sharded(experiment, *pair) and (found := experiment.changes(*pair)):
             notes.append(advice(folder, found, experiment.own_shards(*pair)))
-        if warning := read_mapping(folder / "index.json").get("warning"):
+        if warning := seek_record(folder / "index.json").get("warning"):
             notes.append(f"{folder}: {warning}")
     return notes
 

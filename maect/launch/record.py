@@ -35,7 +35,7 @@ from maect.core.files import (
     make_folder,
     parsed,
     patiently,
-    read_mapping,
+    seek_record,
     verified,
     write_record,
 )
@@ -194,7 +194,7 @@ class RankReport:
     @classmethod
     def read(cls, path: Path) -> Self | None:
         """Read a rank's file; None: it is not there, or damaged."""
-        value = read_mapping(path)
+        value = seek_record(path)
         # A job of another revision may say more.
         known = {one.name: value[one.name] for one in fields(cls) if one.name in value}
         return cls(**known) if "rank" in known else None
@@ -305,7 +305,7 @@ def learn_id(folder: Path, job: Job) -> None:
         return
     # The job knows its own id, once it runs.
     for file in ("submitted.json", "rank-0.json"):
-        answer = read_mapping(job_folder(folder, job.name) / file)
+        answer = seek_record(job_folder(folder, job.name) / file)
         if "id" in answer:
             job.accepted(answer["id"])
             return

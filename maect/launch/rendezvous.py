@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maect.core.errors import NodeError, UserError
-from maect.core.files import read_mapping, write_record
+from maect.core.files import seek_record, write_record
 from maect.launch.record import job_folder
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Rendezvous:
 
 def remove_folder(folder: Path, name: str) -> None:
     """Remove the folder in which the ranks of a job on this machine met, if rank 0 could not."""
-    address = read_mapping(_file(folder, name, 0))
+    address = seek_record(_file(folder, name, 0))
     if address.get("file"):
         shutil.rmtree(Path(address["file"]).parent, ignore_errors=True)
 
@@ -154,7 +154,7 @@ def _listen(address: str) -> socket.socket:
 def _find(file: Path) -> Address:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        if address := read_mapping(file):
+        if address := seek_record(file):
             return Address(**address)
         time.sleep(0.05)
     raise NodeError(

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 from uncertainties import std_dev, ufloat
 
-from maect.core.files import read_mapping, write_text
+from maect.core.files import seek_record, write_text
 from maect.core.seeds import seed_of
 from maect.report.configs import ClaimsConfig, Row, ShownConfig
 from maect.report.registry import TABLES
@@ -469,7 +469,7 @@ def make_claims(path: Path) -> None:
     config = ClaimsConfig.read(path)
     tables = {file.stem: read_table(file) for file in config.tables}
     shown = [ShownConfig.read(file.with_suffix(".yaml")) for file in config.tables]
-    read = {split: read_mapping(index).get("n") for split, index in config.images.items()}
+    read = {split: seek_record(index).get("n") for split, index in config.images.items()}
     verdicts = claims_table(
         tables | tables_of_runs(config.rows, config.runs),
         seeds=tables_of_seeds(shown, config.rows, config.runs),

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from maect.core.errors import UserError
-from maect.core.files import read_mapping, read_record, write_text
+from maect.core.files import read_record, seek_record, write_text
 from maect.evaluate.clusters import Clusters
 from maect.evaluate.explore import columns_of
 from maect.records import EvaluationRecord
@@ -150,7 +150,7 @@ def pairs_of(audit: Path, explored: Path) -> list[dict[str, Any]]:
     shown = {name.removeprefix("features_"): made["index_digest"] for name, made in about.items()}
     digests = found["splits"]
     for path in audit.parent.glob("shards/*/*/index.json"):  # of splits that are not shown
-        shown.setdefault(path.parent.name, read_mapping(path).get("digest"))
+        shown.setdefault(path.parent.name, seek_record(path).get("digest"))
     if not about or not digests or any(shown.get(split, of) != of for split, of in digests.items()):
         log.warning("%s: not of the images as they are now, so left out; maect audit again", audit)
         return []

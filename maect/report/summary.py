@@ -13,7 +13,7 @@ from PIL import Image
 
 from maect.core.entries import entries
 from maect.core.errors import counted, entry
-from maect.core.files import read_mapping, read_table_text, write_text
+from maect.core.files import read_table_text, seek_record, write_text
 from maect.records import RunRecord
 from maect.report.configs import Row, ShownConfig, SummaryConfig
 from maect.report.images import Explored
@@ -145,7 +145,7 @@ def samples(shards: Path) -> list[str]:
     Shards hold images in random order.
     """
     found: list[str] = []
-    for name in (part["file"] for part in read_mapping(shards / "index.json").get("shards", [])):
+    for name in (part["file"] for part in seek_record(shards / "index.json").get("shards", [])):
         try:
             with tarfile.open(shards / name) as tar:
                 for member in tar:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError
-from maect.core.files import read_mapping
+from maect.core.files import seek_record
 from maect.data.sources import open_source
 from maect.evaluate.throughput import Throughput
 from maect.experiment import Experiment
@@ -75,7 +75,7 @@ class SplitFacts:
 
 def shards_of(folder: Path) -> SplitFacts:
     """Read the index of `shards/DATASET/SPLIT`."""
-    index, plan = read_mapping(folder / "index.json"), read_mapping(folder / "plan.json")
+    index, plan = seek_record(folder / "index.json"), seek_record(folder / "plan.json")
     if index:
         size = sum(shard["size"] for shard in index.get("shards", []))
         return SplitFacts(index["n"], size, True, len(index.get("class_names", [])) or 1000)

@@ -14,7 +14,7 @@ import pandas as pd
 import yaml
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.files import read_json, read_mapping, write_text
+from maect.core.files import read_json, seek_record, write_text
 from maect.experiment import Experiment, load
 from maect.records import RunRecord
 from maect.report.configs import Row
@@ -145,7 +145,7 @@ def verify(
     if status := run(file, sorted(files)):
         return status
     index = experiment.shards(experiment.default_dataset, "val") / "index.json"
-    images = int(read_mapping(index).get("n", 1))
+    images = int(seek_record(index).get("n", 1))
     known = pd.read_csv(runs, index_col="run", keep_default_na=False)["encoder_sha256"]
     outside = 0
     for cell in asked:

@@ -29,7 +29,7 @@ from maect.core.errors import SupersededError, UserError
 from maect.core.files import (
     atomic_write,
     patiently,
-    read_mapping,
+    seek_record,
     sha256_file,
     verified,
     write_record,
@@ -162,7 +162,7 @@ class Saver:
         file = folder / f"rank-{rank:04d}.json"
         deadline = time.monotonic() + _WAIT_FOR_RANKS
         while time.monotonic() < deadline:
-            value = read_mapping(file)
+            value = seek_record(file)
             if value.get("save") != self._number:  # of a save of this step that failed before
                 time.sleep(0.02)
                 continue

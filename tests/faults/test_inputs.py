@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import patiently, read_json, read_mapping, read_text
+from maect.core.files import patiently, read_json, read_text, seek_record
 from maect.core.settings import SettingsFile
 from maect.core.yaml_files import MOST_BYTES, parse_yaml, shortened
 from maect.data.sources.columns import Columns
@@ -132,7 +132,7 @@ def test_a_record_nested_deeply(tmp_path: Path, depth: int) -> None:
     if depth > 1000:
         with pytest.raises(UserError, match="nested too deeply"):
             read_json(tmp_path / "x.json")
-    assert read_mapping(tmp_path / "x.json") == {}
+    assert seek_record(tmp_path / "x.json") == {}
 
 
 def pipe(path: Path) -> None:

@@ -12,8 +12,8 @@ from maect.core.errors import UserError
 from maect.core.files import (
     UMASK,
     atomic_write,
-    read_mapping,
     read_record,
+    seek_record,
     write_json,
     write_record,
 )
@@ -84,7 +84,7 @@ def test_a_record_has_a_format_and_another_one_is_refused(
         f"{path}: format 2, and this version of maect reads 1: use the version that wrote it, or "
         "delete it and start again"
     )
-    assert read_mapping(path) == {}
+    assert seek_record(path) == {}
 
 
 def test_a_record_without_its_checksum_is_refused(tmp_path: Path) -> None:
@@ -101,4 +101,4 @@ def test_a_record_without_its_checksum_is_refused(tmp_path: Path) -> None:
         assert str(refused.value) == (
             f"{path}: damaged ({fault}); delete it and start again: it is made again"
         )
-        assert RunRecord.find(tmp_path) is None and read_mapping(path) == {}
+        assert RunRecord.find(tmp_path) is None and seek_record(path) == {}

@@ -9,7 +9,7 @@ from evaluate.test_efficient_probe import SETTINGS as EFFICIENT
 from evaluate.test_lars_linear_probe import SETTINGS as LINEAR
 
 from maect import cli
-from maect.core.files import read_mapping
+from maect.core.files import seek_record
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.evaluation import evaluate
@@ -67,8 +67,8 @@ def test_rows_and_logs_are_in_the_leaderboards_form(
         "gap_reason,knn,knn_k,knn_T,knn_log,extra_flags"
     )
     row, folder = rows["cls"], evaluated / "evaluations" / "cls"
-    linear = read_mapping(folder / "lars_linear_probe.json")["metrics"]
-    efficient = read_mapping(folder / "efficient_probe.json")["metrics"]
+    linear = seek_record(folder / "lars_linear_probe.json")["metrics"]
+    efficient = seek_record(folder / "efficient_probe.json")["metrics"]
     assert row["lp"] == f"{max(linear['by_epoch']):.2f}" and row["lp_gap"] == "no"
     assert row["ep"] == f"{max(efficient['by_epoch']):.2f}" and row["ep_queries"] == "4"
     assert (row["arch"], row["image_size"], row["lp_variant"]) == ("ViT-16x3/4", "16", "cls")
@@ -78,15 +78,15 @@ def test_rows_and_logs_are_in_the_leaderboards_form(
     grid = [
         (entry["accuracy"], features, entry["k"], entry["temperature"])
         for features in ("knn_leaderboard", "knn_leaderboard_final_norm")
-        for entry in read_mapping(folder / f"{features}.json")["metrics"]["sweep"]
+        for entry in seek_record(folder / f"{features}.json")["metrics"]["sweep"]
         if not entry["standardized"]
     ]
     assert row["knn"] == f"{max(grid)[0]:.2f}" and len(grid) == 2 * 6 * 3  # k 200 of 150 images
     chosen = float(row["knn"]), int(row["knn_k"]), float(row["knn_T"])
     assert chosen in [(float(f"{a:.2f}"), k, t) for a, _, k, t in grid]
     # Beside what the test images choose, what held-out training images choose.
-    raw = read_mapping(folder / "knn_leaderboard.json")["metrics"]["sweep"]
-    last = read_mapping(folder / "knn_leaderboard_final_norm.json")["metrics"]["sweep"]
+    raw = seek_record(folder / "knn_leaderboard.json")["metrics"]["sweep"]
+    last = seek_record(folder / "knn_leaderboard_final_norm.json")["metrics"]["sweep"]
     tried = [e for e in raw + last if not e["standardized"] and e["held_out"] is not None]
     knn = max(tried, key=lambda entry: entry["held_out"])["accuracy"]
     assert f"k-NN chosen on held-out training images: {knn:.2f}" in row["notes"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError, counted
-from maect.core.files import read_mapping, read_record, write_record
+from maect.core.files import read_record, seek_record, write_record
 from maect.data.sources import find_source, open_source
 from maect.data.sources.archives import Archive
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing
@@ -115,7 +115,7 @@ def changes(out: Path, images: Path | None = None) -> Changes | None:
         out: the shards, finished or only planned.
         images: where the images are looked for now; where they were by default.
     """
-    plan, known = read_mapping(out / "plan.json"), out / FILES
+    plan, known = seek_record(out / "plan.json"), out / FILES
     try:
         before = Path(plan["source"])
         source = open_source(plan["kind"], before if images is None else images.resolve())
@@ -198,7 +198,7 @@ def may_differ(out: Path, images: Path) -> bool:
 
     That is more than `changes`, which compares the content of some: any file has another time.
     """
-    plan = read_mapping(out / "plan.json")
+    plan = seek_record(out / "plan.json")
     if changes(out, images) is not None:
         return True
     try:
@@ -210,7 +210,7 @@ def may_differ(out: Path, images: Path) -> bool:
 
 def advice(out: Path, found: Changes, again: Path | None = None) -> str:
     """Return what has changed of the images in finished shards, and what to do."""
-    plan, lists = read_mapping(out / "plan.json"), ""
+    plan, lists = seek_record(out / "plan.json"), ""
     if "unlisted" in plan and (found.added or found.removed):
         such = f" such as {plan['only']}" if "only" in plan else ""
         how = ["name new ones"] if found.added else []

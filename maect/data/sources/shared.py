@@ -7,7 +7,7 @@ experiment's.
 
 from pathlib import Path
 
-from maect.core.files import read_mapping
+from maect.core.files import seek_record
 from maect.data.config import CONFIG, ShardsConfig, made_by
 
 TAKEN = "taken.json"
@@ -15,7 +15,7 @@ TAKEN = "taken.json"
 
 def taken(own: Path) -> Path | None:
     """The other experiment's folder that a split without shards of its own has begun with."""
-    noted = read_mapping(own / TAKEN)
+    noted = seek_record(own / TAKEN)
     for folder, made in finished(own).items() if noted else ():
         # Those of images that were edited in place are made of the same by their configs.
         if (made.made_of, index_digest(folder)) == (noted["made_of"], noted["digest"]):
@@ -25,7 +25,7 @@ def taken(own: Path) -> Path | None:
 
 def index_digest(shards: Path) -> str | None:
     """Return what identifies the content of finished shards."""
-    return read_mapping(shards / "index.json").get("digest")
+    return seek_record(shards / "index.json").get("digest")
 
 
 def finished(own: Path) -> dict[Path, ShardsConfig]:
