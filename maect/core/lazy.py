@@ -1,9 +1,11 @@
 """NumPy, PyTorch and others, imported at their first use, for modules that declare.
 
 Rules, plan and checks read such a module's declarations, and need not wait for what computes.
-`NDArray` and `Tensor` are for annotations, which such a module does not evaluate.
+`NDArray` and `Tensor` are for annotations, which such a module does not evaluate. What threads use
+is best imported before they start.
 """
 
+import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,9 +30,13 @@ else:
         """A module that is imported when something of it is asked for."""
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):  # whoever looks through all modules asks for nothing
-                raise AttributeError(name)
-            return getattr(import_module(self.__name__), name)
+            # Whoever looks through all modules asks for names like __file__, and for no import.
+            if name.startswith("__") and self.__name__ not in sys.modules:
+                raise AttributeError(f"{self.__name__} is not imported yet, and has no {name}")
+            module = self.__dict__.get("_module")
+            if module is None:
+                module = self.__dict__["_module"] = import_module(self.__name__)
+            return getattr(module, name)
 
     np, torch, F = _Lazy("numpy"), _Lazy("torch"), _Lazy("torch.nn.functional")
     pa, Image, safetensors = _Lazy("pyarrow"), _Lazy("PIL.Image"), _Lazy("safetensors")

@@ -75,7 +75,7 @@ def open_pixels(index: Index) -> NDArray[np.uint8] | None:
     if native.library() is None or not record.exists() or not index.plain:
         return None
     if seek_record(record).get("source") != _source(index):
-        _warn(path, "of other shards")
+        _warn(path, "of other shards, or damaged")
         return None
     try:
         written = path.stat()

@@ -79,8 +79,8 @@ class Submission(TypedDict, total=False):
 def submit(folder: Path, job: Job, watch: Callable[[], None]) -> Submission:
     """Submit a job that is on record, in a process of its own.
 
-    That process has its own session (a Ctrl-C in the terminal does not
-    reach the ranks) and goes through with the submission even if the launcher ends meanwhile.
+    That process has its own session (a Ctrl-C in the terminal does not reach the ranks) and goes
+    through with the submission even if the launcher ends meanwhile.
     `watch` is called while it works.
     """
     jobs = record.make_job_folder(folder, job.name)

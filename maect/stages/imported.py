@@ -1,6 +1,7 @@
 """Encoders that others have trained."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -82,7 +83,10 @@ def import_weights(
     if trained or (record.exists() and RunRecord.of(folder).stage != "import"):
         raise UserError(f"{folder}: holds a run that was trained here; import into another folder")
     exported = weights if weights.is_dir() else weights.parent
-    if {"maect", "pretrained_cfg"} <= {*read_json(exported / "config.json", {})}:
+    about: Any = None
+    with suppress(UserError, OSError):  # it may be anybody's
+        about = read_json(exported / "config.json")
+    if isinstance(about, dict) and {"maect", "pretrained_cfg"} <= about.keys():
         # How it reads images would be lost.
         raise UserError(
             f"{exported}: written by `maect export`; import the run's own weights, or use the "

@@ -137,13 +137,15 @@ def logistic(full: bool, folder: Path) -> None:
         )
         return model.fit(features, labels)
 
-    weights, _ = ours.fit(features, labels, classes, penalty, "lbfgs")
-    target = ours.objective(features, labels, weights, penalty)
+    def objective(weights: Any) -> float:
+        return ours._loss(features @ weights, labels)[0] + penalty / 2 * float((weights**2).sum())
+
+    target = objective(ours.fit(features, labels, classes, penalty, "lbfgs")[0])
     # The fewest tens of iterations after which scikit-learn's objective is as low, to 1 in 1e4.
     iterations = 10
     while True:
         model = sklearn(iterations)
-        value = ours.objective(features, labels, model.coef_.T.astype(np.float64), penalty)
+        value = objective(model.coef_.T.astype(np.float64))
         if value <= target * 1.0001 or model.n_iter_.max() < iterations:
             break
         iterations += 10
@@ -236,6 +238,7 @@ def features(full: bool, folder: Path) -> None:
     from maect.models.vit import build_encoder
     from maect.models.weights import save_encoder
     from maect.recipes import load_encoder
+    from maect.train.scores import BATCH
 
     count = 4096 if full else 96
     rng = np.random.default_rng(0)
@@ -251,8 +254,8 @@ def features(full: bool, folder: Path) -> None:
     save_encoder(path, build_encoder(settings).state_dict(), settings, "cls")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, index = Encoding(path, device), open_index(folder / "shards")
-    parts = [r[s : s + ours.BATCH] for r in ours.part_ranges(count)
-             for s in range(0, len(r), ours.BATCH)]  # fmt: skip
+    parts = [r[s : s + BATCH] for r in ours.part_ranges(count)
+             for s in range(0, len(r), BATCH)]  # fmt: skip
     pictures = [
         images for images, _, _ in evaluation_parts(
             index, image_size=224, parts=parts, threads=CORES, resize=None

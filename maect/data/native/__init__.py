@@ -137,7 +137,6 @@ def crops(
     count, views = len(ids), len(out)
     sizes, addresses = _outputs(out, 4)
     strides = np.array([view.strides[0] for view in out], np.int64)
-    area = geometries[..., 4].astype(np.int64) * geometries[..., 5]
     if geometries.shape != (count, views, 8) or any(len(view) != count for view in out):
         raise ValueError(f"geometries {geometries.shape} of {views} views of {count} images")
     total, height, width, _ = images.shape
@@ -145,6 +144,7 @@ def crops(
         0 <= ids.min() <= ids.max() < total and (sides.max(0) <= (width, height)).all()
     ):
         raise ValueError("there are no such images")
+    area = geometries[..., 4].astype(np.int64) * geometries[..., 5]
     if (area > ELONGATED * sizes.astype(np.int64) ** 2).any():
         return False
     status = native.maect_crops(

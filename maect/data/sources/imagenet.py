@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import tarfile
 import zlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -40,10 +41,11 @@ def imagenet_classes() -> tuple[str, ...]:
 
 
 def _label(wnid: str, where: str) -> int:
-    try:
-        return imagenet_classes().index(wnid)
-    except ValueError:
-        raise UserError(f"{where}: {wnid!r} is none of ImageNet's 1,000 classes") from None
+    classes = imagenet_classes()
+    label = bisect_left(classes, wnid)  # they are sorted
+    if classes[label : label + 1] != (wnid,):
+        raise UserError(f"{where}: {wnid!r} is none of ImageNet's 1,000 classes")
+    return label
 
 
 class _ImageNet(ImageSource):

@@ -462,6 +462,13 @@ def bicubic(table, size):
     return new
 
 
+@pytest.mark.parametrize("beside", ["null", '[1, {"a": 2}]', "// of a download", "\x00"])
+def test_a_config_beside_weights_may_be_anybodys(beside, tmp_path):
+    save_file(plain_vit.learned(), tmp_path / "dino.safetensors")
+    (tmp_path / "config.json").write_text(beside)
+    assert import_weights(tmp_path / "dino.safetensors", tmp_path / "run")[0] == "dino"
+
+
 @pytest.mark.parametrize("published", ["dino", "ijepa"])
 def test_positions_for_another_image_size_are_interpolated(published):
     checkpoint, weights = getattr(plain_vit, published)()
