@@ -428,7 +428,7 @@ class _Work:
         if file.is_file():
             with suppress(UserError):  # a damaged one is made again
                 part = Vectors.read(file)
-                self._count(len(part.files), rows, part.about["left_out"], len(rows))
+                self._count(len(part.files), part.about["left_out"], len(rows))
                 return file
         before = dict(self.left_out)
         part = self.part(rows)
@@ -452,14 +452,14 @@ class _Work:
         found.update(zip(read, values, strict=True))
         kept = [entry for entry in entries if entry.name in found]
         self.kept += len(entries) - len(todo)
-        self._count(len(kept), rows, why, len(todo))
+        self._count(len(kept), why, len(todo))
         labels = [self.named[entry.label] for entry in kept] if self.named else None
         names = [entry.name for entry in kept]
         rows_of = [found[name] for name in names]
         out = np.stack(rows_of) if rows_of else np.empty((0, self.encoder.width), np.float32)
         return Vectors(names, out, labels, self.about)
 
-    def _count(self, images: int, rows: range, left_out: dict[str, str], computed: int) -> None:
+    def _count(self, images: int, left_out: dict[str, str], computed: int) -> None:
         self.images += images
         self.left_out |= left_out
         self.done += computed
