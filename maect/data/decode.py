@@ -1,11 +1,12 @@
 """Pixels of an image's bytes: what is accepted, and one or several crops from one decode.
 
 Three ways lead to the same pixels: the native extension (JPEG; within 1 level of Pillow), the
-portable way (simplejpeg and PyTorch's antialiased bicubic; within 2 levels) and Pillow itself for
-everything that the first two refuse. Pillow is the reference: an image that it cannot read in full
-is unreadable and raises `UnreadableError`, which says why. EXIF orientation is not applied here, as
-in torchvision's ImageFolder, with which the published numbers were made; `maect.data.convert` does
-it for data sets that say so. `docs/reference/loader.md` says when which way is used.
+portable way (simplejpeg and PyTorch's antialiased bicubic, by its kernels for AVX2; within 2
+levels) and Pillow itself for everything that the first two refuse. Pillow is the reference: an
+image that it cannot read in full is unreadable and raises `UnreadableError`, which says why. EXIF
+orientation is not applied here, as in torchvision's ImageFolder, with which the published numbers
+were made; `maect.data.convert` does it for data sets that say so. `docs/reference/loader.md` says
+when which way is used.
 """
 
 import io
@@ -14,9 +15,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
+import PIL
 import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
@@ -174,7 +177,15 @@ def decoder_name() -> str:
     """Return which way JPEGs take on this machine, for a run's record."""
     if native.library() is not None:
         return f"native (libjpeg-turbo {native.version()})"
-    return f"portable (simplejpeg {simplejpeg.__version__})"
+    if _resamples_like_pillow():
+        return f"portable (simplejpeg {simplejpeg.__version__})"
+    return f"Pillow {PIL.__version__}"
+
+
+@cache
+def _resamples_like_pillow() -> bool:
+    """Return whether PyTorch does: its kernels for CPUs without AVX2 are up to 7 levels away."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> None:
@@ -188,7 +199,7 @@ def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> None:
         if native.library() is not None:
             done = native.render(data, geometries, out)
         else:
-            done = _render_portable(data, geometries, out)
+            done = _resamples_like_pillow() and _render_portable(data, geometries, out)
         if done:
             return
     resample(read_rgb(data), geometries, out)
