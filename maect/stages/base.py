@@ -124,7 +124,7 @@ class WithoutLabels(Training):
 
     def trained_blocks(self, encoder: Encoder) -> int:
         """Return how many of the encoder's last blocks learn."""
-        return encoder.depth
+        return encoder.depth if self.trains_encoder else 0
 
     def costs(self, encoder: Encoder, computing: Computing = PLAIN) -> dict[str, Cost]:
         """Return what the encoder takes, then what the heads take."""
@@ -163,7 +163,9 @@ class WithoutLabels(Training):
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
         """Learning rate and weight decay of a parameter of the encoder; None: of another part."""
-        raise NotImplementedError
+        if self.trains_encoder:
+            raise NotImplementedError
+        return 0.0, 0.0
 
     def objective(self, encoder: Encoder, seed: int) -> "Objective":
         """The objective with random weights."""
@@ -253,6 +255,36 @@ class SelfSupervised(WithoutLabels):
     def heads(self) -> Mapping[str, HeadSettings]:
         """The head, if there is one."""
         return {} if self.head is None else {"head": self.head}
+
+
+class UpperLayers(WithoutLabels):
+    """Settings of the stages that train the encoder of a run: lower layers less, or not at all."""
+
+    base_lr: float = Field(gt=0)
+    weight_decay: float = Field(ge=0)
+    layer_decay: float = Field(gt=0, le=1)
+    frozen_blocks: int = Field(ge=0)
+    """The first blocks, this many, with patch embedding and [CLS] token."""
+
+    def check_encoder(self, encoder: Encoder) -> None:
+        """Refuse to freeze every block."""
+        super().check_encoder(encoder)
+        if self.frozen_blocks >= encoder.depth:
+            raise ValueError(
+                f"frozen_blocks {self.frozen_blocks} leaves none of the "
+                f"{encoder.depth} blocks to {self.name}"
+            )
+
+    def trained_blocks(self, encoder: Encoder) -> int:
+        """All but the frozen ones."""
+        return encoder.depth - self.frozen_blocks
+
+    def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
+        """Lower for lower layers."""
+        from maect.train.optimizer import layer_scale
+
+        scale = 1.0 if name is None else layer_scale(name, depth, self.layer_decay)
+        return self.scaled_lr(self.base_lr) * scale, self.weight_decay
 
 
 class Supervised(Updates, FewLabels):

@@ -26,19 +26,13 @@ class Head(SelfSupervised):
         return self.check_contrastive()
 
     def objective(self, encoder: Encoder, seed: int) -> "ContrastiveObjective":
-        """Frozen encoder and head, with random weights."""
+        """Encoder and head, with random weights."""
         from maect.models.heads import NNCLRHead
         from maect.models.vit import build_encoder, seeded
         from maect.stages.objectives import ContrastiveObjective
 
         with seeded(seed):
             vit, head = build_encoder(encoder), NNCLRHead(encoder.width, self.head)
-        return ContrastiveObjective(self, vit, head, seed, train_encoder=False)
-
-    def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
-        """Nothing but the head learns."""
-        return 0.0, 0.0
-
-    def trained_blocks(self, encoder: Encoder) -> int:
-        """None."""
-        return 0
+        if self.trains_encoder:
+            vit.freeze(encoder.depth - self.trained_blocks(encoder))
+        return ContrastiveObjective(self, vit, head, seed, self.trains_encoder)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 from pydantic import Field, model_validator
 
 from maect.recipes import LOCAL, Encoder, Refiner, View
-from maect.stages.base import WithoutLabels
+from maect.stages.base import UpperLayers, WithoutLabels
 from maect.train.stage import Stage
 
 if TYPE_CHECKING:  # these import torch
@@ -115,16 +115,8 @@ class RefineHeads(WithoutLabels):
             vit.freeze(encoder.depth - self.trained_blocks(encoder))
         return RefinerObjective(self, vit, heads, seed, self.trains_encoder)
 
-    def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
-        """Nothing but the heads learns."""
-        return 0.0, 0.0
 
-    def trained_blocks(self, encoder: Encoder) -> int:
-        """None."""
-        return 0
-
-
-class Refine(RefineHeads):
+class Refine(UpperLayers, RefineHeads):
     """Refinement of the encoder by all heads; what is left is its running average."""
 
     name: ClassVar[str] = "refine"
@@ -133,11 +125,7 @@ class Refine(RefineHeads):
     trains_encoder: ClassVar[bool] = True
     continues_heads: ClassVar[bool] = True
 
-    base_lr: float = Field(gt=0)
-    weight_decay: float = Field(ge=0)
-    layer_decay: float = Field(gt=0, le=1)
     frozen_blocks: int = Field(default=0, ge=0)
-    """The first blocks, this many, with patch embedding and [CLS] token."""
     class_token_decay: bool = False
     """Whether [CLS] and registers have weight decay."""
     encoder_ema: float = Field(ge=0, lt=1)
@@ -147,26 +135,11 @@ class Refine(RefineHeads):
         """Of the uppermost layers of the encoder."""
         return self.scaled_lr(self.base_lr)
 
-    def check_encoder(self, encoder: Encoder) -> None:
-        """Refuse to freeze every block."""
-        super().check_encoder(encoder)
-        if self.frozen_blocks >= encoder.depth:
-            raise ValueError(
-                f"frozen_blocks {self.frozen_blocks} leaves none of the "
-                f"{encoder.depth} blocks to refine"
-            )
-
-    def trained_blocks(self, encoder: Encoder) -> int:
-        """All but the frozen ones."""
-        return encoder.depth - self.frozen_blocks
-
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
         """Lower for lower layers."""
-        from maect.train.optimizer import layer_scale
-
-        scale = 1.0 if name is None else layer_scale(name, depth, self.layer_decay)
+        lr, weight_decay = super().encoder_rates(name, depth)
         token = name in ("cls_token", "reg_token") and not self.class_token_decay
-        return self.scaled_lr(self.base_lr) * scale, 0.0 if token else self.weight_decay
+        return lr, 0.0 if token else weight_decay
 
     @property
     def encoder_average(self) -> float | None:
