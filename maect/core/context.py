@@ -79,17 +79,10 @@ class SingleRank:
         """Return True: no other job can take its work over."""
         return True
 
-    def report(self, progress: dict[str, Any], /) -> None:
-        """Show nothing."""
-
-    def say(self, message: str, /) -> None:
-        """Say nothing."""
-
-    def saving(self, writes: bool, /) -> None:
+    def report(self, *_: object) -> None:
         """Tell nobody."""
 
-    def saved(self, step: int, /) -> None:
-        """Tell nobody."""
+    say = saving = saved = report
 
     def held_seconds(self) -> float:
         """Return 0: no device is held."""

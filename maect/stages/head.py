@@ -35,4 +35,4 @@ class Head(SelfSupervised):
             vit, head = build_encoder(encoder), NNCLRHead(encoder.width, self.head)
         if self.trains_encoder:
             vit.freeze(encoder.depth - self.trained_blocks(encoder))
-        return ContrastiveObjective(self, vit, head, seed, self.trains_encoder)
+        return ContrastiveObjective(self, vit, head, seed)

@@ -17,7 +17,9 @@ from maect.models.precision import mixed_precision
 from maect.models.refiner import RefinerHeads, head_weights
 from maect.models.vit import Pooling, VisionEncoder
 from maect.recipes import views_by_size, visible_patches
-from maect.stages.base import SelfSupervised, WithoutLabels
+from maect.stages.base import WithoutLabels
+from maect.stages.pretrain import Pretrain
+from maect.stages.refine import RefineHeads
 from maect.train.collapse import collapse, spread
 from maect.train.objective import Gathered, Objective
 
@@ -49,17 +51,15 @@ class Views:
 class ViewsObjective(Objective):
     """Base of the objectives on views, with any number of heads with a queue among its parts."""
 
-    def __init__(
-        self, stage: WithoutLabels, encoder: VisionEncoder, seed: int, train_encoder: bool = True
-    ) -> None:
-        """Hold what every such objective has; without `train_encoder` freeze all of the encoder."""
+    def __init__(self, stage: WithoutLabels, encoder: VisionEncoder, seed: int) -> None:
+        """Hold what every such objective has; freeze an encoder that the stage does not train."""
         super().__init__()
         self.stage, self.seed, self.view_settings = stage, seed, stage.view_settings()
         self.pooling: Literal["cls", "mean"] = encoder.settings.ct_pooling
-        self.left_pooling: Pooling = self.pooling
+        self.left_pooling: Pooling = stage.pooling(encoder.settings)
         """What evaluations of the encoder that is left read."""
-        self.encoder, self.train_encoder = encoder, train_encoder
-        if not train_encoder:
+        self.encoder = encoder
+        if not stage.trains_encoder:
             encoder.requires_grad_(False).eval()
         self.sizes = views_by_size(self.view_settings, encoder.settings.image_size)
 
@@ -159,22 +159,17 @@ class MaskedAutoencoder(ViewsObjective):
 
     def __init__(
         self,
-        stage: SelfSupervised,
+        stage: Pretrain,
         encoder: VisionEncoder,
         decoder: Decoder,
         head: NNCLRHead | None,
         seed: int,
-        *,
-        normalize_pixels: bool,
-        detached: bool,
-        weight: float,
     ) -> None:
         super().__init__(stage, encoder, seed)
         # In this order: DeepSpeed lays parameters out as modules list them.
         self.decoder, self.head = decoder, head
-        self.left_pooling = encoder.settings.mae_pooling
-        self.normalize_pixels, self.detached = normalize_pixels, detached
-        self.weight = 1.0 if detached else weight
+        self.normalize_pixels, self.detached = stage.normalize_pixels, not stage.reaches_encoder
+        self.weight = 1.0 if self.detached else stage.contrastive_weight
 
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
         """MAE's loss over all views, [] and scalars to log."""
@@ -228,14 +223,9 @@ class ContrastiveObjective(ViewsObjective):
     """The NNCLR loss on top of the encoder: head initialisation and contrastive tuning."""
 
     def __init__(
-        self,
-        stage: SelfSupervised,
-        encoder: VisionEncoder,
-        head: NNCLRHead,
-        seed: int,
-        train_encoder: bool = True,
+        self, stage: WithoutLabels, encoder: VisionEncoder, head: NNCLRHead, seed: int
     ) -> None:
-        super().__init__(stage, encoder, seed, train_encoder)
+        super().__init__(stage, encoder, seed)
         self.head = head
 
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
@@ -246,7 +236,7 @@ class ContrastiveObjective(ViewsObjective):
             order = flat(views.ids_shuffle)
             kept = order[:, : self.visible(order.shape[1])]
         with self.autocast(images.device):
-            with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
+            with torch.set_grad_enabled(self.stage.trains_encoder and torch.is_grad_enabled()):
                 tokens = self.encoder(images, kept).tokens
             features = self.encoder.pool(tokens, self.pooling)
             features = features.unflatten(0, views.images[0].shape[:2])
@@ -258,16 +248,10 @@ class RefinerObjective(ViewsObjective):
     """MIM-Refiner: the sum of the losses of heads on several blocks."""
 
     def __init__(
-        self,
-        stage: WithoutLabels,
-        encoder: VisionEncoder,
-        heads: RefinerHeads,
-        seed: int,
-        train_encoder: bool = True,
+        self, stage: RefineHeads, encoder: VisionEncoder, heads: RefinerHeads, seed: int
     ) -> None:
-        super().__init__(stage, encoder, seed, train_encoder)
-        self.pooling = self.left_pooling = stage.pooling(encoder.settings)
-        self.heads = heads
+        super().__init__(stage, encoder, seed)
+        self.pooling, self.heads = stage.pooling(encoder.settings), heads
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
         """Lookup numbers and, if they change, the weights of the heads' losses."""
@@ -291,7 +275,7 @@ class RefinerObjective(ViewsObjective):
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the heads' losses, [] and scalars to log."""
         with self.autocast(views.ids.device):
-            with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
+            with torch.set_grad_enabled(self.stage.trains_encoder and torch.is_grad_enabled()):
                 features = [self.read(images) for images in views.images]
             assert views.neighbors is not None
             given = views.ids, views.labels, views.neighbors, views.weights

@@ -43,12 +43,7 @@ class Pretrain(SelfSupervised):
         with seeded(seed):
             vit, decoder = build_encoder(encoder), Decoder(encoder)
             head = NNCLRHead(encoder.width, self.head) if self.head else None
-        return MaskedAutoencoder(
-            self, vit, decoder, head, seed,
-            normalize_pixels=self.normalize_pixels,
-            detached=self.contrastive == "detached",
-            weight=self.contrastive_weight,
-        )  # fmt: skip
+        return MaskedAutoencoder(self, vit, decoder, head, seed)
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
         """The same for all of encoder and decoder."""

@@ -113,7 +113,7 @@ class RefineHeads(WithoutLabels):
             heads = RefinerHeads(encoder.width, self.head, blocks, views)
         if self.trains_encoder:
             vit.freeze(encoder.depth - self.trained_blocks(encoder))
-        return RefinerObjective(self, vit, heads, seed, self.trains_encoder)
+        return RefinerObjective(self, vit, heads, seed)
 
 
 class Refine(UpperLayers, RefineHeads):
