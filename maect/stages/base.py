@@ -1,5 +1,6 @@
 """The settings that stages have in common; no torch at import."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
@@ -257,7 +258,7 @@ class SelfSupervised(WithoutLabels):
         return {} if self.head is None else {"head": self.head}
 
 
-class UpperLayers(WithoutLabels):
+class UpperLayers(Training):
     """Settings of the stages that train the encoder of a run: lower layers less, or not at all."""
 
     base_lr: float = Field(gt=0)
@@ -265,6 +266,11 @@ class UpperLayers(WithoutLabels):
     layer_decay: float = Field(gt=0, le=1)
     frozen_blocks: int = Field(ge=0)
     """The first blocks, this many, with patch embedding and [CLS] token."""
+
+    @property
+    @abstractmethod
+    def peak_lr(self) -> float:
+        """Of the uppermost layers of the encoder."""
 
     def check_encoder(self, encoder: Encoder) -> None:
         """Refuse to freeze every block."""
@@ -284,7 +290,7 @@ class UpperLayers(WithoutLabels):
         from maect.train.optimizer import layer_scale
 
         scale = 1.0 if name is None else layer_scale(name, depth, self.layer_decay)
-        return self.scaled_lr(self.base_lr) * scale, self.weight_decay
+        return self.peak_lr * scale, self.weight_decay
 
 
 class Supervised(Updates, FewLabels):

@@ -35,6 +35,11 @@ class Tune(UpperLayers, Head):
         return not self.from_scratch
 
     @property
+    def peak_lr(self) -> float:
+        """Of the uppermost layers of the encoder."""
+        return self.scaled_lr(self.base_lr)
+
+    @property
     def encoder_average(self) -> float | None:
         """Momentum of the encoder's running average, which is what a run exports."""
         return self.encoder_ema

@@ -1,5 +1,6 @@
 """Every stage in `STAGES` that trains, a new one included, from whatever it may start from."""
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -143,3 +144,11 @@ def test_heads_share_what_is_drawn_for_their_lookups():
         differing = type("Differing", (type(stage),), {"heads": property(lambda _, at=other: at)})
         with pytest.raises(ValueError, match=f"heads.3.{key} {value} differs from heads.2.{key}"):
             differing.model_validate(stage.model_dump())
+
+
+def test_fields_are_those_of_the_nearest_class():
+    """Of two bases pydantic takes a field from the first, even if the second redefines it."""
+    for stage in STAGES.values():
+        for name, field in stage.model_fields.items():
+            nearest = next(cls for cls in stage.__mro__ if name in inspect.get_annotations(cls))
+            assert repr(field) == repr(nearest.model_fields[name]), (stage, name)
