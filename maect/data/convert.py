@@ -22,13 +22,13 @@ from PIL import Image
 
 from maect.data.decode import (
     UnreadableError,
+    explained,
     halved,
     image_size,
     lower_half,
     one_at_a_time,
     open_image,
     read_rgb,
-    reason,
     render,
     resample,
     to_rgb,
@@ -104,8 +104,6 @@ class Inspected:
 
 def inspect_image(data: bytes) -> Inspected:
     """Return what an unknown image is like."""
-    if not data:
-        raise UnreadableError("empty file")
     turned = transparent = False
     colors = 0
     values = _read_array(data, Pixels(range=(0, 1)))
@@ -122,16 +120,12 @@ def inspect_image(data: bytes) -> Inspected:
                 with suppress(UnreadableError):  # grey with alpha: its upper half is all there is
                     values = _sixteen_bits(image, data)[..., :3] if deep else values
                 colors = int(np.ptp(np.asarray(rgb.resize((8, 8)), np.int16), axis=2).max())
-    values = values if values.ndim == 3 else values[..., None]
-    if values.ndim != 3 or not values.size:
-        raise UnreadableError(f"an array {list(values.shape)}, not [H, W] or [H, W, C]")
-    height, width, channels = values.shape
+    height, width, channels = (values := _planes(values)).shape
     if channels > MOST_CHANNELS:
         raise UnreadableError(
             f"an array {list(values.shape)}: a stack of pages, or more than {MOST_CHANNELS} "
             "channels; save one page a file"
         )
-    _check_type(values)
     sample = values.reshape(-1, channels)[:: max(1, width * height // _SAMPLE)]
     found = None
     if values.dtype != np.uint8:
@@ -149,8 +143,6 @@ def inspect_image(data: bytes) -> Inspected:
 
 def make_ready(data: bytes, pixels: Pixels) -> Ready:
     """Return what goes into a shard of a data set for the bytes of an image."""
-    if not data:
-        raise UnreadableError("empty file")
     if not pixels.files:
         return _as_it_is(data)
     values = _read_array(data, pixels)
@@ -251,33 +243,32 @@ def ready_picture(image: Image.Image, pixels: Pixels) -> Ready:
 
 def ready_array(values: NDArray[Any], pixels: Pixels) -> Ready:
     """The same of an upright array [H, W] or [H, W, C]."""
-    if values.ndim not in (2, 3) or not values.size:
-        raise UnreadableError(f"an array {list(values.shape)}, not [H, W] or [H, W, C]")
-    values = values if values.ndim == 3 else values[..., None]
-    height, width, channels = values.shape
+    height, width, channels = (values := _planes(values)).shape
     if channels != pixels.channels and (channels, pixels.channels) != (1, 3):
         hint = "; state `channels` in the data set's `pixels`" if channels <= 16 else ""
         raise UnreadableError(f"{channels} channels, {pixels.channels} expected{hint}")
-    _check_type(values)
     found, levels = None, 0
     if values.dtype != np.uint8:
         found = _extremes(values)
         values = scaled(values, pixels.range)
         levels = _levels(values)
     values = values.repeat(3, axis=2) if channels < pixels.channels else values
-    if pixels.channels in (1, 3):
-        stream = io.BytesIO()
-        flat = values[..., 0] if pixels.channels == 1 else values
-        Image.fromarray(np.ascontiguousarray(flat)).save(stream, "PNG")
-        return Ready(stream.getvalue(), "png", width, height, False, found, levels, True)
-    stream = io.BytesIO()
-    np.save(stream, np.ascontiguousarray(values))
-    return Ready(stream.getvalue(), "npy", width, height, False, found, levels, True)
+    values = np.ascontiguousarray(values[..., 0] if pixels.channels == 1 else values)
+    stream, extension = io.BytesIO(), "png" if pixels.channels in (1, 3) else "npy"
+    if extension == "png":
+        Image.fromarray(values).save(stream, "PNG")
+    else:
+        np.save(stream, values)
+    return Ready(stream.getvalue(), extension, width, height, False, found, levels, True)
 
 
-def _check_type(values: NDArray[Any]) -> None:
+def _planes(values: NDArray[Any]) -> NDArray[Any]:
+    """An array [H, W] or [H, W, C] of numbers as [H, W, C]."""
+    if values.ndim not in (2, 3) or not values.size:
+        raise UnreadableError(f"an array {list(values.shape)}, not [H, W] or [H, W, C]")
     if values.dtype.kind not in "uif":
         raise UnreadableError(f"values of type {values.dtype}, which are no brightness")
+    return values if values.ndim == 3 else values[..., None]
 
 
 def scaled(values: NDArray[Any], span: tuple[float, float] | None) -> NDArray[np.uint8]:
@@ -305,17 +296,13 @@ def _extremes(values: NDArray[Any]) -> tuple[float, float]:
 
 def _read_array(data: bytes, pixels: Pixels) -> NDArray[Any] | None:
     """The values of a file that is no picture of Pillow's, or that Pillow would make less of."""
-    try:
+    with explained():
         if data[:6] == ARRAY:
             return np.load(io.BytesIO(data), allow_pickle=False)
         if data[_DICOM] == b"DICM":
             return _dicom(data)
         if data[:4] in _TIFF and (pixels.channels != 3 or pixels.range is not None):
             return _tiff(data)
-    except UnreadableError:
-        raise
-    except Exception as error:  # readers raise nearly anything on hostile input
-        raise UnreadableError(reason(error)) from None
     return None
 
 
@@ -446,11 +433,8 @@ def render_ready(data: bytes, geometries: NDArray[np.int32], out: Images, turned
     stored = [np.empty(view.shape, np.uint8) for view in out]
     sizes = np.array([view.shape[-1] for view in out])
     render(data, _as_stored(geometries, code, *image_size(data), sizes), stored)
-    transposed, left_right, up_down = _TURNS[code]
-    for view, upright in zip(out, stored, strict=True):
-        upright = upright.swapaxes(1, 2) if transposed else upright
-        upright = upright[..., ::-1] if left_right else upright
-        view[:] = upright[..., ::-1, :] if up_down else upright
+    for view, turned_view in zip(out, stored, strict=True):
+        view[:] = _upright(turned_view.transpose(1, 2, 0), code).transpose(2, 0, 1)
 
 
 def is_turned(data: bytes) -> bool:

@@ -13,10 +13,9 @@ import io
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import TypeVar
 
 import numpy as np
 import PIL
@@ -33,7 +32,6 @@ EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "bmp", "GIF": 
 EXTENSIONS |= {"TIFF": "tif", "PPM": "ppm", "AVIF": "avif", "JPEG2000": "jp2", "HEIF": "heic"}
 _FORMATS = list(EXTENSIONS)
 _JPEG = b"\xff\xd8"
-T = TypeVar("T")
 # Larger pictures are decoded one at a time: a few kilobytes can declare gigabytes of pixels.
 _LARGE = 1 << 24
 _large = threading.Lock()
@@ -63,19 +61,20 @@ def read_rgb(data: bytes) -> Image.Image:
 
 
 @contextmanager
-def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
-    """The decoded picture as Pillow has it, and the extension that the content deserves."""
-    if not data:
-        raise UnreadableError("empty file")
+def explained() -> Iterator[None]:
+    """Turn any error into an `UnreadableError`: readers raise nearly anything on hostile input."""
     try:
-        with _open(data) as image, one_at_a_time(image.width * image.height):
-            image.load()
-            yield image, _extension(image)
-    except UnreadableError:
-        raise
-    # Pillow's plug-ins raise nearly anything on hostile input.
+        yield
     except Exception as error:
         raise UnreadableError(reason(error)) from None
+
+
+@contextmanager
+def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
+    """The decoded picture as Pillow has it, and the extension that the content deserves."""
+    with explained(), _open(data) as image, one_at_a_time(image.width * image.height):
+        image.load()
+        yield image, _extension(image)
 
 
 def one_at_a_time(pixels: int) -> AbstractContextManager[object]:
@@ -92,6 +91,8 @@ def reason(error: Exception) -> str:
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:
+    if not data:
+        raise UnreadableError("empty file")
     if data[4:8] == b"ftyp" and data[8:11] != b"avi" and "HEIF" not in Image.OPEN:
         # Only now: nobody without such images has to wait for it.
         from pillow_heif import register_heif_opener
@@ -105,17 +106,8 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
 def extension_of(data: bytes) -> str:
     """Return what a file is called in a shard, by its header."""
-    return _of_header(data, _extension)
-
-
-def _of_header(data: bytes, read: Callable[[Image.Image], T]) -> T:
-    if not data:
-        raise UnreadableError("empty file")
-    try:
-        with _open(data) as image:
-            return read(image)
-    except Exception as error:  # as in `open_image`
-        raise UnreadableError(reason(error)) from None
+    with explained(), _open(data) as image:
+        return _extension(image)
 
 
 def _extension(image: Image.Image) -> str:
@@ -125,7 +117,8 @@ def _extension(image: Image.Image) -> str:
 
 def image_size(data: bytes) -> tuple[int, int]:
     """Width and height that an image's header says, without decoding it."""
-    return _of_header(data, lambda image: image.size)
+    with explained(), _open(data) as image:
+        return image.size
 
 
 def halved(data: bytes, extension: str) -> bool:
