@@ -103,9 +103,9 @@ class Rank:
 
     Attributes:
         attempt: how often SLURM has restarted the job under the same id.
-        rendezvous: the way to the other ranks.
         file: what this rank's file says about it; that of rank 0 holds the verdict.
         is_there: whether the run's folder is still the one that it was.
+        rendezvous: the way to the other ranks, once it has joined them.
         said: what the launcher's terminal has to show.
     """
 
@@ -119,10 +119,10 @@ class Rank:
     folder: Path
     name: str
     attempt: int
-    rendezvous: Rendezvous
     file: RankFile
     is_there: Callable[[], bool]
     saved_before: int = 0
+    rendezvous: Rendezvous | None = None
     said: list[str] = field(default_factory=list)
     reasons: set[str] = field(default_factory=set)
     last_saved: int | None = None
@@ -132,6 +132,7 @@ class Rank:
 
     def store(self, timeout: timedelta) -> "Store":
         """The store in which the ranks' process group meets."""
+        assert self.rendezvous is not None
         return self.rendezvous.store(timeout)
 
     def stop_requested(self) -> bool:
@@ -199,7 +200,16 @@ class Rank:
         self.flush()
         with suppress(OSError):
             self.file.fail(error)
-        self.rendezvous.close()
+        self.exit()
+
+    def close(self) -> None:
+        """Remove what it has made to meet the others."""
+        if self.rendezvous is not None:
+            self.rendezvous.close()
+
+    def exit(self) -> NoReturn:
+        """End this rank at once."""
+        self.close()
         os._exit(1)
 
 
@@ -227,63 +237,12 @@ def run(folder_name: str, name: str) -> None:
 
 
 def _run(environment: Any, job: Job, folder: Path, is_there: Callable[[], bool]) -> None:
-    name, rank = job.name, environment.global_rank
     # What an attempt before this one has saved, under the same id, is still saved.
     before, seconds = record.saved_step(folder, job), record.held_seconds(folder, job)
-    file = RankFile(folder, name, rank, environment.job_id, seconds, job.ranks)
-    file.note(**({"saved": before} if rank == 0 else {}))
-    reasons: set[str] = set()
-    context: Rank | None = None
-
-    def leave() -> NoReturn:
-        """End at once: what would be saved would lie in an empty folder in the old one's place."""
-        log.error("%s was moved, removed or replaced: this job ends", folder)
-        if context is not None:
-            context.rendezvous.close()
-        os._exit(1)
-
-    _listen(reasons, folder, name, rank, environment.num_tasks, is_there, leave)
-    try:
-        context = _join(environment, job, folder, file, is_there, reasons)
-        context.saved_before = before
-        verdict = _call(job.request, context)
-        context.flush()
-    except BaseException as error:
-        if context is not None:
-            context.flush()
-        # Destroying a broken process group may hang, and with it the partners for ever.
-        faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
-        with suppress(OSError):  # a full disk: the log has it too
-            file.fail(error)
-        if context is not None:
-            context.rendezvous.close()
-        raise
-    file.note(end=verdict, time=time.time())
-    context.rendezvous.close()
-    gc.freeze()  # at its end the interpreter would search all modules for garbage: 1.5 s
-    faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
-    # A job without progress must not requeue itself for ever: the launcher counts attempts.
-    # One that SLURM terminates is either being cancelled, or requeued by SLURM itself.
-    progressed = rank == 0 and (context.last_saved or 0) > before and "terminate" not in reasons
-    if verdict == "requeue" and progressed and environment.name() == "slurm":
-        faulthandler.cancel_dump_traceback_later()  # a slow controller may take its time
-        requeue(environment.job_id)
-        faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
-
-
-def _join(
-    environment: Any,
-    job: Job,
-    folder: Path,
-    file: RankFile,
-    is_there: Callable[[], bool],
-    reasons: set[str],
-) -> Rank:
-    attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    rank, size, hosts = environment.global_rank, environment.num_tasks, list(environment.hostnames)
-    rendezvous = Rendezvous(folder, job.name, attempt, rank, size, hosts)
-    context = Rank(
-        rank=rank,
+    number, size = environment.global_rank, environment.num_tasks
+    file = RankFile(folder, job.name, number, environment.job_id, seconds, job.ranks)
+    rank = Rank(
+        rank=number,
         local_rank=environment.local_rank,
         world_size=size,
         local_world_size=size // environment.num_nodes,
@@ -292,19 +251,49 @@ def _join(
         gpus=bool(job.request.get("gpus")),
         folder=folder,
         name=job.name,
-        attempt=attempt,
-        rendezvous=rendezvous,
+        attempt=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         file=file,
         is_there=is_there,
-        reasons=reasons,
+        saved_before=before,
     )
+    file.note(**({"saved": before} if number == 0 else {}))
+    _listen(rank)
+    try:
+        _join(rank, environment, job)
+        verdict = _call(job.request, rank)
+        rank.flush()
+    except BaseException as error:
+        rank.flush()
+        # Destroying a broken process group may hang, and with it the partners for ever.
+        faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
+        with suppress(OSError):  # a full disk: the log has it too
+            file.fail(error)
+        rank.close()
+        raise
+    file.note(end=verdict, time=time.time())
+    rank.close()
+    gc.freeze()  # at its end the interpreter would search all modules for garbage: 1.5 s
+    faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
+    # A job without progress must not requeue itself for ever: the launcher counts attempts.
+    # One that SLURM terminates is either being cancelled, or requeued by SLURM itself.
+    progressed = number == 0 and (rank.last_saved or 0) > before and "terminate" not in rank.reasons
+    if verdict == "requeue" and progressed and environment.name() == "slurm":
+        faulthandler.cancel_dump_traceback_later()  # a slow controller may take its time
+        requeue(environment.job_id)
+        faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
+
+
+def _join(rank: Rank, environment: Any, job: Job) -> None:
+    """Meet the other ranks of this attempt, and let libraries know all of them."""
+    place, hosts = (rank.folder, rank.name, rank.attempt), list(environment.hostnames)
+    rank.rendezvous = Rendezvous(*place, rank.rank, rank.world_size, hosts)
     os.environ |= {
-        "RANK": str(context.rank),
-        "LOCAL_RANK": str(context.local_rank),
-        "WORLD_SIZE": str(context.world_size),
-        "LOCAL_WORLD_SIZE": str(context.local_world_size),
-        "MASTER_ADDR": rendezvous.address.host,
-        "OMP_NUM_THREADS": str(context.cpus),
+        "RANK": str(rank.rank),
+        "LOCAL_RANK": str(rank.local_rank),
+        "WORLD_SIZE": str(rank.world_size),
+        "LOCAL_WORLD_SIZE": str(rank.local_world_size),
+        "MASTER_ADDR": rank.rendezvous.address.host,
+        "OMP_NUM_THREADS": str(rank.cpus),
     }
     # Blocks of GPU memory that grow leave fewer gaps.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -315,7 +304,6 @@ def _join(
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if (visible := job.request.get("visible")) is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    return context
 
 
 def _call(request: Request, context: Rank) -> str:
@@ -325,50 +313,44 @@ def _call(request: Request, context: Rank) -> str:
     verdict = function(context=context, **request["arguments"]) or "done"
     if verdict not in VERDICTS:
         raise ValueError(f"{request['function']} returned {verdict!r}, not one of {VERDICTS}")
-    if verdict == "requeue" and _is_asked_to_stop(context.folder, context.name):
+    if verdict == "requeue" and _is_asked_to_stop(context):
         return "stopped"
     return str(verdict)
 
 
-def _listen(
-    reasons: set[str],
-    folder: Path,
-    name: str,
-    rank: int,
-    ranks: int,
-    is_there: Callable[[], bool],
-    leave: Callable[[], NoReturn],
-) -> None:
-    """Turn signals and the launcher's request into reasons to stop; leave once the folder is gone.
+def _listen(rank: Rank) -> None:
+    """Turn signals and the launcher's request into reasons to stop; end once the folder is gone.
 
     submitit's own handler would requeue at once from rank 0, in the middle of a step.
     """
 
     def note(number: int, frame: FrameType | None) -> None:
-        reasons.add("limit" if number == signal.SIGUSR2 else "terminate")
+        rank.reasons.add("limit" if number == signal.SIGUSR2 else "terminate")
 
     signal.signal(signal.SIGUSR2, note)
     signal.signal(signal.SIGTERM, note)
 
     def watch() -> None:
         gone = 0
-        while not _is_asked_to_stop(folder, name):
-            gone = 0 if is_there() else gone + 1
+        while not _is_asked_to_stop(rank):
+            gone = 0 if rank.is_there() else gone + 1
             if gone == CHECKS:
-                leave()
+                # What would be saved would lie in an empty folder in the old one's place.
+                log.error("%s was moved, removed or replaced: this job ends", rank.folder)
+                rank.exit()
             # A thousand ranks asking twice a second would be a load on a shared file system.
-            time.sleep(0.5 if rank == 0 else max(0.5, ranks / 64))
-        reasons.add("stop")
+            time.sleep(0.5 if rank.rank == 0 else max(0.5, rank.world_size / 64))
+        rank.reasons.add("stop")
 
     threading.Thread(target=watch, daemon=True, name="maect-stop").start()
 
 
-def _is_asked_to_stop(folder: Path, name: str) -> bool:
+def _is_asked_to_stop(rank: Rank) -> bool:
     try:
-        job = record.read_job(folder, own=True)
+        job = record.read_job(rank.folder, own=True)
     except (OSError, LaunchError):  # the launcher that owns the record says so
         return False
-    return job is not None and job.name == name and job.stop
+    return job is not None and job.name == rank.name and job.stop
 
 
 def requeue(job_id: str) -> None:

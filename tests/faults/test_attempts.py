@@ -161,7 +161,7 @@ def test_the_terminal_says_it(tmp_path: Path) -> None:
     record.make_job_folder(tmp_path, job.name)
     file = RankFile(tmp_path, job.name, 0, "1", 0.0, 1)
     nothing: Any = None
-    rank = Rank(0, 0, 1, 1, 0, 1, False, tmp_path, job.name, 0, nothing, file, nothing)
+    rank = Rank(0, 0, 1, 1, 0, 1, False, tmp_path, job.name, 0, file, nothing)
     shown: list[str] = []
     line: Any = SimpleNamespace(say=shown.append)
     launcher = _Launch(nothing, tmp_path, nothing, nothing, line, nothing, nothing)
