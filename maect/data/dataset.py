@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from isal import isal_zlib
 from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset, Sampler
 
+from maect.core.distributed import rank_and_size
 from maect.core.errors import UserError, counted
 from maect.core.files import atomic_write
 from maect.data.convert import ARRAY, ready_pixels
@@ -116,11 +116,9 @@ class ShardDataset(Dataset[dict[str, Any]]):
         Raises:
             UserError: `batch_size` is not a multiple of `world_size`.
         """
-        joined = dist.is_available() and dist.is_initialized()
-        if rank is None:
-            rank = dist.get_rank() if joined else 0
-        if world_size is None:
-            world_size = dist.get_world_size() if joined else 1
+        own, ranks = rank_and_size()
+        rank = own if rank is None else rank
+        world_size = ranks if world_size is None else world_size
         if batch_size % world_size:
             raise UserError(f"batch_size {batch_size} is not a multiple of {world_size} ranks")
         if not 0 <= rank < world_size:

@@ -236,29 +236,19 @@ def evaluation_batches(
 
 
 def evaluation_parts(
-    index: Index, *, image_size: int, parts: Sequence[range], threads: int, resize: int | None
-) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-    """The same with every part of `parts` as a batch."""
-    resize = round(image_size * 256 / 224) if resize is None else resize
-    if resize < image_size:
-        raise UserError(f"resize {resize} is smaller than image_size {image_size}")
-    yield from _parts(index, image_size, parts, threads, partial(center_crops, resize=resize))
-
-
-def squeezed_parts(
-    index: Index, *, image_size: int, parts: Sequence[range], threads: int
-) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-    """The same with whole images, each squeezed into the square."""
-    yield from _parts(index, image_size, parts, threads, whole_images)
-
-
-def _parts(
     index: Index,
+    *,
     image_size: int,
     parts: Sequence[range],
     threads: int,
-    cut: Callable[..., NDArray[np.int32]],
+    resize: int | None = None,
+    squeezed: bool = False,
 ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
+    """The same with every part of `parts` as a batch; or whole images, `squeezed` into a square."""
+    resize = round(image_size * 256 / 224) if resize is None else resize
+    if resize < image_size:
+        raise UserError(f"resize {resize} is smaller than image_size {image_size}")
+    cut = whole_images if squeezed else partial(center_crops, resize=resize)
     Item = tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]
 
     def jobs() -> Iterator[_Job[Item]]:

@@ -44,8 +44,6 @@ def differing(out: Path, source: ImageSource, entries: list[Entry]) -> list[Entr
     index, plan = open_index(out), read_plan(out)
     rows = {name: row for row, name in enumerate(image_names(index))}
     known = [entry for entry in entries if entry.name in rows]
-    if index.checksums is None:
-        return []
     sums = index.checksums[index.rows[[rows[entry.name] for entry in known], ID]].tolist()
     with tempfile.TemporaryDirectory() as folder:
         source.read_ahead(known, Path(folder))

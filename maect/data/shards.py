@@ -267,13 +267,9 @@ class _Found:
     """Bit n is set if any value became n of 255."""
 
     def add(self, image: Ready) -> None:
-        self.turned += image.turned
-        self.transparent += image.lost
-        if image.values is not None:
-            self.deep += 1
-            self.least = min(self.least, image.values[0])
-            self.greatest = max(self.greatest, image.values[1])
-            self.levels |= image.levels
+        deep = {"images": 1, "values": image.values, "levels": f"{image.levels:x}"}
+        found = {"turned": image.turned, "transparent": image.lost}
+        self.merge(found if image.values is None else found | {"deep": deep})
 
     def merge(self, known: dict[str, Any]) -> None:
         """Add what the record of a shard says."""

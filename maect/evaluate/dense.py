@@ -263,15 +263,16 @@ def nearest_pixels(mask: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 
 def encoded(context: Context, index: Index, encoding: Encoding) -> Array:
     """Patch tokens after the final norm, float32 [images, N, D]; every rank encodes a share."""
-    from maect.data.loader import squeezed_parts
+    from maect.data.loader import evaluation_parts
 
     per_rank = -(-index.n // (context.world_size * _AT_ONCE)) * _AT_ONCE
     mine = range(index.n)[context.rank * per_rank : (context.rank + 1) * per_rank]
     parts = [mine[start : start + _AT_ONCE] for start in range(0, len(mine), _AT_ONCE)]
+    size, threads = encoding.settings.image_size, max(1, context.cpus)
     out = None
     done = 0
-    for images, _, _ in squeezed_parts(
-        index, image_size=encoding.settings.image_size, parts=parts, threads=max(1, context.cpus)
+    for images, _, _ in evaluation_parts(
+        index, image_size=size, parts=parts, threads=threads, squeezed=True
     ):
         tokens = encoding.tokens(images, norm="last").float()
         if out is None:
@@ -280,7 +281,7 @@ def encoded(context: Context, index: Index, encoding: Encoding) -> Array:
         done += len(images)
         context.report({"step": done, "steps": len(mine)})
     if out is None:  # a rank without images still takes part
-        size, channels = encoding.settings.image_size, encoding.settings.pixels.channels
+        channels = encoding.settings.pixels.channels
         blank = encoding.tokens(torch.zeros(1, channels, size, size, dtype=torch.uint8))
         out = torch.zeros(per_rank, *blank.shape[1:], device=encoding.device)
     return distributed.gather_rows(out)[: index.n].cpu().numpy()
