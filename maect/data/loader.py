@@ -185,18 +185,10 @@ def _views(
 ) -> _Job[Batch]:
     """Random crops of some rows."""
     record = np.asarray(index.rows[rows])
-    groups = views_by_size(views, image_size)
+    groups, sides = views_by_size(views, image_size), (record[:, WIDTH], record[:, HEIGHT])
+    crop = partial(random_crops, *sides, seed=seed, epochs=epochs, ids=record[:, ID])
     geometries = [
-        random_crops(
-            record[:, WIDTH],
-            record[:, HEIGHT],
-            views[number].crop_scale,
-            size,
-            seed=seed,
-            epochs=epochs,
-            ids=record[:, ID],
-            view=number,
-        )
+        crop(views[number].crop_scale, size, view=number)
         for size, numbers in groups.items()
         for number in numbers
     ]

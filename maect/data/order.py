@@ -79,15 +79,13 @@ class Order:
 
     def take(self, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows and epochs, int64 [count] each, of `count` positions from `start` on."""
-        rows, epochs = [], []
+        rows, epochs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         while count > 0:
             epoch, offset = divmod(start, self.n)
             part = self._from_epoch(epoch, offset, count)
             rows.append(part)
             epochs.append(np.full(len(part), epoch, np.int64))
             start, count = start + len(part), count - len(part)
-        if not rows:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
         return np.concatenate(rows), np.concatenate(epochs)
 
     def _from_epoch(self, epoch: int, offset: int, count: int) -> NDArray[np.int64]:

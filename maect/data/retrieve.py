@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from maect.core.errors import UserError, did_you_mean
+from maect.core.errors import UserError, entry
 from maect.core.files import fsync_path, sha256_file, write_text
 from maect.core.yaml_files import parse_yaml
 from maect.recipes.few_labels import OFFICIAL
@@ -64,10 +64,7 @@ def retrieve(what: str, out: Path) -> list[Path]:
 
     Returns the files, or the folders that archives were unpacked to. A UserError says what failed.
     """
-    if what not in CATALOGUE:
-        hint = did_you_mean(what, CATALOGUE)
-        raise UserError(f"nothing known as {what!r} to retrieve; {hint}")
-    return fetch_all(CATALOGUE[what], Path(out))
+    return fetch_all(entry(what, CATALOGUE, "data or weights"), Path(out))
 
 
 def fetch_all(remotes: Iterable[Remote], out: Path, wait: float = 2.0) -> list[Path]:

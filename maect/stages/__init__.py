@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from pydantic import ValidationError
-
 from maect.core.errors import UserError, check_names
-from maect.core.settings import one_line, validated
+from maect.core.settings import validated
 from maect.recipes import Encoder, Pixels, load_encoder, merge, recipe_values
 from maect.recipes.computing import Computing, separate
 from maect.recipes.timm_encoders import find_timm
@@ -86,10 +84,7 @@ def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None
     trained = [name for name, stage in STAGES.items() if stage.trains]
     stage = str(values.pop("stage"))
     check_names(f"recipe {name}: stage", [stage], trained)
-    try:
-        return cast(Training, STAGES[stage].model_validate(values))
-    except ValidationError as error:
-        raise one_line(error, f"recipe {name}") from None
+    return cast(Training, validated(STAGES[stage], values, f"recipe {name}"))
 
 
 def load_computing(
@@ -111,8 +106,5 @@ def load_import(
     if timm is not None:
         known = find_timm(timm)
         return Import(timm=known.name), known.encoder(image_size, pixels)
-    try:
-        settings = Import.model_validate({"layout": layout})
-    except ValidationError as error:
-        raise one_line(error, "weights") from None
+    settings = validated(Import, {"layout": layout}, "weights")
     return settings, load_encoder(size, image_size, pixels).model_copy(update=settings.shape)

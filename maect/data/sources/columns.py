@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -151,10 +152,9 @@ class _Table:
                 self.schema, self._starts = self._mapped.schema, [0, self._mapped.num_rows]
             else:
                 self._file = parquet.ParquetFile(path)
-                self.schema, self._starts = self._file.schema_arrow, [0]
-                for group in range(self._file.num_row_groups):
-                    rows = self._file.metadata.row_group(group).num_rows
-                    self._starts.append(self._starts[-1] + rows)
+                self.schema, about = self._file.schema_arrow, self._file.metadata
+                groups = (about.row_group(n).num_rows for n in range(self._file.num_row_groups))
+                self._starts = [0, *accumulate(groups)]
         except (pa.ArrowException, OSError) as error:
             why = " ".join(str(error).split())
             raise UserError(f"{path}: not a parquet or arrow file ({why})") from None
@@ -168,17 +168,13 @@ class _Table:
         self.class_names = _class_names(self.schema, self._label) if self._label else None
 
     def _find_image(self) -> str:
-        def holds_bytes(kind: "pa.DataType") -> bool:
+        def is_image(kind: "pa.DataType") -> bool:
+            if pa.types.is_struct(kind):
+                inside = [inner.type for inner in kind if inner.name == "bytes"]
+                return any(not pa.types.is_struct(inner) and is_image(inner) for inner in inside)
             return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
-        def is_image(field: "pa.Field") -> bool:
-            if pa.types.is_struct(field.type):
-                return any(
-                    inner.name == "bytes" and holds_bytes(inner.type) for inner in field.type
-                )
-            return holds_bytes(field.type)
-
-        found = [field.name for field in self.schema if is_image(field)]
+        found = [field.name for field in self.schema if is_image(field.type)]
         if not found:
             columns = ", ".join(field.name for field in self.schema)
             raise UserError(f"{self.path}: no column of images (bytes) among {columns}")
