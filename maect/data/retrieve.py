@@ -101,7 +101,10 @@ def _download(remote: Remote, path: Path, wait: float) -> None:
             hopeless = any(word in reason for word in _HOPELESS)
         failures = 0 if _size(part) > before else failures + 1
         if hopeless or failures == _ATTEMPTS:
-            raise UserError(_by_hand(remote, path, reason))
+            raise UserError(
+                f"cannot fetch {remote.url}: {reason}. On a machine with internet run `curl -L -o "
+                f"{path.name} {remote.url}`, put the file at {path.resolve()} and try again"
+            )
         time.sleep(wait * 2 ** max(failures - 1, 0))
     # A wrong file must not be taken for a part to resume from.
     if remote.sha256 is not None and sha256_file(part) != remote.sha256:
@@ -189,13 +192,6 @@ def _unpack(archive: Path, folder: Path) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
-
-
-def _by_hand(remote: Remote, path: Path, reason: str) -> str:
-    return (
-        f"cannot fetch {remote.url}: {reason}. On a machine with internet run "
-        f"`curl -L -o {path.name} {remote.url}`, put the file at {path.resolve()} and try again"
-    )
 
 
 def _size(path: Path) -> int:

@@ -432,19 +432,14 @@ def failure(folder: Path, job: Job, suspect: int | None = None) -> Failure:
     """
     errors = [report for report in ranks(folder, job).values() if report.end == "error"]
     if errors:
-        first = min(errors, key=_weight)
+        kinds = {"UserError": 0, "NodeError": 1}
+        first = min(errors, key=lambda e: (kinds.get(e.kind, 2), e.blames is not None, e.time))
         text = "\n".join(first.traceback.strip().splitlines()[-LOG_TAIL:])
         blames = None if first.blames is None else tuple(first.blames)
         where = log(folder, job, first.rank)
         return Failure(first.rank, first.kind, first.message, text, where, blames)
     rank = suspect or 0
     return Failure(rank, "", "", tail(log(folder, job, rank)), log(folder, job, rank))
-
-
-def _weight(error: RankReport) -> tuple[int, bool, float]:
-    """Return what orders the errors of ranks: less is more likely the cause."""
-    kinds = {"UserError": 0, "NodeError": 1}
-    return kinds.get(error.kind, 2), error.blames is not None, error.time
 
 
 def tail(path: Path) -> str:

@@ -5,7 +5,6 @@ import gc
 import importlib
 import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from math import isfinite
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -163,7 +163,8 @@ class Rank:
         if "step" in progress:
             self._first = self._first or (int(progress["step"]), now)
             progress = {**progress, "first_step": self._first[0], "seconds": now - self._first[1]}
-        self._pending = {key: value for key, value in progress.items() if not _is_nan(value)}
+        unknown = {key for key, n in progress.items() if isinstance(n, float) and not isfinite(n)}
+        self._pending = {key: value for key, value in progress.items() if key not in unknown}
         if now - self._reported >= REPORT_SECONDS:
             self.flush()
 
@@ -211,10 +212,6 @@ class Rank:
         """End this rank at once."""
         self.close()
         os._exit(1)
-
-
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def run(folder_name: str, name: str) -> None:

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -20,19 +20,8 @@ if TYPE_CHECKING:  # these import torch
     from maect.train.objective import Objective
     from maect.train.optimizer import ParameterGroup
 
-Fraction = Annotated[float, Field(gt=0, le=1)]
 RANDOM = ("flip", "jitter", "blur", "gray", "solarize")
 """Changes of a view that have a probability."""
-
-
-def check_colors(views: Sequence[View], encoder: Encoder) -> None:
-    """Refuse changes of colours of images that have other than three channels (ValueError)."""
-    changes = [name for name in ("jitter", "gray") if any(getattr(view, name) for view in views)]
-    if changes and encoder.pixels.channels != 3:
-        raise ValueError(
-            f"{' and '.join(changes)} change colours, of images with 3 channels and not "
-            f"{encoder.pixels.channels}; take an augmentation without them (min)"
-        )
 
 
 def head_file(name: str) -> str:
@@ -111,7 +100,12 @@ class WithoutLabels(Training):
         """Refuse an encoder without [CLS] token, and views that it cannot be given."""
         encoder.check_trainable()
         views = self.view_settings()
-        check_colors(views, encoder)
+        changes = [name for name in ("jitter", "gray") if any(getattr(v, name) for v in views)]
+        if changes and encoder.pixels.channels != 3:
+            raise ValueError(
+                f"{' and '.join(changes)} change colours, of images with 3 channels and not "
+                f"{encoder.pixels.channels}; take an augmentation without them (min)"
+            )
         if not encoder.class_token:
             raise ValueError("an encoder without [CLS] token is not trained without labels")
         sizes = views_by_size(views, encoder.image_size)
@@ -296,7 +290,7 @@ class UpperLayers(Training):
 class Supervised(Updates, FewLabels):
     """Settings of training with labels (paper, B and E); defaults: MAE's rates for ViT-L."""
 
-    fraction: Fraction = 1.0
+    fraction: float = Field(default=1.0, gt=0, le=1)
     """Of the labels of every class."""
 
     epochs: int = Field(default=50, gt=0)

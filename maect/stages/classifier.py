@@ -6,7 +6,6 @@ from typing import cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -89,9 +88,10 @@ class Classifier(Objective):
         if self.pooling == "fc_norm":
             encoder.norm = nn.Identity()
             self.fc_norm = nn.LayerNorm(width, eps=1e-6)
-        self.encoder, self.drop_paths = encoder, []
-        if stage.drop_path:
-            self.drop_paths = insert_drop_paths(encoder)
+        self.encoder, self.drop_paths = encoder, list[DropPath]()
+        for block in encoder.blocks if stage.drop_path else ():  # behind each residual branch
+            block.drop_path1, block.drop_path2 = DropPath(), DropPath()  # attention, MLP
+            self.drop_paths += [block.drop_path1, block.drop_path2]
         with seeded(seed):
             self.head = nn.Linear(width, classes)
             nn.init.trunc_normal_(self.head.weight, std=HEAD_STD)
@@ -157,15 +157,6 @@ class Classifier(Objective):
         with torch.autocast(images.device.type, enabled=False):
             pooled: Tensor = norm(encoder.pool(tokens.float(), how))
         return pooled
-
-
-def insert_drop_paths(encoder: VisionTransformer) -> list[DropPath]:
-    """Put one behind each residual branch: attention and MLP of block 0, of block 1, ..."""
-    inserted = []
-    for block in encoder.blocks:
-        block.drop_path1, block.drop_path2 = DropPath(), DropPath()
-        inserted += [block.drop_path1, block.drop_path2]
-    return inserted
 
 
 def drop_rates(stage: Supervised, depth: int) -> list[float]:

@@ -3,6 +3,7 @@
 import lzma
 import os
 import posixpath
+import re
 import tarfile
 import zipfile
 import zlib
@@ -42,7 +43,8 @@ class Archive(ImageSource):
             with open(self.path, "rb") as file:
                 members = tar_members(file, 0, str(self.path))
         # What macOS and hidden files leave behind in archives is no part of the images.
-        members = [one for one in sorted(members) if not _is_hidden(one[0])]
+        hidden = re.compile(r"(^|/)(\.|__MACOSX)")
+        members = [one for one in sorted(members) if not hidden.search(one[0])]
         images = [one for one in members if is_image(one[0])]
         shared = _shared_folder([name for name, *_ in images])
         below = [name[len(shared) :] for name, *_ in images]
@@ -167,10 +169,6 @@ def sample_key(name: str) -> str:
     """Return what the members of a webdataset's sample share: the name up to its first dot."""
     folder, slash, base = name.rpartition("/")
     return f"{folder}{slash}{base.partition('.')[0]}"
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
 
 
 def _shared_folder(names: list[str]) -> str:
