@@ -13,7 +13,7 @@ corner (left, top) of the output window in the resized box.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from statistics import NormalDist
 from typing import Any
 
@@ -413,24 +413,17 @@ def randaugment(layers: int, magnitude: float, seed: int) -> Change | None:
 
     So many `layers` of operations (of 0: None), of a mean strength from 0 to 10.
     """
-    return partial(_randaugment, layers, magnitude, seed) if layers else None
 
+    def change(views: Sequence[NDArray[np.uint8]], epoch: int, sample: int) -> None:
+        u = random.uniform(seed, epoch, sample, 0, random.RAND_AUGMENT, 4 * layers)
+        for operation, odds, strength, sign in u.reshape(layers, 4):
+            if odds < _PROBABILITY:
+                drawn = NormalDist(magnitude, _STRENGTH_STD).inv_cdf(max(strength, 2.0**-53))
+                name = OPERATIONS[int(operation * len(OPERATIONS))]
+                part = min(max(drawn, 0.0), _STRONGEST) / _STRONGEST
+                apply_operation(views[0], name, part, 1 if sign < 0.5 else -1)
 
-def _randaugment(
-    layers: int,
-    magnitude: float,
-    seed: int,
-    views: Sequence[NDArray[np.uint8]],
-    epoch: int,
-    sample: int,
-) -> None:
-    u = random.uniform(seed, epoch, sample, 0, random.RAND_AUGMENT, 4 * layers)
-    for operation, odds, strength, sign in u.reshape(layers, 4):
-        if odds < _PROBABILITY:
-            drawn = NormalDist(magnitude, _STRENGTH_STD).inv_cdf(max(strength, 2.0**-53))
-            name = OPERATIONS[int(operation * len(OPERATIONS))]
-            part = min(max(drawn, 0.0), _STRONGEST) / _STRONGEST
-            apply_operation(views[0], name, part, 1 if sign < 0.5 else -1)
+    return change if layers else None
 
 
 def apply_operation(image: NDArray[np.uint8], name: str, strength: float, sign: int) -> None:

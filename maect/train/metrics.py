@@ -88,15 +88,11 @@ def usage(flops: float, precision: str, device: torch.device) -> dict[str, float
     `tflops` 10^12 model operations a second; `utilization` that as a fraction of the device's dense
     bfloat16 rate, where that is known and the precision is bfloat16.
     """
-    values = {"memory_gib": _memory(device) / 2**30, "tflops": flops / 1e12}
-    if device.type == "cuda" and precision == "bf16":
+    on_gpu, resident = device.type == "cuda", psutil.Process().memory_info().rss
+    memory = torch.cuda.max_memory_allocated(device) if on_gpu else resident
+    values = {"memory_gib": memory / 2**30, "tflops": flops / 1e12}
+    if on_gpu and precision == "bf16":
         peak = peak_flops(torch.cuda.get_device_name(device))
         if peak is not None:
             values["utilization"] = flops / peak
     return values
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)

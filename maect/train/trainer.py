@@ -313,12 +313,14 @@ class Trainer(UnderWay):
         return self.step >= (self.replay.step if self.replay else self.steps)
 
     def _compute(self, batch: Batch) -> Sums:
-        """Forward and backward passes: in parts, as far as gradients are accumulated."""
+        """Forward and backward passes: in equal parts, as far as gradients are accumulated."""
         self._buffers.keep()
         means: dict[str, Any] = {}
         pieces, marks = self.accumulation, list[Mark]()
+        share = len(batch.ids) // pieces
         for number in range(pieces):
-            inputs = self._prepare(_piece(batch, number, pieces))
+            rows = slice(number * share, (number + 1) * share)
+            inputs = self._prepare(batch if pieces == 1 else batch.part(rows))
             marks.append(self.engine.mark())
             loss, values = self.engine(inputs)
             marks.append(self.engine.mark())
@@ -514,11 +516,3 @@ def _side_stream() -> torch.cuda.Stream:
     lives, and the blur of an augmentation does.
     """
     return torch.cuda.Stream()
-
-
-def _piece(batch: Batch, number: int, pieces: int) -> Batch:
-    """One of `pieces` equal parts of a batch."""
-    if pieces == 1:
-        return batch
-    share = len(batch.ids) // pieces
-    return batch.part(slice(number * share, (number + 1) * share))

@@ -262,11 +262,7 @@ def class_folders(source: Path) -> list[str]:
 
 def is_utf8(name: str) -> bool:
     """Return whether a file's name can be written to a text file."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return name.encode(errors="ignore").decode() == name
 
 
 def list_classes(source: Path, folders: list[tuple[str, int]], class_names: list[str]) -> Listing:
