@@ -1,46 +1,17 @@
 """Evaluations while a training runs: accuracy after each epoch, and online evaluation."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
-from maect.recipes import Encoder
-from maect.train.device_time import DeviceTime
-from maect.train.engine import Engine
-from maect.train.metrics import Metrics
-from maect.train.objective import Objective
 from maect.train.online import OnlineEvaluator
 from maect.train.scores import Scores, accuracy
-from maect.train.stage import RunInputs, Training
-from maect.train.watchdog import EVALUATING, SCORING, Watchdog
+from maect.train.stage import RunInputs
+from maect.train.watchdog import EVALUATING, SCORING
 
-
-@dataclass(kw_only=True)
-class UnderWay:
-    """A training under way: what its steps and its evaluations touch.
-
-    Attributes:
-        steps: of the whole training.
-        images: of the training set.
-        metrics: rank 0's, None elsewhere.
-        clock: times the steps; part of the state.
-    """
-
-    context: Context
-    stage: Training
-    encoder: Encoder
-    objective: Objective
-    engine: Engine
-    device: torch.device
-    steps: int
-    images: int
-    metrics: Metrics | None
-    watchdog: Watchdog
-    clock: DeviceTime
+if TYPE_CHECKING:  # it imports this module
+    from maect.train.trainer import Trainer
 
 
 @dataclass
@@ -54,7 +25,7 @@ class TrainingEvaluations:
         knn: accuracy of the last online evaluation in percent, if it has one.
     """
 
-    training: UnderWay
+    training: "Trainer"
     scores: Scores | None
     online: OnlineEvaluator | None
     knn: float | None = None

@@ -27,7 +27,7 @@ from maect.data.index import open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.models.attention import flash_kernel
-from maect.recipes import OnlineEvaluation
+from maect.recipes import Encoder, OnlineEvaluation
 from maect.train.attempts import Attempt, compute_as_before, note_attempt
 from maect.train.buffers import Buffers
 from maect.train.checkpoint import (
@@ -37,11 +37,12 @@ from maect.train.checkpoint import (
     snapshot,
 )
 from maect.train.device_time import DeviceTime
-from maect.train.engine import Mark, build_engine, seconds_between, start
-from maect.train.evaluations import TrainingEvaluations, UnderWay, first_scores
+from maect.train.engine import Engine, Mark, build_engine, seconds_between, start
+from maect.train.evaluations import TrainingEvaluations, first_scores
 from maect.train.fence import Fence
 from maect.train.final_record import described, write_final_record
 from maect.train.metrics import Metrics, usage
+from maect.train.objective import Objective
 from maect.train.online import OnlineEvaluator
 from maect.train.replay import Replay, part_of
 from maect.train.replicas import compare_replicas
@@ -53,7 +54,7 @@ from maect.train.run_folder import (
     outputs,
     remove_states,
 )
-from maect.train.stage import RunInputs
+from maect.train.stage import RunInputs, Training
 from maect.train.sums import Sums
 from maect.train.trace import Trace, steps_of
 from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING, Watchdog
@@ -250,10 +251,14 @@ def train(
 
 
 @dataclass(kw_only=True)
-class Trainer(UnderWay):
-    """Everything that a step touches.
+class Trainer:
+    """Everything that the steps and evaluations of a training under way touch.
 
     Attributes:
+        steps: of the whole training.
+        images: of the training set.
+        metrics: rank 0's, None elsewhere.
+        clock: times the steps; part of the state.
         step: updates done so far; with the settings it is the whole position of the run.
         save_seconds: between two states.
         record: what every state says beside its step.
@@ -264,6 +269,17 @@ class Trainer(UnderWay):
         accumulation: forward passes of an update.
     """
 
+    context: Context
+    stage: Training
+    encoder: Encoder
+    objective: Objective
+    engine: Engine
+    device: torch.device
+    steps: int
+    images: int
+    metrics: Metrics | None
+    watchdog: Watchdog
+    clock: DeviceTime
     step: int
     saver: Saver
     save_seconds: float
