@@ -61,6 +61,10 @@ class Archive(ImageSource):
             entries.append(Entry(short, label, path, offset, size))
         return Listing(entries, classes, [name for name, *_ in members if not is_image(name)])
 
+    def file_of(self, entry: Entry) -> str:
+        """The archive."""
+        return self.path.name
+
     def read(self, entry: Entry) -> bytes:
         """The unpacked bytes; a zip has a lock of its own."""
         if self._archive is None:

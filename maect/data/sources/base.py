@@ -140,6 +140,10 @@ class ImageSource(Source):
                 return file.read()
             return os.pread(file.fileno(), entry.size, entry.offset)
 
+    def file_of(self, entry: Entry) -> str:
+        """Name below the source's folder of the file that an image is in."""
+        return entry.path
+
     def read_ahead(self, entries: Sequence[Entry], folder: Path) -> None:
         """Prepare to read these images next, where one cannot be read without many others.
 

@@ -12,7 +12,6 @@ from typing import Any
 from maect.core.errors import UserError, counted
 from maect.core.files import read_record, seek_record, write_record
 from maect.data.sources import find_source, open_source
-from maect.data.sources.archives import Archive
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing
 
 log = logging.getLogger(__name__)
@@ -27,17 +26,10 @@ Stat = tuple[int, int]
 """Bytes of a file and when it was changed, in nanoseconds; -1 and 0 of one that is gone."""
 
 
-def note_files(out: Path, source: ImageSource, entries: Iterable[Entry]) -> None:
+def note_files(out: Path, source: ImageSource, entries: Sequence[Entry]) -> None:
     """Write beside shards names, sizes and times of the files with the images, if these are few."""
-    names = _files(source, entries)
-    if len(names) <= MOST:
-        write_record(out / FILES, {"files": dict(sorted(_stats(source, names).items()))})
-
-
-def _files(source: ImageSource, entries: Iterable[Entry]) -> set[str]:
-    """Names of the files below the source's folder."""
-    packed = isinstance(source, Archive)  # whose entries are named by what is in it
-    return {source.path.name} if packed else {entry.path for entry in entries}
+    if len({source.file_of(entry) for entry in entries}) <= MOST:
+        write_record(out / FILES, {"files": dict(sorted(_stats(source, entries).items()))})
 
 
 def _text(name: str) -> str:
@@ -45,10 +37,10 @@ def _text(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _stats(source: ImageSource, names: Iterable[str]) -> dict[str, Stat]:
-    """Return the size and time of each file."""
+def _stats(source: ImageSource, entries: Iterable[Entry]) -> dict[str, Stat]:
+    """Return the size and time of each file that images are in."""
     stats = {}
-    for name in names:
+    for name in {source.file_of(entry) for entry in entries}:
         try:
             status = os.stat(source.root / name)
             stats[_text(name)] = status.st_size, status.st_mtime_ns
@@ -122,7 +114,7 @@ def changes(out: Path, images: Path | None = None) -> Changes | None:
         if not known.exists():
             return _other_classes(before, source, plan["class_names"])
         noted, listing = _noted(out), source.listing()
-        now = _stats(source, _files(source, listing.entries))
+        now = _stats(source, listing.entries)
         if [*now] == [source.path.name] and [*noted] == [before.name]:  # one file, called otherwise
             now = {before.name: now[source.path.name]}
         both = now.keys() & noted.keys()
@@ -154,12 +146,8 @@ def _edited(
 
     if not touched or not (out / "index.json").exists():
         return set()
-    packed = isinstance(source, Archive)
-    of_file = {
-        entry: source.path.name if packed else _text(entry.path)
-        for entry in entries
-        if packed or _text(entry.path) in touched
-    }
+    names = {entry: _text(source.file_of(entry)) for entry in entries}
+    of_file = {entry: name for entry, name in names.items() if name in touched}
     chosen = [*of_file][:: max(1, -(-len(of_file) // COMPARED))]
     return {of_file[entry] for entry in differing(out, source, chosen)}
 
@@ -203,7 +191,7 @@ def may_differ(out: Path, images: Path) -> bool:
         return True
     try:
         source = open_source(plan["kind"], images)
-        return _stats(source, _files(source, source.listing().entries)) != _noted(out)
+        return _stats(source, source.listing().entries) != _noted(out)
     except (UserError, KeyError, ValueError, OSError):
         return False
 
