@@ -214,7 +214,8 @@ class WithoutLabels(Training):
             raise UserError(f"{index.directory}: an oracle needs labels; some images have none")
         return images
 
-    def check_contrastive(self) -> Self:
+    @model_validator(mode="after")
+    def _contrastive(self) -> Self:
         """Refuse what the contrastive loss cannot be computed with."""
         if self.heads and self.views != 2:
             raise ValueError("the contrastive loss needs views: 2")

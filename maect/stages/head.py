@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import model_validator
-
 from maect.recipes import Contrastive, Encoder
 from maect.stages.base import SelfSupervised
 
@@ -20,10 +18,6 @@ class Head(SelfSupervised):
     trains_encoder: ClassVar[bool] = False
 
     head: Contrastive
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Head":
-        return self.check_contrastive()
 
     def objective(self, encoder: Encoder, seed: int) -> "ContrastiveObjective":
         """Encoder and head, with random weights."""

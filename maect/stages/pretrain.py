@@ -31,7 +31,7 @@ class Pretrain(SelfSupervised):
     def _consistent(self) -> "Pretrain":
         if (self.contrastive == "none") != (self.head is None):
             raise ValueError("`head` settings belong to contrastive: combined or detached")
-        return self.check_contrastive()
+        return self
 
     def objective(self, encoder: Encoder, seed: int) -> "MaskedAutoencoder":
         """The masked autoencoder with random weights."""

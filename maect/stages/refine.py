@@ -45,7 +45,6 @@ class RefineHeads(WithoutLabels):
             raise ValueError(f"local_scale {self.local_scale}: no range of parts of an image")
         if self.min_lr > self.peak_lr:
             raise ValueError(f"min_lr {self.min_lr} is above the peak learning rate")
-        self.check_contrastive()
         return self
 
     @property

@@ -27,7 +27,7 @@ class Tune(UpperLayers, Head):
             raise ValueError(
                 f"from_scratch: frozen_blocks {self.frozen_blocks} would stay random; set it to 0"
             )
-        return self.check_contrastive()
+        return self
 
     @property
     def needs_source(self) -> bool:
