@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from maect.core.context import Context
-from maect.core.distributed import any_rank, from_rank_0
+from maect.core.distributed import any_rank, from_all, from_rank_0, uses_gpus
 from maect.core.errors import counted
 from maect.core.settings import Settings, validated
 from maect.recipes.computing import Computing
@@ -53,8 +53,6 @@ class Attempt(Settings):
     @classmethod
     def now(cls, context: Context, step: int, compiled: bool, computing: Computing) -> Self:
         """Return what computes here; called on every rank."""
-        from maect.core.distributed import from_all, uses_gpus
-
         on_gpu = uses_gpus()
         device = torch.cuda.get_device_name() if on_gpu else _cpu_name()
         seen = from_all([device, torch.backends.cpu.get_cpu_capability()])
