@@ -118,14 +118,8 @@ def read_yaml_text(path: Path) -> str:
         raise UserError(f"{path}: not a text file in UTF-8 ({error.reason})") from None
 
 
-class _Short(reprlib.Repr):
-    """Values as a message quotes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, 300, 300, 60
-        self.maxlist = self.maxdict = self.maxtuple = 12
-
-
-shortened = _Short().repr
-"""`repr` of what may be large."""
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 4, 300, 300, 60
+_short.maxlist = _short.maxdict = _short.maxtuple = 12
+shortened = _short.repr
+"""`repr` of what may be large, as a message quotes it."""

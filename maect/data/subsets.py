@@ -31,11 +31,9 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
     Labels are the positions in `classes`; samples keep their ids and their order.
     """
     index = open_index(shards)
-    labels = []
-    for name in classes:
-        if name not in index.class_names:
-            raise UserError(f"{shards}: no class {name!r}")
-        labels.append(index.class_names.index(name))
+    if unknown := [name for name in classes if name not in index.class_names]:
+        raise UserError(f"{shards}: no class {unknown[0]!r}")
+    labels = [index.class_names.index(name) for name in classes]
     new_label = np.full(len(index.class_names) + 1, -1, np.int64)
     new_label[labels] = np.arange(len(labels))
     chosen = np.flatnonzero(new_label[index.labels] >= 0)

@@ -22,12 +22,7 @@ FIRST_NAMESPACE = "pid:[4026531836]"  # of process ids, outside of all container
 
 def marked(name: str) -> list[psutil.Process]:
     """All live processes of the job of this name."""
-    processes = []
-    for pid in psutil.pids():
-        process = _alive(pid, name)
-        if process is not None:
-            processes.append(process)
-    return processes
+    return [process for pid in psutil.pids() if (process := _alive(pid, name)) is not None]
 
 
 class Local(Cluster):
