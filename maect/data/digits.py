@@ -27,7 +27,6 @@ def write_digits(out: Path) -> None:
     rank = random.bits(_SEED, 0, np.arange(len(digits.target)), 0, random.SUBSET, 1)[:, 0]
     order = np.lexsort((rank, digits.target))
     within = np.concatenate([np.arange(n) for n in np.bincount(digits.target)])
-    out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     val = within < _VAL_PER_CLASS
     same = {"val": (val, lambda image, _: image), "train": (~val, lambda image, _: image)}

@@ -22,16 +22,12 @@ _ROUNDS = 8
 class Permutation:
     """A keyed permutation of range(n): a Feistel network walked until it lands inside."""
 
-    def __init__(self, n: int, key: NDArray[np.uint64]) -> None:
+    def __init__(self, n: int, seed: int, epoch: int, stream: int) -> None:
+        """The permutation of range(n) that belongs to (seed, epoch, stream)."""
         self.n = n
         self._half = np.uint64(max(1, -(-max(n - 1, 1).bit_length() // 2)))
         self._mask = np.uint64((1 << int(self._half)) - 1)
-        self._round_keys = key
-
-    @classmethod
-    def keyed(cls, n: int, seed: int, epoch: int, stream: int) -> "Permutation":
-        """The permutation of range(n) that belongs to (seed, epoch, stream)."""
-        return cls(n, random.bits(seed, epoch, n, 0, stream, _ROUNDS)[0])
+        self._round_keys = random.bits(seed, epoch, n, 0, stream, _ROUNDS)[0]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where each of `positions` goes."""
@@ -104,7 +100,7 @@ class Order:
 
     def _epoch_start(self, epoch: int) -> tuple[Permutation, int]:
         """The permutation of an epoch's chunks, and where it moves the short last one."""
-        chunks = Permutation.keyed(self.chunks, self.seed, epoch, random.CHUNK)
+        chunks = Permutation(self.chunks, self.seed, epoch, random.CHUNK)
         return chunks, int(chunks.inverse(np.array([self.chunks - 1]))[0])
 
     def _window(self, epoch: int, number: int) -> NDArray[np.int64]:

@@ -25,7 +25,6 @@ def write_shapes(out: Path) -> None:
     A mask's numbers are 1 for the background and 2 to 5 for the shapes. A split that is there is
     kept.
     """
-    out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     first = 0
     for split, count in IMAGES.items():

@@ -58,7 +58,6 @@ def shard(
 
     Options are those of `plan_shards`. All unreadable images are reported together.
     """
-    out = Path(out)
     plan, listings, note = planned(source, kind, out, shards, **options)
     with _locked(out, alone=True):
         store_plan(out, plan, listings, note)
@@ -79,7 +78,6 @@ def plan_shards(source: Path, kind: str, out: Path, shards: int, **options: Any)
     Raises:
         UserError: wrong source, or `out` holds shards of another plan.
     """
-    out = Path(out)
     plan, listings, note = planned(source, kind, out, shards, **options)
     with _locked(out, alone=True):
         put_back([out / "plan.json"], lambda: read_plan(out) == plan)
@@ -93,7 +91,6 @@ def write_shard(out: Path, number: int, *, threads: int = 1) -> Path:
 
     Returns the tar, or raises a UserError with the names of unreadable images.
     """
-    out = Path(out)
     tar = out / shard_name(read_plan(out)["split"], number)
     try:
         with _locked(out, alone=False):
@@ -112,7 +109,6 @@ def finish_index(out: Path, *, threads: int = 1) -> int:
     Tars that are indexed where they lie are read here, those that were not yet. Small images are
     decoded once, into pixels.npy (`maect.data.pixels`).
     """
-    out = Path(out)
     plan, index = read_plan(out), [out / "index.json", out / "index.npy"]
     with _locked(out, alone=True):
         put_back(index, lambda: _is_indexed(out, plan))

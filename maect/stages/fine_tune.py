@@ -110,13 +110,8 @@ class FineTune(Supervised, Training):
         """
         import numpy as np
 
-        rows, held = self._labelled(index)
-        if len(rows := np.setdiff1d(rows, held)) < self.batch_size:
-            raise UserError(
-                f"{index.directory}: batch_size {self.batch_size} is larger than its "
-                f"{len(rows)} labelled images: an image would be in the same batch twice"
-            )
-        return replace(index, rows=index.rows[rows])
+        rows = np.setdiff1d(*self._labelled(index))
+        return super().training_images(replace(index, rows=index.rows[rows]))
 
     def scored_images(self, index: "Index") -> "Index | None":
         """The held-out images, which the epochs are scored on; None: there are none."""

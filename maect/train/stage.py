@@ -165,9 +165,10 @@ class Training(Updates, Stage):
     def training_images(self, index: "Index") -> "Index":
         """The images to train on, out of a split; UserError if they are too few."""
         if index.n < self.batch_size:
+            images = "labelled images" if self.labelled else "images"
             raise UserError(
-                f"batch_size {self.batch_size} is larger than the train split's {index.n} images: "
-                "an image would be in the same batch twice"
+                f"{index.directory}: batch_size {self.batch_size} is larger than its {index.n} "
+                f"{images}: an image would be in the same batch twice"
             )
         return index
 

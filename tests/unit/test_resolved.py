@@ -315,7 +315,7 @@ def test_a_batch_that_is_larger_than_the_data_is_refused_before_a_job_is_queued(
     )  # fmt: skip
     run.write(tmp_path / "runs/mae/config.yaml")
     assert main(["train", str(tmp_path / "runs/mae/config.yaml")]) == 2
-    fault = f"batch_size {settings.batch_size} is larger than the train split's 5 images"
+    fault = f"batch_size {settings.batch_size} is larger than its 5 images"
     assert fault in capsys.readouterr().err
     assert not (tmp_path / "runs/mae/job.json").exists()
 

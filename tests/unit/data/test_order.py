@@ -9,7 +9,7 @@ from maect.data.order import Order, Permutation
 
 @given(st.integers(1, 3000), st.integers(0, 2**32))
 def test_permutation_is_a_bijection_with_its_inverse(n: int, seed: int) -> None:
-    permutation = Permutation.keyed(n, seed, 0, random.CHUNK)
+    permutation = Permutation(n, seed, 0, random.CHUNK)
     image = permutation(np.arange(n))
     assert sorted(image.tolist()) == list(range(n))
     assert (permutation.inverse(image) == np.arange(n)).all()
