@@ -53,14 +53,13 @@ def put_back(paths: Sequence[Path], is_finished: Callable[[], bool]) -> None:
     for path in gone:
         with suppress(FileExistsError):  # by a job that nobody watched
             os.link(backup_of(path), path)
+    damaged = False
     try:
         if is_finished():
             return
     except (UserError, KeyError, TypeError, ValueError) as error:
         log.warning("%s: damaged, so it is made again (%s)", gone[0], error)
         damaged = True
-    else:
-        damaged = False
     for path in gone:
         _take_back(path)
     if damaged:

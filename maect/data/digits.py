@@ -29,13 +29,12 @@ def write_digits(out: Path) -> None:
     within = np.concatenate([np.arange(n) for n in np.bincount(digits.target)])
     out.mkdir(parents=True, exist_ok=True)
     val = within < _VAL_PER_CLASS
-    same = {"val": (val, lambda image, _: image), "train": (~val, lambda image, _: image)}
-    shifted = {name: (val, change) for name, change in SHIFTS.items()}
-    for split, (chosen, change) in {**same, **shifted}.items():
+    same = dict.fromkeys(("val", "train"), lambda image, _: image)
+    for split, change in (same | SHIFTS).items():
         if (out / split).exists():
             continue
         with new_folder(out / split) as temporary:
-            for number in order[chosen]:
+            for number in order[~val if split == "train" else val]:
                 folder = temporary / str(digits.target[number])
                 folder.mkdir(exist_ok=True)
                 values = np.rint(digits.images[number] * (255 / 16)).astype(np.uint8)

@@ -13,9 +13,8 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from maect.launch import record
 from maect.launch.local import marked
@@ -277,13 +276,11 @@ def _attempt_log(folder: Path, job: Job) -> bytes:
         return b""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """Answer of squeue, at a time of this process's clock: jobs as id to (state, reason, name)."""
 
     time: float
     jobs: dict[str, tuple[str, str, str]]
-    queries: int
 
 
 def squeue_seconds() -> float:
@@ -338,7 +335,7 @@ class Squeue:
         if value is None or not value["answered"] or self._when(value) <= newer_than:
             return None
         jobs = {key: (state, reason, name) for key, (state, reason, name) in value["jobs"].items()}
-        return Answer(self._when(value), jobs, value["queries"])
+        return Answer(self._when(value), jobs)
 
     def _when(self, value: Shared) -> float:
         """Return when a value was answered, by this process's clock."""
