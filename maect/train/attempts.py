@@ -74,13 +74,12 @@ class Attempt(Settings):
     def differences(self, before: "Attempt") -> Iterator[str]:
         """Say how this attempt differs from the one before it, a sentence for each value."""
         now, then = _flat(self), _flat(before)
-        for name in [*now, *(name for name in then if name not in now)]:
-            if now.get(name) != then.get(name):
+        for name in now | then:
+            values = now.get(name), then.get(name)
+            if values[0] != values[1]:
+                new, old = ("not set" if value is None else value for value in values)
                 last = "" if name in ("revision", "maect") else " in the last bits"
-                yield (
-                    f"resumes with {name} {_text(now.get(name))}, it was {_text(then.get(name))}: "
-                    f"the result may differ{last}"
-                )
+                yield f"resumes with {name} {new}, it was {old}: the result may differ{last}"
 
 
 def attempts(folder: Path, step: int) -> list[Attempt]:
@@ -127,10 +126,6 @@ def note_attempt(folder: Path, attempt: Attempt) -> list[str]:
         before.append(attempt)
     write_noted(folder, attempts=[one.model_dump(mode="json") for one in before])
     return sentences
-
-
-def _text(value: Any) -> str:
-    return "not set" if value is None else str(value)
 
 
 def _flat(attempt: Attempt) -> dict[str, Any]:
