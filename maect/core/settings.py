@@ -5,6 +5,7 @@ import json
 import os
 import typing
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -211,11 +212,9 @@ class SettingsFile(Settings):
     def write(self, path: str | Path) -> bool:
         """Write the file, atomically, if it does not say the same already; returns whether."""
         path, text = Path(path), self.text(path)
-        try:
+        with suppress(OSError, UnicodeDecodeError):
             if read_text(path) == text:
                 return False
-        except (OSError, UnicodeDecodeError):
-            pass
         write_text(path, text)
         return True
 

@@ -138,11 +138,10 @@ def _locked(out: Path, *, alone: bool) -> Iterator[None]:
         (out / "parts").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{out}: {error.strerror}") from None
-    descriptor = None
-    try:
+    with ExitStack() as stack:
         try:
-            descriptor = os.open(out / "parts/.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            lock = stack.enter_context(open(out / "parts/.lock", "a+"))
+            fcntl.flock(lock, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"{out}: another maect shard is at work here; wait for it or choose another folder"
@@ -150,9 +149,6 @@ def _locked(out: Path, *, alone: bool) -> Iterator[None]:
         except OSError:
             pass  # mounted without locks, or read-only since all is done
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def _record_path(out: Path, number: int) -> Path:

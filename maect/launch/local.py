@@ -3,6 +3,7 @@
 import platform
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -125,10 +126,8 @@ def _end(name: str, seconds: float) -> None:
     # Repeated: a process may have started another between the scan and the signal.
     for _ in range(3):
         for process in left:
-            try:
+            with suppress(psutil.Error):
                 process.kill()
-            except psutil.Error:
-                continue
         psutil.wait_procs(left, timeout=5)
         left = marked(name)
         if not left:

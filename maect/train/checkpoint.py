@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ class Saver:
         except Exception as error:  # a full disk must not end the training
             self.error = f"state of step {step} not saved ({error}); the one before it stays"
             log.warning(self.error)
-            try:
+            with suppress(OSError):  # rank 0 gives up waiting, and cleans up
                 if self.rank == 0:
                     if not is_complete(folder):  # what an earlier save of this step has left
                         shutil.rmtree(folder, ignore_errors=True)
@@ -133,8 +134,6 @@ class Saver:
                     # Its file stays: it may be of a save of this step that is complete.
                     note = {"error": str(error), "save": self._number}
                     write_record(folder / f"rank-{self.rank:04d}.json", note)
-            except OSError:
-                pass  # rank 0 gives up waiting, and cleans up
         finally:
             self.context.saving(False)
 
