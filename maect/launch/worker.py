@@ -238,6 +238,7 @@ def _run(environment: Any, job: Job, folder: Path, is_there: Callable[[], bool])
     before, seconds = record.saved_step(folder, job), record.held_seconds(folder, job)
     number, size = environment.global_rank, environment.num_tasks
     file = RankFile(folder, job.name, number, environment.job_id, seconds, job.ranks)
+    file.note(**({"saved": before} if number == 0 else {}))
     rank = Rank(
         rank=number,
         local_rank=environment.local_rank,
@@ -253,7 +254,6 @@ def _run(environment: Any, job: Job, folder: Path, is_there: Callable[[], bool])
         is_there=is_there,
         saved_before=before,
     )
-    file.note(**({"saved": before} if number == 0 else {}))
     _listen(rank)
     try:
         _join(rank, environment, job)
