@@ -149,17 +149,8 @@ def _draw(shown: Mapping[str, tuple[dict[str, float], "FeatureFile"]], png: Path
             vectors = (vectors - vectors.mean(0)) / (vectors.std(0) + 1e-6)
             points = TSNE(init="pca", random_state=0, max_iter=500).fit_transform(vectors)
             for number in np.unique(file.labels):
-                mine = points[file.labels == number]
-                color, marker = class_style(int(number))
-                one.scatter(
-                    mine[:, 0],
-                    mine[:, 1],
-                    s=9,
-                    color=color,
-                    marker=marker,
-                    linewidths=0,
-                    label=number,
-                )
+                style = class_style(int(number)) | {"s": 9, "linewidths": 0, "label": number}
+                one.scatter(*points[file.labels == number].T, **style)
             one.set_title(f"{when} contrastive tuning: k-NN {scores['k-NN']:.0f} %")
             blank(one)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=10)

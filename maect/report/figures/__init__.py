@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -29,36 +29,15 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 # than colours the marker changes too.
 CLASS_COLORS = (*COLORS, "#882255", "#7F7F00")
 MARKERS = ("o", "^", "s", "D")
-LINES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
+LINES = ("-", "--", "-.", ":")
 WIDTH = 6.8
-"""Inches of a page's text, so that the fonts below are printed at their own size."""
-
-_SETTINGS: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same everywhere
-    "font.size": 8.0,
-    "axes.titlesize": 8.5,
-    "axes.labelsize": 8.0,
-    "xtick.labelsize": 7.0,
-    "ytick.labelsize": 7.0,
-    "legend.fontsize": 7.5,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.5,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.4,
-    "pdf.fonttype": 42,  # real text in the PDF, not outlines
-    "svg.hashsalt": "maect",
-    "figure.dpi": 100,
-    "savefig.dpi": 200,
-}
+"""Inches of a page's text, so that the fonts of `STYLE` are printed at their own size."""
+STYLE = Path(__file__).with_name("figures.mplstyle")
 
 
 def styled() -> AbstractContextManager[None]:
     """Context in which figures are made; nothing of the user's own style gets in."""
-    return matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SETTINGS})
+    return matplotlib.rc_context(matplotlib.rc_params_from_file(STYLE))
 
 
 def panels(rows: int, columns: int, height: float) -> tuple[Figure, list[Axes]]:
@@ -75,25 +54,23 @@ def panels(rows: int, columns: int, height: float) -> tuple[Figure, list[Axes]]:
 def save(figure: Figure, pdf: Path, png: Path) -> None:
     """Write a figure as PDF and as PNG, without the date or the versions of the software."""
     with atomic_write(pdf) as temporary:
-        figure.savefig(
-            temporary,
-            format="pdf",
-            metadata={"CreationDate": None, "Producer": None, "Creator": None},
-        )
+        about = dict.fromkeys(("CreationDate", "Producer", "Creator"))
+        figure.savefig(temporary, format="pdf", metadata=about)
     with atomic_write(png) as temporary:
         figure.savefig(temporary, format="png", metadata={"Software": None})
 
 
-def class_style(number: int) -> tuple[str, str]:
-    """Colour and marker of a class; 40 classes before one repeats."""
-    colors = len(CLASS_COLORS)
-    return CLASS_COLORS[number % colors], MARKERS[number // colors % len(MARKERS)]
+def class_style(number: int) -> dict[str, Any]:
+    """Colour and marker of a class, as matplotlib takes them; 40 classes before one repeats."""
+    turn, place = divmod(number, len(CLASS_COLORS))
+    return {"color": CLASS_COLORS[place], "marker": MARKERS[turn % len(MARKERS)]}
 
 
-def method_style(number: int) -> tuple[str, str, Literal["-", "--", "-.", ":"]]:
-    """Colour, marker and line of a method; 32 methods before all three repeat."""
+def method_style(number: int) -> dict[str, Any]:
+    """Colour, marker and line of a method, likewise; 32 methods before all three repeat."""
     turn = number + number // len(COLORS)
-    return COLORS[number % len(COLORS)], MARKERS[turn % len(MARKERS)], LINES[turn % len(LINES)]
+    color, marker = COLORS[number % len(COLORS)], MARKERS[turn % len(MARKERS)]
+    return {"color": color, "marker": marker, "linestyle": LINES[turn % len(LINES)]}
 
 
 def blank(axes: Axes | Sequence[Axes]) -> None:

@@ -27,7 +27,7 @@ NAME_SIZE = 6.5
 COVERED = 0.25
 """Part of a panel that names may take."""
 _BOLD = FontProperties(family="DejaVu Sans", weight="bold")
-MISSING = "#999999"
+MISSING = {"color": "#999999", "marker": "."}
 DENSE = 5000  # points above which a PDF holds a picture of them instead of each one
 
 
@@ -43,29 +43,23 @@ def read_points(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scatter(axes: Axes, points: np.ndarray, labels: np.ndarray, known: Sequence[int]) -> None:
-    size = float(np.clip(9000 / max(len(points), 1), 0.4, 14))
-    options: dict[str, Any] = {
-        "s": size,
-        "linewidths": 0,
-        "alpha": 0.75,
-        "rasterized": len(points) > DENSE,
-    }
+    dense, size = len(points) > DENSE, float(np.clip(9000 / max(len(points), 1), 0.4, 14))
+    options: dict[str, Any] = {"s": size, "linewidths": 0, "alpha": 0.75, "rasterized": dense}
     order = np.random.default_rng(0).permutation(len(points))
+    x, y = points[order].T
     if len(known) > LEGEND_CLASSES:  # neighbouring numbers, similar colours: super-classes show
-        axes.scatter(points[order, 0], points[order, 1], c=labels[order], cmap="viridis", **options)
+        axes.scatter(x, y, c=labels[order], cmap="viridis", **options)
         return
-    if len(points) > DENSE and len(known) <= len(
-        CLASS_COLORS
-    ):  # where points overlap, no class wins
-        styles = {number: class_style(position)[0] for position, number in enumerate(known)}
-        colors = [styles.get(number, MISSING) for number in labels[order].tolist()]
-        axes.scatter(points[order, 0], points[order, 1], c=colors, **options)
+    if dense and len(known) <= len(CLASS_COLORS):  # where points overlap, no class wins
+        styles = {number: class_style(position) for position, number in enumerate(known)}
+        colors = [styles.get(number, MISSING)["color"] for number in labels[order].tolist()]
+        axes.scatter(x, y, c=colors, **options)
         return
     for number in np.unique(labels):
         # Labels that are missing are gray; the others look the same in every panel.
-        color, marker = (MISSING, ".") if number < 0 else class_style(known.index(int(number)))
-        mine = points[labels == number]
-        axes.scatter(mine[:, 0], mine[:, 1], color=color, marker=marker, **options)
+        style = MISSING if number < 0 else class_style(known.index(int(number)))
+        x, y = points[labels == number].T
+        axes.scatter(x, y, **style, **options)
 
 
 def _names(
@@ -147,14 +141,14 @@ def umap(shown: ShownConfig) -> Figure:
         ax.spines[:].set_color("#BBBBBB")
         ax.set_title(title + _accuracy(shown, rows[title], path))
     if names:
-        handles = []
-        for position in range(len(known)):
-            color, marker = class_style(position)
-            handles.append(Line2D([], [], color=color, marker=marker, linestyle="", markersize=5))
-        titles = list(names.values())
+        styles, titles = (
+            [class_style(position) for position in range(len(known))],
+            [*names.values()],
+        )
         if classes.are_groups and any((labels < 0).any() for _, labels in data):
-            handles.append(Line2D([], [], color=MISSING, marker=".", linestyle="", markersize=5))
+            styles.append(MISSING)
             titles.append("others")
+        handles = [Line2D([], [], **style, linestyle="", markersize=5) for style in styles]
         most = 10 if max(map(len, titles)) <= SHORT else 5 if classes.are_groups else 4
         figure.legend(
             handles, titles, loc="outside lower center",

@@ -154,18 +154,13 @@ def neighbor_retrieval(shown: ShownConfig) -> Figure:
     return figure
 
 
-def reconstructions(shown: ShownConfig) -> Figure:
-    """Of each pre-training: visible patches, what is made of them, and the image, over time."""
-    return _online_pictures(shown, "reconstructions")
+def online_pictures(shown: ShownConfig) -> Figure:
+    """First, middle and last pictures of online evaluation of every run behind the rows, if any.
 
-
-def neighbors_in_training(shown: ShownConfig) -> Figure:
-    """Of each training: images (left) and the nearest others, over time."""
-    return _online_pictures(shown, "neighbors")
-
-
-def _online_pictures(shown: ShownConfig, name: str) -> Figure:
-    """First, middle and last pictures of online evaluation of every run behind the rows, if any."""
+    Of each pre-training `reconstructions`: visible patches, what is made of them, and the image. Of
+    each training `neighbors_in_training`: images (left) and the nearest others.
+    """
+    name = shown.name.removesuffix("_in_training")
     drawn: list[tuple[str, Path]] = []
     for node in finished_runs(shown):
         files = sorted((shown.runs / node.run / "online").glob(f"{name}-*.jpg"))

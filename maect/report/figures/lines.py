@@ -15,18 +15,11 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError
 from maect.records import is_finished
+from maect.report import tables
 from maect.report.configs import ShownConfig
 from maect.report.figures import COLORS, LINES, MARKERS, WIDTH, method_style, panels
 from maect.report.figures.data import finished_runs, result_files, row_title, stage_title
-from maect.report.tables import (
-    KEYS,
-    build_table,
-    chain,
-    cost_table,
-    flops_of_step,
-    read_metrics,
-    result_of,
-)
+from maect.report.tables import KEYS, build_table, chain
 from maect.report.titles import architecture_title, method_title
 from maect.stages import STAGES
 
@@ -48,8 +41,10 @@ ONLINE = {
 LETTERS = 13  # an inch of a title, at its size
 POINTS = 200  # more than a page shows: longer curves are averaged down to this
 # Whatever is beside the line is the paper's, whatever is filled was measured.
-_PAPER = Line2D([], [], color="#777777", marker="o", fillstyle="none", linestyle="", label="paper")
-_RECORDED = Line2D([], [], color="#777777", marker="+", linestyle="", label="hours as recorded")
+ALONE: dict[str, Any] = {"linestyle": ""}
+PRINTED = ALONE | {"fillstyle": "none"}
+_PAPER = Line2D([], [], color="#777777", marker="o", **PRINTED, label="paper")
+_RECORDED = Line2D([], [], color="#777777", marker="+", **ALONE, label="hours as recorded")
 _ONLINE = Line2D([], [], color="#777777", linewidth=0.9, label="while training, on training images")
 
 
@@ -75,7 +70,7 @@ def points_of(table: pd.DataFrame, cost: pd.DataFrame) -> list[Any]:
 def gpu_hours(shown: ShownConfig) -> Figure:
     """Linear probing accuracy against device hours (log scale), one line a method."""
     asked = shown.rows, shown.evaluations, shown.compare_with_paper
-    points = points_of(build_table("gpu_hours", *asked), cost_table(shown.rows, shown.runs))
+    points = points_of(build_table("gpu_hours", *asked), tables.cost_table(shown.rows, shown.runs))
     if not points:
         raise UserError("gpu_hours figure: no run has both a linear probe and a known cost")
     methods = list(dict.fromkeys(point.method for point in points))
@@ -84,25 +79,18 @@ def gpu_hours(shown: ShownConfig) -> Figure:
     figure, (ax,) = panels(1, 1, height=3.2 if few else 3.8)
     for number, method in enumerate(methods):
         line = sorted((p for p in points if p.method == method), key=lambda p: p.hours)
-        color, marker, style = method_style(number)
-        hours = [p.hours for p in line]
-        ax.errorbar(
-            hours, [p.accuracy for p in line],
-            yerr=[0 if math.isnan(p.std) else p.std for p in line],
-            color=color, linestyle=style, capsize=2, marker=marker, label=method_title(method),
-        )  # fmt: skip
-        ax.plot(
-            hours, [p.paper for p in line], color=color, linestyle="", fillstyle="none",
-            marker=marker,
-        )  # fmt: skip
+        style = method_style(number)
+        hours, accuracy = [p.hours for p in line], [p.accuracy for p in line]
+        spread = np.nan_to_num([p.std for p in line])
+        ax.errorbar(hours, accuracy, spread, **style, capsize=2, label=method_title(method))
+        ax.plot(hours, [p.paper for p in line], **style | PRINTED)
         if timed:
-            recorded = [p.recorded for p in line]
-            ax.plot(recorded, [p.accuracy for p in line], color=color, linestyle="", marker="+")
+            ax.plot([p.recorded for p in line], accuracy, **style | ALONE | {"marker": "+"})
         for p in line:
             ax.annotate(
                 architecture_title(p.architecture), (p.hours, p.drawn),
                 xytext=(5, -9 if number % 2 else 5), textcoords="offset points",
-                fontsize=6.5 if few else 5.5, color=color if few else "#333333",
+                fontsize=6.5 if few else 5.5, color=style["color"] if few else "#333333",
             )  # fmt: skip
     ax.set(xscale="log", xlabel="device hours of training", ylabel="linear probing accuracy (%)")
     ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -132,13 +120,13 @@ def knn_compute(shown: ShownConfig) -> Figure:
         accuracy, std = known[row.architecture, row.method]
         if not done or math.isnan(accuracy):
             continue
-        (color, symbol, _), before = method_style(number), 0.0
+        style, before = method_style(number), 0.0
         line = list[tuple[float, float]]()
         for record in reversed(chain(done[0], shown.runs)):
             steps = finished_entries(shown.runs / record.run, record.logged_epochs)
             if not steps:
                 raise UserError(f"{shown.runs / record.run}: has no metrics.jsonl")
-            flops = flops_of_step(record) / 1e15
+            flops = tables.flops_of_step(record) / 1e15
             found = [
                 (before + flops * s["step"], s["online_knn"]) for s in steps if "online_knn" in s
             ]
@@ -149,11 +137,9 @@ def knn_compute(shown: ShownConfig) -> Figure:
         if line:
             online = True
             marker = "." if len(line) == 1 else ""
-            ax.plot(*zip(*line, strict=True), color=color, linewidth=0.9, marker=marker)
-        ax.errorbar(
-            [before], [accuracy], yerr=[0 if math.isnan(std) else std], color=color,
-            marker=symbol, linestyle="", capsize=2, label=row_title(row, shown.rows),
-        )  # fmt: skip
+            ax.plot(*zip(*line, strict=True), color=style["color"], linewidth=0.9, marker=marker)
+        std, name = np.nan_to_num(std), row_title(row, shown.rows)
+        ax.errorbar([before], [accuracy], [std], **style | ALONE, capsize=2, label=name)
     if not drawn:
         raise UserError("knn_compute figure: no run has both a k-NN and a completion record")
     ax.set(xlabel="operations of training (10$^{15}$)", ylabel="k-NN accuracy (%)")
@@ -185,24 +171,16 @@ def gain_by_precision(shown: ShownConfig) -> Figure:
     order = list(dict.fromkeys([*lines, *(one for one, _, _ in points)]))
     for augmentation, line in lines.items():
         x, y, error = zip(*sorted(line), strict=True)
-        number = order.index(augmentation)
-        ax.errorbar(
-            x, y, yerr=error, color=COLORS[number], marker=MARKERS[number], capsize=2,
-            label=f"{augmentation}, oracle",
-        )  # fmt: skip
+        style = method_style(order.index(augmentation)) | {"linestyle": "-", "capsize": 2}
+        ax.errorbar(x, y, error, **style, label=f"{augmentation}, oracle")
     for augmentation, lookup, (part, gain, std) in points:
-        number = order.index(augmentation)
+        style = method_style(order.index(augmentation)) | PRINTED
         if lookup == "none":  # the other view, which is right but no neighbour
-            ax.axhline(
-                gain, color=COLORS[number], linestyle=":", linewidth=0.9,
-                label=f"{augmentation}, no lookup",
-            )  # fmt: skip
+            look = {"color": style["color"], "linestyle": ":", "linewidth": 0.9}
+            ax.axhline(gain, **look, label=f"{augmentation}, no lookup")
             continue
-        ax.errorbar(
-            [part], [gain], yerr=[std], color=COLORS[number], marker=MARKERS[number],
-            fillstyle="none", markersize=8, linestyle="", capsize=2,
-            label=f"{augmentation}, lookup",
-        )  # fmt: skip
+        style |= {"markersize": 8, "capsize": 2}
+        ax.errorbar([part], [gain], [std], **style, label=f"{augmentation}, lookup")
     ax.axhline(0, color="#777777", linewidth=0.7)
     ax.set(xlabel="lookups of the right class (%)", ylabel="k-NN, gain over MAE (points)")
     ax.legend()
@@ -219,13 +197,13 @@ def _gain(shown: ShownConfig, run: str) -> tuple[str, str, float, float] | None:
     records = chain(run, shown.runs)
     head = records[0].settings.get("head") or {}
     results = [
-        result_of(shown.evaluations, name, ("knn",), "knn_standardized")
+        tables.result_of(shown.evaluations, name, ("knn",), "knn_standardized")
         for name in (run, records[-1].run)
     ]
     if records[0].stage != "tune" or len(records) == 1 or None in results:
         return None
     tuned, before = (
-        float(read_metrics(path)["knn_standardized"]) for path in results if path is not None
+        float(tables.read_metrics(path)["knn_standardized"]) for path in results if path is not None
     )
     steps = finished_entries(shown.runs / run, records[0].logged_epochs)
     right = [step["lookup_accuracy"] for step in steps if "lookup_accuracy" in step]
@@ -254,26 +232,20 @@ def label_efficiency(shown: ShownConfig) -> Figure:
     figure, axes = panels(1, len(sizes), height=2.9)
     for ax, size in zip(axes, sizes, strict=True):
         for _, line in frame[frame["architecture"] == size].iterrows():
-            color, marker, style = method_style(methods.index(line["method"]))
-            known = [(x, n) for x, n in enumerate(names) if not math.isnan(line[n])]
-            spread = [line[f"{n}_std"] for _, n in known]
-            ax.errorbar(
-                [x for x, _ in known], [line[n] for _, n in known], capsize=2, color=color,
-                yerr=[0 if math.isnan(s) else s for s in spread], marker=marker, markersize=4,
-                linestyle=style,
-            )  # fmt: skip
-            ax.plot(
-                range(len(names)), [line[f"{n}_paper"] for n in names], color=color,
-                linestyle="", fillstyle="none", marker=marker, markersize=6,
-            )  # fmt: skip
+            style = method_style(methods.index(line["method"]))
+            known = [x for x, n in enumerate(names) if not math.isnan(line[n])]
+            accuracy = [line[names[x]] for x in known]
+            spread = np.nan_to_num([line[f"{names[x]}_std"] for x in known])
+            ax.errorbar(known, accuracy, spread, **style, capsize=2, markersize=4)
+            papers = [line[f"{n}_paper"] for n in names]
+            ax.plot(range(len(names)), papers, **style | PRINTED, markersize=6)
         ax.set_title(architecture_title(size))
         ax.set_xticks(range(len(names)), [LABELS[name] for name in names], rotation=40, ha="right")
         ax.set_xlabel("labels")
     axes[0].set_ylabel("accuracy (%)")
-    styles = [method_style(number) for number in range(len(methods))]
     handles = [
-        Line2D([], [], color=color, marker=marker, linestyle=style, label=method_title(method))
-        for (color, marker, style), method in zip(styles, methods, strict=True)
+        Line2D([], [], **method_style(number), label=method_title(method))
+        for number, method in enumerate(methods)
     ]
     if frame[[f"{name}_paper" for name in names]].notna().any(axis=None):
         handles.append(_PAPER)
@@ -291,7 +263,7 @@ def color_histogram(shown: ShownConfig) -> Figure:
     figure, (ax,) = panels(1, 1, height=2.9)
     most = 0
     for number, (name, path) in enumerate(results.items()):
-        errors = read_metrics(path).get("errors")
+        errors = tables.read_metrics(path).get("errors")
         if not isinstance(errors, list) or not errors:
             raise UserError(f"{path}: has no list `errors`; evaluate color_histogram again")
         most = max(most, len(errors))
@@ -317,7 +289,7 @@ def knn_per_block(shown: ShownConfig) -> Figure:
         lines = list[list[float]]()
         for path in [shown.evaluations / run / "knn_per_block.json" for run in row.runs]:
             if path.exists():
-                values = read_metrics(path).get("knn_standardized")
+                values = tables.read_metrics(path).get("knn_standardized")
                 if not isinstance(values, list) or len(values) != len([*lines, values][0]):
                     raise UserError(
                         f"{path}: `knn_standardized` is no list with a value for each block; "
@@ -328,13 +300,10 @@ def knn_per_block(shown: ShownConfig) -> Figure:
             continue
         blocks = len(lines[0])
         most = max(most, blocks)
-        color, marker, style = method_style(number)
-        ax.errorbar(
-            range(1, blocks + 1), np.mean(lines, axis=0), capsize=2,
-            label=row_title(row, shown.rows),
-            yerr=np.std(lines, axis=0, ddof=1) if len(lines) > 1 else None,
-            color=color, linestyle=style, marker=marker, markersize=3,
-        )  # fmt: skip
+        style = method_style(number) | {"capsize": 2, "markersize": 3}
+        spread = np.std(lines, axis=0, ddof=1) if len(lines) > 1 else None
+        x, label = range(1, blocks + 1), row_title(row, shown.rows)
+        ax.errorbar(x, np.mean(lines, axis=0), spread, **style, label=label)
     if not most:
         raise UserError("knn_per_block figure: no run has this evaluation")
     _blocks_axis(ax, most)

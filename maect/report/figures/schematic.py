@@ -21,20 +21,12 @@ ROW = 0.24
 
 
 def columns_of(nodes: Sequence[RunRecord]) -> dict[str, int]:
-    """Column of each run: one further right than what it starts from."""
-    by_name = {node.run: node for node in nodes}
+    """Column of each run, sources first: one further right than what it starts from."""
     depth: dict[str, int] = {}
-
-    def find(name: str) -> int:
-        if name not in depth:
-            source = by_name[name].source
-            depth[name] = 0 if source is None else find(source) + 1
-        return depth[name]
-
     for node in nodes:
-        if node.source is not None and node.source not in by_name:
+        if node.source is not None and node.source not in depth:
             raise UserError(f"pipeline figure: {node.run} starts from unknown run {node.source!r}")
-        find(node.run)
+        depth[node.run] = 0 if node.source is None else depth[node.source] + 1
     return depth
 
 
