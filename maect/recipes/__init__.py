@@ -9,25 +9,21 @@ size that is not among them has the value of the size which it is `like` (`encod
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from maect.core.errors import UserError, did_you_mean, entry
-from maect.core.settings import Settings, one_line
-from maect.core.yaml_files import parse_yaml, read_yaml
+from maect.core.settings import Settings, validated
+from maect.core.yaml_files import read_yaml
 
 if TYPE_CHECKING:  # it imports this module
     from maect.recipes.cost import Cost, HeadInputs
 
+FOLDER = Path(__file__).parent
+OTHERS = ("encoders", "evaluations", "flops", "views")
+"""Files in this folder that are no recipes."""
 KNN_K, KNN_TEMPERATURE = 10, 0.07
 """Of the k-NN that is reported, while it trains and afterwards (paper, B)."""
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -213,21 +209,15 @@ def views_by_size(views: Sequence[View], image_size: int) -> dict[int, list[int]
     return groups
 
 
-# MAE: scale from 0.2; tuning and probing from 0.08; the aug variant follows BYOL's asymmetry.
-AUGMENTATIONS: dict[str, tuple[View, View]] = {
-    "mae": (View(crop_scale=(0.2, 1.0)),) * 2,
-    "min": (View(crop_scale=(0.08, 1.0)),) * 2,
-    "aug": (
-        View(crop_scale=(0.08, 1.0), jitter=0.8, blur=1.0, gray=0.2),
-        View(crop_scale=(0.08, 1.0), jitter=0.8, blur=0.1, gray=0.2, solarize=0.2),
-    ),
-}
+class _Views(Settings):
+    """The file `views.yaml`."""
 
-# MIM-Refiner's local views beside those pairs; their size is that of the stage.
-LOCAL: dict[str, View] = {
-    "min": View(crop_scale=(0.05, 0.25)),
-    "aug": View(crop_scale=(0.05, 0.25), jitter=0.8, blur=0.5, gray=0.2),
-}
+    pairs: dict[str, tuple[View, View]]
+    local: dict[str, View]
+
+
+_VIEWS = _Views.model_validate(read_yaml(FOLDER / "views.yaml"))
+AUGMENTATIONS, LOCAL = _VIEWS.pairs, _VIEWS.local
 
 
 class OnlineEvaluation(Settings):
@@ -388,16 +378,14 @@ class Refiner(HeadSettings):
 
 @cache
 def _read(name: str) -> dict[str, Any]:
-    text = resources.files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    return parse_yaml(text, name)
+    return read_yaml(FOLDER / f"{name}.yaml")
 
 
 @cache
 def _written() -> dict[str, dict[str, Any]]:
     """Every recipe of the package as written, and what only serves as a base."""
-    files = (file.name for file in resources.files(__package__).iterdir())
-    names = sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
-    return {name: _read(name) for name in names if name not in ("encoders", "evaluations")}
+    names = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+    return {name: _read(name) for name in names if name not in OTHERS}
 
 
 @cache
@@ -412,33 +400,32 @@ def is_own(recipe: str) -> bool:
     return recipe.endswith((".yaml", ".yml"))
 
 
-def _own(path: Path) -> dict[str, Any]:
+def _own(path: Path, *heirs: Path) -> dict[str, Any]:
     """A user's recipe with what it inherits: from one of the package, or a file beside it.
+
+    Args:
+        heirs: the recipes that start from it.
 
     Raises:
         UserError: no such file, no recipe, an unknown base or a circle of bases.
     """
-    values: dict[str, Any] = {}
-    seen: set[Path] = set()
-    while path not in seen:
-        seen.add(path)
-        try:
-            own = read_yaml(path)
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such recipe file") from None
-        if not isinstance(own, dict):
-            raise UserError(f"{path}: a recipe is a mapping of keys to values")
-        base = own.pop("base", None)
-        values = merge(own, values)
-        if base is None:
-            return values
-        if not is_own(str(base)):
-            try:
-                return merge(_inherit(_written(), str(base)), values)
-            except UserError as error:
-                raise UserError(f"{path}: {error}") from None
-        path = path.parent / str(base)
-    raise UserError(f"{path}: a recipe that is its own base")
+    if path in heirs:
+        raise UserError(f"{path}: a recipe that is its own base")
+    try:
+        own = read_yaml(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such recipe file") from None
+    if not isinstance(own, dict):
+        raise UserError(f"{path}: a recipe is a mapping of keys to values")
+    base = own.pop("base", None)
+    if base is None:
+        return own
+    if is_own(str(base)):
+        return merge(_own(path.parent / str(base), *heirs, path), own)
+    try:
+        return merge(_inherit(_written(), str(base)), own)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 @cache
@@ -494,10 +481,7 @@ def load_encoder(size: str, image_size: int | None = None, pixels: Pixels | None
         values["image_size"] = image_size
     if pixels is not None:
         values["pixels"] = pixels
-    try:
-        return Encoder.model_validate(values)
-    except ValidationError as error:
-        raise one_line(error, f"encoder {size}") from None
+    return validated(Encoder, values, f"encoder {size}")
 
 
 def like(size: str) -> tuple[str, ...]:

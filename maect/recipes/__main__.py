@@ -24,13 +24,8 @@ def table_of(name: str, shown: Sequence[str] = ()) -> str:
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of nested mappings joined by dots."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{key}.{inner}": v for inner, v in value.items()}
-        else:
-            flat[key] = value
-    return flat
+    nested = ((k, v if isinstance(v, Mapping) else {"": v}) for k, v in values.items())
+    return {f"{key}.{inner}".rstrip("."): v for key, of in nested for inner, v in of.items()}
 
 
 if __name__ == "__main__":

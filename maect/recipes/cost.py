@@ -22,14 +22,7 @@ and of the hidden layer, 4 D + 5 c D. Softmax statistics, indices and the like a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from maect.recipes import (
-    Contrastive,
-    Encoder,
-    Refiner,
-    View,
-    views_by_size,
-    visible_patches,
-)
+from maect.recipes import Contrastive, Encoder, Refiner, View, views_by_size, visible_patches
 
 FLOAT = 4
 

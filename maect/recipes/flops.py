@@ -1,23 +1,10 @@
 """Rates of devices, by the names that their drivers give."""
 
-# Dense bfloat16 rates of one device in FLOP/s (NVIDIA's data sheets), by words of the name that
-# the driver gives; of several that fit, the first.
-PEAKS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A40": 149.7e12,
-    "A30": 165e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-}
+from pathlib import Path
+
+from maect.core.yaml_files import read_yaml
+
+PEAKS: dict[str, float] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 def peak_flops(device: str) -> float | None:

@@ -6,13 +6,11 @@
 import csv
 from difflib import get_close_matches
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
 from maect.core.errors import UserError
-from maect.core.settings import Settings, one_line
+from maect.core.settings import Settings, validated
 from maect.recipes import IMAGENET, Encoder, Pixels, load_encoder
 
 TABLE = "timm_encoders.csv"
@@ -79,16 +77,13 @@ class TimmEntry(Settings):
         if not self.plain:
             shape = ("patch_size", "width", "depth", "heads", "registers")
             values |= {name: getattr(self, name) for name in shape} | {"timm": self.name}
-        try:
-            return Encoder.model_validate(values)
-        except ValidationError as error:
-            raise one_line(error, self.name) from None
+        return validated(Encoder, values, self.name)
 
 
 @cache
 def timm_encoders() -> dict[str, TimmEntry]:
     """All of them by full name, NAME.TAG."""
-    text = resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8")
+    text = Path(__file__).with_name(TABLE).read_text(encoding="utf-8")
     rows = [dict(row) for row in csv.DictReader(text.splitlines())]
     lists = [{name: row[name].split() for name in ("mean", "std")} for row in rows]
     made = [TimmEntry.model_validate(row | of) for row, of in zip(rows, lists, strict=True)]

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
 from maect.core.errors import UserError
-from maect.core.yaml_files import parse_yaml
+from maect.core.yaml_files import read_yaml
 
 
 def _apart(groups: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
@@ -41,5 +41,4 @@ def group_numbers(groups: Groups, classes: Sequence[str], where: str) -> list[in
 
 @cache
 def _listed() -> dict[str, list[str]]:
-    text = resources.files("maect.report").joinpath("imagenet_groups.yaml").read_text("utf-8")
-    return parse_yaml(text, "imagenet_groups.yaml")
+    return read_yaml(Path(__file__).with_name("imagenet_groups.yaml"))
