@@ -4,13 +4,14 @@ import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maect.core import kept
 from maect.core.errors import UserError, counted
 from maect.core.files import need, read_record, sha256_file, write_json
-from maect.core.settings import digest
+from maect.core.settings import SettingsFile, digest
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, FeaturesConfig
 from maect.evaluate.evaluation import Completion, outputs
@@ -22,15 +23,7 @@ from maect.recipes.flops import relative_speed
 from maect.recipes.memory import gpu_memory
 from maect.records import RunRecord
 from maect.stages.run import RunConfig
-from maect.train.run_folder import (
-    check_not_lost,
-    check_weights,
-    fingerprint,
-    is_finished,
-    remove_states,
-    replaced,
-)
-from maect.train.run_folder import outputs as run_outputs
+from maect.train import run_folder
 
 if TYPE_CHECKING:
     from maect.train.replay import Repetition
@@ -51,12 +44,10 @@ class Where:
         self,
         what: str,
         folder: Path,
-        task: str,
+        task: Task,
         is_done: Callable[[], bool],
         nodes: int,
-        identity: str,
         outputs: Sequence[Path] = (),
-        **arguments: Any,
     ) -> None:
         """Run a function on every rank until what it was asked for, or a backup of it, is there."""
         kept.put_back(outputs, is_done)
@@ -66,10 +57,15 @@ class Where:
         if outputs and is_done():
             log.info("%s %s: %s is there", what, name, outputs[-1])
         launch(
-            Task(task, arguments, identity), folder, replace(self.resources, nodes=nodes),
+            task, folder, replace(self.resources, nodes=nodes),
             is_done=is_done, describe=f"{what} {name}", detach=self.detach,
         )  # fmt: skip
         kept.forget(outputs)
+
+
+def _given(config: SettingsFile, path: Path, **more: Any) -> dict[str, Any]:
+    """Return the arguments of a job of a resolved file."""
+    return {"config": str(path.absolute()), "digest": config.digest, **more}
 
 
 def need_shards(folder: Path) -> str:
@@ -97,15 +93,16 @@ def train(
     data = need_shards(shards)
     if config.source is not None:
         need(RunRecord.path(config.source), "finished run")
-    identity = fingerprint(config.stage, stage, config.encoder, config.seed, data, config.source)
-    outputs = run_outputs(path.parent, stage)
-    kept.put_back(outputs, lambda: is_finished(path.parent, identity, intact=True))
-    finished = is_finished(path.parent, identity)
+    given = config.stage, stage, config.encoder, config.seed, data, config.source
+    identity = run_folder.fingerprint(*given)
+    outputs = run_folder.outputs(path.parent, stage)
+    kept.put_back(outputs, lambda: run_folder.is_finished(path.parent, identity, intact=True))
+    finished = run_folder.is_finished(path.parent, identity)
     devices = where.resources.devices
     step = stage.flops_per_image(config.encoder) * stage.batch_size
     gpu = where.gpu or (gpu_here() if where.resources.cluster == "local" else "")
     nodes = training_nodes(where.nodes, devices, stage.batch_size, step, relative_speed(gpu))
-    if not (finished or convert_world_size or replaced(path.parent, identity)):
+    if not (finished or convert_world_size or run_folder.replaced(path.parent, identity)):
         nodes = _as_saved(path.parent, nodes, where)
     stage.check_ranks(nodes * devices, computing)
     if (memory := gpu_memory(gpu)) is not None:
@@ -117,34 +114,25 @@ def train(
     if finished:
         if trace:
             raise UserError(f"--trace {trace}: {path.parent} is finished; trace a run of its own")
-        check_weights(path.parent)
+        run_folder.check_weights(path.parent)
     else:
         images = stage.training_images(open_index(shards))  # before a job waits for a GPU
         if trace:
             from maect.train.trace import steps_of  # it imports torch
 
             steps_of(trace, stage.total_steps(images.n))
-    if change := replaced(path.parent, identity):
+    if change := run_folder.replaced(path.parent, identity):
         log.warning("%s", change)
-    where.run(
-        "train",
-        path.parent,
-        "maect.stages.run:train",
-        lambda: is_finished(path.parent, identity),
-        nodes,
-        identity,
-        outputs,
-        config=str(path.absolute()),
-        digest=config.digest,
-        save_every_minutes=save_every_minutes,
-        convert_world_size=convert_world_size,
-        stage_to=stage_to or None,
-        trace=trace or None,
-        computing=computing.model_dump(mode="json"),
-    )
+    arguments = _given(
+        config, path, save_every_minutes=save_every_minutes, convert_world_size=convert_world_size,
+        stage_to=stage_to or None, trace=trace or None, computing=computing.model_dump(mode="json"),
+    )  # fmt: skip
+    task = Task("maect.stages.run:train", arguments, identity)
+    is_done = partial(run_folder.is_finished, path.parent, identity)
+    where.run("train", path.parent, task, is_done, nodes, outputs)
     # A rank may have been killed after the record was written: no other one is started then.
-    if not stage.keeps_state and is_finished(path.parent, identity):
-        remove_states(path.parent)
+    if not stage.keeps_state and is_done():
+        run_folder.remove_states(path.parent)
 
 
 def _as_saved(run: Path, nodes: int, where: Where) -> int:
@@ -154,14 +142,14 @@ def _as_saved(run: Path, nodes: int, where: Where) -> int:
         UserError: `where` cannot have as many, or the state is lost.
     """
     if not (run / "state").is_dir():
-        check_not_lost(run)
+        run_folder.check_not_lost(run)
         return nodes
     from maect.train.checkpoint import saved
     from maect.train.replay import ranks_of
 
     states, devices = saved(run / "state"), where.resources.devices
     if not states:
-        check_not_lost(run)
+        run_folder.check_not_lost(run)
     before = ranks_of(run, states) if states else None
     if before in (None, nodes * devices):
         return nodes
@@ -196,7 +184,7 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repe
         raise UserError("--detach: the job of a replay ends with its command")
     begun = read_record(need(run / "recipe.json", "run that has begun")).get("fingerprint")
     given = config.stage, stage, config.encoder, config.seed, need_shards(shards), config.source
-    if fingerprint(*given) != begun:
+    if run_folder.fingerprint(*given) != begun:
         raise UserError(f"{path}: not what the run began with (recipe.json): settings, seed, "
                         "source or shards have changed since")  # fmt: skip
     steps = stage.total_steps(stage.training_images(open_index(shards)).n)
@@ -220,19 +208,11 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repe
         config = config.named(copy / path.name)
         config.write(copy / path.name)
         try:
-            where.run(
-                "replay",
-                copy,
-                "maect.stages.run:train",
-                (copy / REPORT).exists,
-                nodes,
-                begun,
-                config=str(copy / path.name),
-                digest=config.digest,
-                # As for its last job, fitted to the devices' memory.
-                computing=job.request.get("arguments", {}).get("computing") if job else None,
-                replay=step,
-            )
+            # As for its last job, fitted to the devices' memory.
+            computing = job.request.get("arguments", {}).get("computing") if job else None
+            arguments = _given(config, copy / path.name, computing=computing, replay=step)
+            task = Task("maect.stages.run:train", arguments, begun)
+            where.run("replay", copy, task, (copy / REPORT).exists, nodes)
         except BaseException:  # nobody could look after a job whose folder is gone
             left = read_job(copy)
             if left is not None and left.state != "ended":
@@ -259,17 +239,9 @@ def extract_features(config: FeaturesConfig, path: Path, where: Where) -> None:
         return out.exists() and wanted.items() <= open_record(out).items()
 
     config.write(path)
-    where.run(
-        "features",
-        out.with_suffix(".job"),
-        "maect.evaluate.features:features",
-        is_done,
-        fixed_nodes(where.nodes),
-        digest(wanted),
-        [out],
-        config=str(path.absolute()),
-        digest=config.digest,
-    )
+    task = Task("maect.evaluate.features:features", _given(config, path), digest(wanted))
+    nodes = fixed_nodes(where.nodes)
+    where.run("features", out.with_suffix(".job"), task, is_done, nodes, [out])
 
 
 def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
@@ -287,14 +259,6 @@ def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
         for given in config.paths(name):
             need(given, f"input {name!r}")
     result = Completion(path)
-    where.run(
-        "evaluate",
-        path.with_suffix(".job"),
-        "maect.evaluate.evaluation:evaluate",
-        result.is_there,
-        nodes,
-        result.identity,
-        outputs(path.with_suffix(".json"), config.settings),
-        config=str(path.absolute()),
-        digest=config.digest,
-    )
+    task = Task("maect.evaluate.evaluation:evaluate", _given(config, path), result.identity)
+    written = outputs(path.with_suffix(".json"), config.settings)
+    where.run("evaluate", path.with_suffix(".job"), task, result.is_there, nodes, written)

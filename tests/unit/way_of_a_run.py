@@ -25,6 +25,7 @@ from maect.data.shards import shard
 from maect.experiment.load import load
 from maect.experiment.pages import make_page, pages
 from maect.experiment.resolve import files
+from maect.launch import Task
 from maect.tools.job_commands import Changed, Launching, evaluate, features, train
 from maect.tools.jobs import Where
 
@@ -76,10 +77,10 @@ def from_yaml_to_a_cell(folder: Path) -> Path:
     return root / "tables/low_shot.csv"
 
 
-def here(_: Where, kind: str, folder: Path, function: str, *others: Any, **arguments: Any) -> None:
+def here(_: Where, kind: str, folder: Path, task: Task, *others: Any) -> None:
     """Call a launched function in this process."""
-    module, name = function.split(":")
-    getattr(importlib.import_module(module), name)(SingleRank(), **arguments)
+    module, name = task.function.split(":")
+    getattr(importlib.import_module(module), name)(SingleRank(), **task.arguments)
 
 
 def main(folder: Path) -> None:
