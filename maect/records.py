@@ -1,7 +1,8 @@
 """Completion records of runs and evaluations: who writes, reads and checks against them."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -12,6 +13,17 @@ from maect.recipes import Encoder
 from maect.recipes.computing import Computing
 
 ENCODER = "encoder.safetensors"
+
+
+class Sourced(Protocol):
+    """A run, as declared or as recorded."""
+
+    @property
+    def source(self) -> str | None:
+        """Return the name of the run that it starts from."""
+
+
+T = TypeVar("T", bound=Sourced)
 
 
 class Record(Settings):
@@ -153,6 +165,15 @@ class RunRecord(Record):
 def is_finished(folder: Path) -> bool:
     """Return whether the run in a folder has a completion record."""
     return RunRecord.path(folder).exists()
+
+
+def lineage(name: str | None, find: Callable[[str], T | None]) -> Iterator[T]:
+    """Yield a run that `find` finds by its name, what it starts from, and so on, each once."""
+    seen: set[str] = set()
+    while name is not None and name not in seen and (run := find(name)) is not None:
+        yield run
+        seen.add(name)
+        name = run.source
 
 
 class EvaluationRecord(Record):

@@ -3,7 +3,7 @@
 import fnmatch
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, f
 from maect.recipes import Encoder, Pixels, is_own, load_encoder
 from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.timm_encoders import find_timm
+from maect.records import lineage
 from maect.report.configs import Row
 from maect.stages import Stage, check_source, load_computing, load_import, load_recipe
 from maect.stages.imported import Import
@@ -158,7 +159,7 @@ def _as_sources(runs: Mapping[str, Run]) -> dict[str, Run]:
     """Blocks have the norms of those that a run starts from: a size does not say where they are."""
     made = dict(runs)
     for name, run in runs.items():
-        *_, first = chain(name, runs)
+        first = begins_with(name, runs)
         if run.settings.trains and first.encoder.norm != run.encoder.norm:
             encoder = run.encoder.model_copy(update={"norm": first.encoder.norm})
             made[name] = replace(run, encoder=encoder)
@@ -198,19 +199,9 @@ def run_to_score(run: str, evaluation: str, part: str) -> str:
     return f"{run}.{evaluation}.{part}"
 
 
-def chain(name: str, runs: Mapping[str, Run]) -> Iterator[Run]:
-    """Yield a run, what it starts from, and so on, each once."""
-    seen: set[str] = set()
-    source: str | None = name
-    while source is not None and source in runs and source not in seen:
-        seen.add(source)
-        yield runs[source]
-        source = runs[source].source
-
-
 def begins_with(name: str, runs: Mapping[str, Run]) -> Run:
     """Return what a run starts from in the end."""
-    *_, first = chain(name, runs)
+    *_, first = lineage(name, runs.get)
     return first
 
 
@@ -226,7 +217,7 @@ def check_sources(runs: Mapping[str, Run], where: str) -> None:
             given = source.name, source.settings, source.encoder
         check_source(this, run.settings, run.encoder, given, "from")
     for name in runs:
-        behind = list(chain(name, runs))
+        behind = list(lineage(name, runs.get))
         if again := behind[-1].source:
             names = [*(run.name for run in behind), again]
             raise UserError(f"{where}: {' <- '.join(names)} is a circle")
@@ -285,12 +276,6 @@ def may_be_scored(name: str, runs: Mapping[str, Run]) -> bool:
     return "." in name and name.split(".")[0] in runs
 
 
-def _pairs(rows: Rows) -> Iterator[tuple[str | None, str]]:
-    """Method (None: the run's own) and pattern of each row."""
-    for row in rows:
-        yield from [(None, row)] if isinstance(row, str) else row.items()
-
-
 def lines(
     where: str, rows: Rows, runs: Mapping[str, Run], shown: Collection[str], partial: bool = False
 ) -> list[Row]:
@@ -304,7 +289,9 @@ def lines(
         UserError: a row that matches nothing, or two runs on one line that are not seeds.
     """
     by_line: dict[tuple[str, str], list[str]] = {}
-    for method, pattern in _pairs(rows):
+    # Without a method it is the run's own.
+    named_rows = ([("", row)] if isinstance(row, str) else row.items() for row in rows)
+    for method, pattern in itertools.chain.from_iterable(named_rows):
         named = matching(pattern, runs)
         matched = [name for name in named if name in shown]
         if not matched and not (partial and (named or may_be_scored(pattern, runs))):

@@ -20,22 +20,9 @@ from maect.data.sources.changes import Changes, changes
 from maect.data.sources.image_files import Unlabelled
 from maect.evaluate import EvaluationConfig, evaluation_names, load_evaluation
 from maect.evaluate.base import Protocol
+from maect.experiment import expand
 from maect.experiment.chosen_shards import find_shards, said_otherwise, shards_config
-from maect.experiment.expand import (
-    CHANGES,
-    REPLACED,
-    Run,
-    begins_with,
-    chain,
-    check_sources,
-    expand_runs,
-    lines,
-    matching,
-    may_be_scored,
-    restricted,
-    runs_to_score,
-    without_twins,
-)
+from maect.experiment.expand import Run
 from maect.experiment.schema import (
     ExperimentSpec,
     Split,
@@ -47,13 +34,12 @@ from maect.experiment.schema import (
 from maect.recipes import Pixels
 from maect.recipes.computing import PLAIN, Computing, separate
 from maect.recipes.few_labels import FewLabels
+from maect.records import lineage
 from maect.report.configs import Row
 from maect.report.registry import FIGURES, TABLE_NAMES, TABLES
 from maect.stages import Training
 
 EXPERIMENTS = PIPELINE / "workflow/experiments"
-
-
 ON = ".on."
 """Between the names of an evaluation and of the data set, unless it is the experiment's first."""
 
@@ -79,11 +65,11 @@ class Experiment:
         storage = (spec.storage or f"results/{name}").rstrip("/") + apart
         self.root = Path(expand_path(storage, f"{file}: storage"))
         self._check_plain()
-        self.runs = expand_runs(spec, file)
+        self.runs = expand.expand_runs(spec, file)
         for run in self.runs.values():
             self._check_names(f"runs: {run.name}: dataset", [run.dataset], spec.datasets)
             self._check_resize(run.name, run.dataset)
-        check_sources(self.runs, f"{file}: runs")
+        expand.check_sources(self.runs, f"{file}: runs")
         new = [name for name, changes in spec.protocols.items() if "protocol" in changes]
         known = tuple(dict.fromkeys([*evaluation_names(), *new]))
         self._check_names("protocols", spec.protocols, known)
@@ -98,12 +84,14 @@ class Experiment:
         self._check_names("tables", spec.tables, TABLE_NAMES)
         self._check_names("figures", spec.figures, FIGURES)
         self._rows = {
-            name: lines(f"{file}: {kind}: {name}", rows, self.runs, self.evaluated, partial)
+            name: expand.lines(f"{file}: {kind}: {name}", rows, self.runs, self.evaluated, partial)
             for kind in ("tables", "figures")
             for name, rows in getattr(spec, kind).items()
         }
         # What begins with a training, and not with imported weights.
-        trained = {name for name in self.runs if begins_with(name, self.runs).settings.trains}
+        trained = {
+            name for name in self.runs if expand.begins_with(name, self.runs).settings.trains
+        }
         if spec.starting_from == "public":
             if trained and len(trained) == len(self.runs):
                 raise self._error(
@@ -113,7 +101,7 @@ class Experiment:
             self._leave_out(trained)
             # Where the paper's one row mixes both, both stay.
             for name in (name for name in spec.tables if not TABLES[name].of_public):
-                self._rows[name] = without_twins(self._rows[name], self.runs)
+                self._rows[name] = expand.without_twins(self._rows[name], self.runs)
         for name in spec.figures:
             figure, rows = FIGURES[name], self._rows[name]
             measured = any(
@@ -146,14 +134,14 @@ class Experiment:
             (run, e, self.evaluation(run, e), self._computing(e), self.dataset_of(e))
             for run, e in asked
         ]
-        more = runs_to_score(self.runs, given)
+        more = expand.runs_to_score(self.runs, given)
         twice = sorted(set(more) & set(self.runs))
         if twice:
             raise self._error(
                 f"runs: {twice[0]}: an evaluation trains a run of this name; choose another"
             )
         self.runs |= more
-        check_sources(self.runs, f"{self.file}: evaluate")
+        expand.check_sources(self.runs, f"{self.file}: evaluate")
         # These can be evaluated as well, each by its full name.
         asked = tuple(dict.fromkeys(self._asked(self.runs, complete=True)))
         for run, name in asked:
@@ -164,8 +152,8 @@ class Experiment:
     def _asked(self, runs: Mapping[str, Run], complete: bool = False) -> Iterator[tuple[str, str]]:
         for entry in self.spec.evaluate:
             for pattern in entry.runs:
-                names = matching(pattern, runs)
-                later = self.partial and may_be_scored(pattern, runs)
+                names = expand.matching(pattern, runs)
+                later = self.partial and expand.may_be_scored(pattern, runs)
                 if complete and not names and not later:
                     raise self._error(f"evaluate: no run is named {pattern!r}")
                 few = [run for run in names if entry.seeds is None or runs[run].seed < entry.seeds]
@@ -239,10 +227,8 @@ class Experiment:
             raise self._error(f"protocols: {name}: {error}") from None
         if computing != PLAIN and not trainings:
             raise self._error(f"protocols: {name} trains no run: {computing.changes(PLAIN)}")
-        made, given = (
-            pixels.channels
-            for pixels in (self.runs[run].encoder.pixels, self.datasets[dataset].pixels)
-        )
+        made = self.runs[run].encoder.pixels.channels
+        given = self.datasets[dataset].pixels.channels
         if made != given:
             raise self._error(
                 f"evaluate: {run} is trained on images of {made} channels, and "
@@ -350,7 +336,7 @@ class Experiment:
 
     def behind(self, runs: Iterable[str]) -> list[str]:
         """The runs and all that they start from, sorted."""
-        return sorted({one.name for run in runs for one in chain(run, self.runs)})
+        return sorted({one.name for run in runs for one in lineage(run, self.runs.get)})
 
 
 def names() -> list[str]:
@@ -384,8 +370,8 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
         raise UserError(f"{path}: no such experiment file") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: an experiment is a mapping of keys to values")
-    check_names("--config", changes, CHANGES)
-    values |= {key: changes[key] for key in REPLACED if key in changes}
+    check_names("--config", changes, expand.CHANGES)
+    values |= {key: changes[key] for key in expand.REPLACED if key in changes}
     where = str(path)
     if "splits" in changes:
         values["datasets"] = _with_splits(
@@ -393,7 +379,7 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
         )
         where += f" with {changes['splits']}"
     spec = validated(ExperimentSpec, values, where)
-    return Experiment(path.stem, restricted(spec, changes), path, "protocols" in changes)
+    return Experiment(path.stem, expand.restricted(spec, changes), path, "protocols" in changes)
 
 
 def _with_splits(datasets: Any, file: Path) -> Any:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import shlex
 import tarfile
 from pathlib import Path
@@ -14,7 +15,8 @@ from PIL import Image
 from maect.core.entries import entries
 from maect.core.errors import counted, entry
 from maect.core.files import read_table_text, seek_record, write_text
-from maect.records import RunRecord
+from maect.core.yaml_files import read_yaml
+from maect.records import RunRecord, lineage
 from maect.report.configs import Row, ShownConfig, SummaryConfig
 from maect.report.images import Explored
 from maect.report.registry import FIGURES, TABLES
@@ -57,15 +59,7 @@ def summary_page(config: SummaryConfig) -> str:
     )
 
 
-SENTENCES = {
-    "knn": "the nearest neighbours of a test image are of its class in {} of 100 cases",
-    "knn_standardized": "the nearest neighbours of a test image are of its class in {} of 100 "
-    "cases",
-    "linear_probe": "a linear classifier names the class of {} of 100 test images",
-    "low_shot_5": "with five labelled images per class, {} of 100 test images are classified right",
-    "accuracy": "groups found without labels agree with the classes for {} of 100 test images",
-}
-"""What a column says, by its name in the CSV; the first that was measured is said."""
+SENTENCES: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 def meaning(frame: pd.DataFrame) -> str:
@@ -98,8 +92,8 @@ def equal_rows(table: Path) -> list[str]:
             both = one.notna() & two.notna()
             if not both.any() or not (one[both] == two[both]).all():
                 continue
-            folder = table.parents[1] / "runs"
-            found = (entries(folder / run / "metrics.jsonl") for run in runs.get(_key(line), ()))
+            own = runs.get((line["architecture"], line["method"]), ())
+            found = (entries(table.parents[1] / "runs" / run / "metrics.jsonl") for run in own)
             steps = max((logged[-1]["step"] for logged in found if logged), default=0)
             what = f"{counted(steps, 'step')} of tuning have" if steps else "tuning has"
             remarks.append(
@@ -110,10 +104,6 @@ def equal_rows(table: Path) -> list[str]:
     return remarks
 
 
-def _key(line: "pd.Series") -> tuple[str, str]:
-    return line["architecture"], line["method"]
-
-
 def _rows(table: Path) -> list[Row]:
     """The models of a table, by its resolved file; none where there is none."""
     config = table.with_suffix(".yaml")
@@ -122,14 +112,10 @@ def _rows(table: Path) -> list[Row]:
 
 def made(table: Path) -> str:
     """Return when the trainings behind a table ended, and their duration; empty: not known."""
+    runs = table.parents[1] / "runs"
     names = [run for row in _rows(table) for run in row.runs]
-    records: dict[str, RunRecord] = {}
-    while names:
-        run = names.pop()
-        record = RunRecord.find(table.parents[1] / "runs" / run)
-        if record and run not in records:
-            records[run] = record
-            names += [record.source] if record.source else []
+    behind = (lineage(run, lambda name: RunRecord.find(runs / name)) for run in reversed(names))
+    records = {record.run: record for record in itertools.chain.from_iterable(behind)}
     trained = [record for record in records.values() if record.finished]
     hours = sum((record.device_hours or 0) / (record.world_size or 1) for record in trained)
     if not trained or not hours:

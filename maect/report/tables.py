@@ -19,7 +19,7 @@ from maect.core.entries import finished_entries
 from maect.core.errors import UserError, entry
 from maect.core.files import read_table_text, write_table_text
 from maect.paper import FOLDER
-from maect.records import EvaluationRecord, RunRecord, is_finished
+from maect.records import EvaluationRecord, RunRecord, is_finished, lineage
 from maect.report.configs import Row
 from maect.report.registry import TABLES, Metric, Table
 from maect.stages import STAGES, Training, recorded
@@ -190,10 +190,8 @@ def build_table(
     of_models = _of_models(table, rows, evaluations)
     source = table.printed or name
     metrics = [*table.metrics, *_others(table, rows, evaluations)]
-    given, printed = (
-        {(row.architecture, row.method) for row in rows},
-        list(paper_table(source).index),
-    )
+    given = {(row.architecture, row.method) for row in rows}
+    printed = list(paper_table(source).index)
     if paper and table.all_of_paper and not given.isdisjoint(printed):
         rows += [Row(size, method, ()) for size, method in printed if (size, method) not in given]
     lines: list[dict[str, Any]] = []
@@ -284,14 +282,9 @@ def trained_with(setting: str, row: Row, runs: Path) -> str | None:
 
 def chain(run: str, runs: Path) -> list[RunRecord]:
     """Records of a run and of all it started from, the run itself first."""
-    records: list[RunRecord] = []
-    name: str | None = run
-    while name is not None:
-        record = RunRecord.of(runs / name)
-        if any(seen.run == record.run for seen in records):
-            raise UserError(f"{RunRecord.path(runs / name)}: run {name} starts from itself")
-        records.append(record)
-        name = record.source
+    records = list(lineage(run, lambda name: RunRecord.of(runs / name)))
+    if again := records[-1].source:
+        raise UserError(f"{RunRecord.path(runs / again)}: run {again} starts from itself")
     return records
 
 
