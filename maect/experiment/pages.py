@@ -18,17 +18,10 @@ from maect.core.yaml_files import read_yaml
 from maect.evaluate.explore import Explore
 from maect.experiment.load import Experiment
 from maect.records import RunRecord
-from maect.report.configs import (
-    ClaimsConfig,
-    DatasetsConfig,
-    ImagesConfig,
-    ReportConfig,
-    Row,
-    ShownConfig,
-    SummaryConfig,
-)
+from maect.report import configs
+from maect.report.configs import Row
 from maect.report.groups import Groups
-from maect.report.registry import FIGURES, TABLES, Figure, Table, can_show
+from maect.report.registry import FIGURES, TABLES, Figure, Table
 
 AUDIT = "audit.json"
 """What `maect audit` finds, in the results folder."""
@@ -89,23 +82,30 @@ CAPTIONS: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 def figures(experiment: Experiment) -> list[str]:
     """The figures that have anything to show, where less is evaluated than the file asks for."""
-    return [name for name in experiment.figures if _can_show(experiment, name, figure=True)]
+    return [name for name in experiment.figures if _can_show(experiment, name, FIGURES[name])]
 
 
 def tables(experiment: Experiment) -> list[str]:
     """Likewise the tables; one of a figure's name has the numbers behind it, for the claims."""
-    names = [name for name in experiment.tables if _can_show(experiment, name, figure=False)]
+    names = [name for name in experiment.tables if _can_show(experiment, name, TABLES[name])]
     return [*names, *(name for name in figures(experiment) if name in TABLES)]
 
 
-def _can_show(experiment: Experiment, name: str, figure: bool) -> bool:
-    rows = experiment.rows(name)
-    return not experiment.partial or can_show(name, figure, rows, experiment.asked)
+def _can_show(experiment: Experiment, name: str, shown: Table | Figure) -> bool:
+    """Return whether a table or figure has anything to show of what is evaluated."""
+    if not experiment.partial or (isinstance(shown, Figure) and not shown.needs):
+        return True
+    return any(
+        (run, need) in experiment.asked
+        for row in experiment.rows(name)
+        for run in row.runs
+        for need in (shown.needs if isinstance(shown, Figure) else shown.reads(row.method))
+    )
 
 
-def shown_config(experiment: Experiment, name: str, figure: bool) -> ShownConfig:
+def shown_config(experiment: Experiment, name: str, figure: bool) -> configs.ShownConfig:
     """Settings of a table or figure."""
-    return ShownConfig(
+    return configs.ShownConfig(
         name=name,
         rows=experiment.rows(name),
         evaluations=experiment.root / "evaluations",
@@ -116,11 +116,11 @@ def shown_config(experiment: Experiment, name: str, figure: bool) -> ShownConfig
     )
 
 
-def claims_config(experiment: Experiment, name: str) -> ClaimsConfig:
+def claims_config(experiment: Experiment, name: str) -> configs.ClaimsConfig:
     """Settings of the claims."""
     names = tables(experiment)
     rows = dict.fromkeys(row for name in names for row in experiment.rows(name))
-    return ClaimsConfig(
+    return configs.ClaimsConfig(
         tables=[experiment.root / "tables" / f"{name}.csv" for name in names],
         rows=list(rows),
         runs=experiment.root / "runs",
@@ -182,9 +182,9 @@ def _measures(experiment: Experiment) -> dict[str, dict[str, str]]:
     return {evaluation: shown for evaluation, shown in found.items() if shown}
 
 
-def _datasets_config(experiment: Experiment, name: str) -> DatasetsConfig:
+def _datasets_config(experiment: Experiment, name: str) -> configs.DatasetsConfig:
     evaluated = {experiment.dataset_of(name) for _, name in experiment.evaluations}
-    return DatasetsConfig(
+    return configs.DatasetsConfig(
         name=experiment.name,
         runs=list(dict.fromkeys(run for run, _ in experiment.evaluations)),
         datasets={d: experiment.on("", d) for d in experiment.datasets if d in evaluated},
@@ -218,12 +218,12 @@ def _images_inputs(experiment: Experiment, name: str) -> list[Path]:
     return [*explored(experiment), *([audit] if audit.exists() else [])]
 
 
-def _images_config(experiment: Experiment, name: str) -> ImagesConfig:
+def _images_config(experiment: Experiment, name: str) -> configs.ImagesConfig:
     audit = experiment.root / AUDIT
-    return ImagesConfig(name=experiment.name, explored=explored(experiment), audit=audit)
+    return configs.ImagesConfig(name=experiment.name, explored=explored(experiment), audit=audit)
 
 
-def _summary_config(experiment: Experiment, name: str) -> SummaryConfig:
+def _summary_config(experiment: Experiment, name: str) -> configs.SummaryConfig:
     given = _summary_inputs(experiment)
     if "shards" in given:
         given["shards"] = given["shards"].parent
@@ -233,7 +233,7 @@ def _summary_config(experiment: Experiment, name: str) -> SummaryConfig:
         given["images"] = experiment.images(experiment.default_dataset, "train")
     classifies = "run" in given and (own[-1], "linear_probe") in experiment.evaluations
     description = experiment.spec.description
-    return SummaryConfig(
+    return configs.SummaryConfig(
         name=experiment.name, description=description, classifies=classifies, **given
     )
 
@@ -308,18 +308,15 @@ def pages(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile, list[Pat
         for name in page.names(experiment):
             outputs = page.outputs(experiment, name)
             yield outputs[0].with_suffix(".yaml"), page.config(experiment, name), outputs
-    shows = ReportConfig(shown=report_inputs(experiment))
+    shows = configs.ReportConfig(shown=report_inputs(experiment))
     yield experiment.root / "report.yaml", shows, [experiment.root / "report.html"]
 
 
 def make_page(config: Path) -> None:
     """Make the page of a resolved file, which is known by its folder or its name."""
     for page in PAGES.values():
-        if (
-            page.folder == config.absolute().parent.name
-            if page.folder
-            else page.name == config.stem
-        ):
+        place = config.absolute().parent.name if page.folder else config.stem
+        if place == (page.folder or page.name):
             resolve_name(page.make)(config)
             return
     places = ", ".join(

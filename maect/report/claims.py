@@ -276,11 +276,10 @@ def compare(
         differences = [one - other for one, other in of_seeds]
         std, beyond = statistics.stdev(differences), beyond_chance(differences)
     elif not suffix:
-        of_images = {key: _error_of_images(key, value, images) for key, value in values.items()}
-        errors = {key: (varying.get(key, math.nan), of_images[key]) for key in values}
-        known = {
-            key: math.hypot(*filter(math.isfinite, both_of)) for key, both_of in errors.items()
-        }
+        known = {}
+        for key, value in values.items():
+            errors = varying.get(key, math.nan), _error_of_images(key, value, images)
+            known[key] = math.hypot(*filter(math.isfinite, errors))
         if any(known.values()):
             one, other = both(values | {k: ufloat(values[k], e) for k, e in known.items() if e})
             std, at_least = std_dev(one - other), any(map(math.isnan, varying.values()))
@@ -368,10 +367,7 @@ def _architectures(tables: Tables, table: str, method: str) -> list[str]:
 
 
 def judge(
-    tables: Tables,
-    statements: Iterable[Statement] = STATEMENTS,
-    suffix: str = "",
-    **more: Any,
+    tables: Tables, statements: Iterable[Statement] = STATEMENTS, suffix: str = "", **more: Any
 ) -> list[Verdict]:
     """The verdict on every statement, in the paper's order; `more` is what `compare` takes."""
     return [

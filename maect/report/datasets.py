@@ -9,7 +9,7 @@ import pandas as pd
 
 from maect.core.files import write_text
 from maect.report.configs import DatasetsConfig
-from maect.report.matrix import INTERVALS, markdown, matrices
+from maect.report.matrix import INTERVALS, matrices
 from maect.report.render import MINUS, render_page
 from maect.report.tables import read_metrics, result_file, write_table
 
@@ -53,10 +53,10 @@ def make_datasets(path: Path) -> None:
         for metric, title in metrics.items()
     }
     shown = matrices(frame, titles, "dataset", _cell)
-    write_text(path.with_suffix(".md"), markdown(shown, NOTES))
     title = f"{config.name}: {len(config.runs)} encoders on {len(config.datasets)} data sets"
-    page = render_page("matrix.html", title=title, notes=NOTES, tables=shown)
-    write_text(path.with_suffix(".html"), page)
+    for form in ("md", "html"):
+        page = render_page(f"matrix.{form}", title=title, notes=NOTES, tables=shown)
+        write_text(path.with_suffix(f".{form}"), page)
 
 
 def _cell(line: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Matrices of encoders and data: a table for each measure, as Markdown and for pages."""
+"""Matrices of encoders and data: a table for each measure, for `matrix.md` and pages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -41,19 +41,3 @@ def matrices(
         ]
         shown.append({"title": title, "columns": names, "rows": rows})
     return shown
-
-
-def markdown(shown: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
-    """Return tables of `matrices` as Markdown, and what a reader must know of them."""
-    lines = []
-    for table in shown:
-        lines += [f"## {table['title']}", "", f"| encoder | {' | '.join(table['columns'])} |"]
-        lines.append(f"| --- |{' ---: |' * len(table['columns'])}")
-        for row in table["rows"]:
-            cells = []
-            for cell in row["cells"]:
-                value = f"**{cell['value']}**" if cell["best"] else cell["value"]
-                cells.append(f"{value} ({cell['more']})" if cell["more"] else value)
-            lines.append(f"| {row['encoder']} | {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join([*lines, *(f"- {note}" for note in notes), ""])

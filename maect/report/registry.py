@@ -7,13 +7,13 @@ this module, so it imports no pandas and no matplotlib.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
+from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
 from maect.paper import STRICT, read_paper
-from maect.report.configs import Row
 from maect.report.titles import PUBLISHED
 
 
@@ -65,6 +65,9 @@ class Detail:
 class Shown:
     """A table or figure of the report."""
 
+    kind: ClassVar[str]
+    beyond: ClassVar[str]
+    """Title, with `{}` for its own, of one that is not in the paper."""
     title: str
     paper: str
     """Where it is in the paper; empty: nowhere."""
@@ -81,11 +84,23 @@ class Shown:
         where = self.paper.lower() if number.isdecimal() else self.paper
         return f"{self.caption} {self.compared or f'Paper: {where}.'}"
 
+    def label(self, compare: bool) -> dict[str, str]:
+        """Return how the report lists it, `compare`: beside the paper's.
+
+        Sorted as text, that is the paper's order. One label only: of two, Snakemake makes one a
+        switch where there are two results, and then shows nothing.
+        """
+        kind, _, number = self.paper.partition(" ")
+        # A space sorts before a digit.
+        place = f"{kind} {number:>2}: {{}}" if number.isdecimal() else self.beyond
+        return {self.kind: place.format(self.title) if compare else self.title}
+
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class Table(Shown):
     """A table."""
 
+    kind, beyond = "table", "Tables beyond the paper: {}"  # sorted behind `Table 21`
     metrics: tuple[Metric, ...]
     evaluations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Rows (by method) that are evaluated by other evaluations than their column's."""
@@ -129,16 +144,12 @@ class Table(Shown):
         """Return whether it also reads the records of all runs behind its rows."""
         return bool(self.details)
 
-    def label(self, compare: bool) -> dict[str, str]:
-        """Return how the report lists it, `compare`: beside the paper's."""
-        beyond = f"Tables beyond the paper: {self.title}"  # sorted behind `Table 21`
-        return {"table": (_label(self.title, self.paper) or beyond) if compare else self.title}
-
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class Figure(Shown):
     """A figure."""
 
+    kind, beyond = "figure", "{} (not in the paper)"
     draw: str
     """`MODULE:FUNCTION` of `maect.report.figures`: a `ShownConfig` to a matplotlib figure."""
     needs: tuple[str, ...] = ()
@@ -160,40 +171,6 @@ class Figure(Shown):
     def reads(self, method: str) -> tuple[str, ...]:
         """Every evaluation that a row reads."""
         return (*self.needs, *self.besides)
-
-    def label(self, compare: bool) -> dict[str, str]:
-        """Return how the report lists it, `compare`: beside the paper's."""
-        beyond = f"{self.title} (not in the paper)"
-        return {"figure": (_label(self.title, self.paper) or beyond) if compare else self.title}
-
-
-def can_show(
-    name: str,
-    figure: bool,
-    rows: Iterable[Row],
-    made: Collection[tuple[str, str]],
-) -> bool:
-    """Return whether a table or figure has anything to show."""
-    needs = FIGURES[name].needs if figure else ()
-    if figure and not needs:
-        return True
-    return any(
-        (run, need) in made
-        for row in rows
-        for run in row.runs
-        for need in (needs or TABLES[name].reads(row.method))
-    )
-
-
-def _label(title: str, paper: str) -> str:
-    """Sorted as text, this is the paper's order; empty for what is not in the paper.
-
-    One label only: of two, Snakemake makes one a switch where there are two results, and then shows
-    nothing.
-    """
-    kind, _, number = paper.partition(" ")
-    # A space sorts before a digit.
-    return f"{kind} {number:>2}: {title}" if number.isdecimal() else ""
 
 
 _SCORES = {"accuracy": "ACC", "nmi": "NMI", "ami": "AMI", "ari": "ARI"}

@@ -16,7 +16,7 @@ from maect.evaluate.training_free import (
     RANK_ME,
     WITHOUT_LABELS,
 )
-from maect.report.matrix import INTERVALS, markdown, matrices
+from maect.report.matrix import INTERVALS, matrices
 from maect.report.render import render_page
 from maect.tools.compare import Matrix
 
@@ -92,7 +92,7 @@ def write_comparison(matrix: Matrix, out: Path) -> pd.DataFrame:
     frame = frame_of(matrix)
     write_table_text(out / "compare.csv", frame.to_csv(index=False, lineterminator="\n"))
     shown = matrices(frame, MEASURES, "folder", _cell)
-    write_text(out / "compare.md", markdown(shown, notes()))
+    write_text(out / "compare.md", render_page("matrix.md", tables=shown, notes=notes()))
     folders = [
         {
             "name": folder.name,

@@ -142,9 +142,8 @@ def software() -> list[Finding]:
             hint = "`make install` on a node with internet"
             out.append(Finding("FAIL", f"{package} is not installed", hint))
     flash = importlib.util.find_spec("flash_attn") is not None
-    out.append(
-        Finding("note", "flash-attn is installed" if flash else "no flash-attn: SDPA is used")
-    )
+    what = "flash-attn is installed" if flash else "no flash-attn: SDPA is used"
+    out.append(Finding("note", what))
     from maect.data.decode import decoder_name
 
     name = decoder_name()
@@ -184,9 +183,8 @@ def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
 def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:
     """Check that the scripts that jobs source exist and end well."""
     out = []
-    for script in dict.fromkeys(
-        str(asked["setup"]) for asked in rules.values() if asked.get("setup")
-    ):
+    asked = (values["setup"] for values in rules.values() if values.get("setup"))
+    for script in dict.fromkeys(map(str, asked)):
         if not Path(script).exists():
             hint = "correct `setup` in the profile: a file below envs/, or a path in full"
             out.append(Finding("FAIL", f"setup script {script} does not exist", hint))
@@ -237,11 +235,8 @@ def _request(
     )
     if code == 0:
         return Finding("ok", what)
-    reason = (
-        stderr.splitlines()[-1].removeprefix("allocation failure: ")
-        if stderr
-        else f"sbatch ended with status {code}"
-    )
+    reason = [f"sbatch ended with status {code}", *stderr.splitlines()][-1]
+    reason = reason.removeprefix("allocation failure: ")
     if is_the_most:
         return Finding("note", f"too much: {what}: {reason}", "lower the upper end of `nodes`")
     hint = "correct partition, account, runtime, devices or slurm_extra of these rules"
@@ -310,9 +305,8 @@ def storage(experiment: Experiment) -> list[Finding]:
     system = os.statvfs(folder)
     free, inodes = system.f_bavail * system.f_frsize, system.f_favail
     hint = "free some space, or set `storage` in the experiment to a larger file system"
-    space = (
-        f"{folder}: {size_text(free)} free, about {size_text(size)} needed for {experiment.name}"
-    )
+    room, wanted = size_text(free), size_text(size)
+    space = f"{folder}: {room} free, about {wanted} needed for {experiment.name}"
     out = [checked(free > size, space, hint)]
     if not system.f_files:
         return [*out, Finding("note", f"{folder}: unknown how many more files are possible")]

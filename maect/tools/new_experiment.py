@@ -4,6 +4,7 @@ import math
 import shlex
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -29,27 +30,9 @@ from maect.launch.progress import rough
 from maect.recipes import load_encoder
 from maect.stages import STAGES, load_recipe
 from maect.stages.tune import Tune
-from maect.tools import own_training
-from maect.tools.own_images import (
-    FEWEST_VAL,
-    STATISTICS,
-    Images,
-    check_same_classes,
-    descend,
-    find_splits,
-    held_out,
-    inspect_images,
-)
-from maect.tools.own_training import (
-    Chosen,
-    encoder_for,
-    evaluate_every,
-    lengths,
-    power_of_two,
-    quickest,
-    settings_of,
-    tune_batch,
-)
+from maect.tools import own_images, own_training
+from maect.tools.own_images import STATISTICS, Images, descend, inspect_images
+from maect.tools.own_training import Chosen, power_of_two, settings_of
 from maect.tools.plan import Device, PlannedJob, SplitFacts, all_jobs, listed, make_plan, wall
 from maect.tools.speed import busy
 
@@ -231,7 +214,7 @@ class Written:
             reading=images.pixels.model_dump(mode="json", exclude_defaults=True),
             splits={name: self._split(name, *given) for name, given in splits.items()},
             one_in=None if self.val else round(len(images.entries) / len(self.held)),
-            every=evaluate_every(chosen.epochs["ct_min"], n),
+            every=own_training.evaluate_every(chosen.epochs["ct_min"], n),
             public=public,
             file=CATALOGUE[public][0].name if public else None,
             **_trained(chosen, n),
@@ -304,21 +287,21 @@ def new_experiment(
         )
     folder = folder.resolve()
     how = {"ignore_folders": ignore_folders, "skip_unreadable": skip_unreadable}
-    where, *others = find_splits(folder)
+    where, *others = own_images.find_splits(folder)
     for path in filter(None, (where, *others, out.resolve())):
         if fill_path(str(path)) != str(path):
             raise UserError(
                 f"{path}: experiments read what stands behind $ as the name of a variable; rename "
                 "the folder, or make a link to it"
             )
-    images = inspect_images(where, **how)
+    images, fewest = inspect_images(where, **how), own_images.FEWEST_VAL
     val, test = (
-        inspect_images(descend(other, images.class_names), FEWEST_VAL, **how) if other else None
+        inspect_images(descend(other, images.class_names), fewest, **how) if other else None
         for other in others
     )
     for other in (val, test):
         if other:
-            check_same_classes(images, other)
+            own_images.check_same_classes(images, other)
     remarks = list(images.remarks)
     if public is not None and images.pixels.channels == 3 and images.pixels.mean:
         own = {"mean": None, "std": None}
@@ -328,25 +311,21 @@ def new_experiment(
         remarks.append(
             "There is no val beside test: what is chosen while evaluating is chosen on test"
         )
-    held = set() if val else held_out(images)
+    held = set() if val else own_images.held_out(images)
     lists = {} if val else list_texts(images, out, held)
     counts = {"train": len(images.entries) - len(held), "val": len(val.entries if val else held)}
     counts |= {"test": len(test.entries)} if test else {}
     written = Written(images, val, test, folder, lists, held, counts, remarks, skip_unreadable)
     n = counts["train"]
-    size, pixels, why = encoder_for(images, public)
-    epochs, augmentations = lengths(size, n), ("min", "aug") if images.colored else ("min",)
+    size, pixels, why = own_training.encoder_for(images, public)
+    epochs, batch = own_training.lengths(size, n), own_training.tune_batch(size, n)
     if public:
         del epochs["mae"]
-    chosen = Chosen(size, pixels, why, epochs, tune_batch(size, n), augmentations)
+    augmentations = ("min", "aug") if images.colored and quick is None else ("min",)
+    chosen = Chosen(size, pixels, why, epochs, batch, augmentations)
     if quick is not None:
-        device = quick
-        chosen = replace(chosen, augmentations=("min",))
-
-        def planned(this: Chosen) -> list[PlannedJob]:
-            return written.planned(this, public, device)
-
-        chosen = quickest(chosen, n, public, device, planned)
+        planned = partial(written.planned, public=public, device=quick)
+        chosen = own_training.quickest(chosen, n, public, quick, planned)
     text = written.text(chosen, public)
     write_all(dict(lists.values()) | {out: text}, out)
     return text

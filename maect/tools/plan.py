@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,8 @@ from maect.core.errors import UserError
 from maect.core.files import seek_record
 from maect.data.sources import open_source
 from maect.evaluate.throughput import Throughput
-from maect.experiment import Experiment
-from maect.experiment.resolve import (
-    ending,
-    features_file,
-    features_read,
-    inputs_of_evaluation,
-    inputs_of_run,
-    of_ending,
-    precision,
-    run_config,
-)
-from maect.experiment.start import (
-    missing_images,
-    missing_lists,
-    missing_weights,
-    unset_variables,
-)
+from maect.experiment import Experiment, resolve
+from maect.experiment import start as starting
 from maect.launch import record
 from maect.launch.progress import part
 from maect.launch.resources import WALL_MINUTES, count_devices, fixed_nodes, training_nodes
@@ -256,8 +242,8 @@ def all_jobs(experiment: Experiment) -> list[RuleJob]:
     for run, name in experiment.evaluations:
         protocol = experiment.evaluation(run, name).name
         jobs.append(RuleJob(protocol, {"run": run, "evaluation": name}, alone))
-    for run, dataset, kind in features_read(experiment):
-        given = {"run": run, "dataset": dataset, "split": kind.split, "norm": ending(kind)}
+    for run, dataset, kind in resolve.features_read(experiment):
+        given = {"run": run, "dataset": dataset, "split": kind.split, "norm": resolve.ending(kind)}
         jobs.append(RuleJob("features", given, alone))
     return jobs
 
@@ -301,15 +287,12 @@ def make_plan(
 def critical_path(jobs: list[PlannedJob]) -> list[PlannedJob]:
     """The jobs that the last one waits for longest, first to last."""
     by_file = {job.makes: job for job in jobs}
-    paths: dict[Path, list[PlannedJob]] = {}
 
+    @cache
     def path_to(file: Path) -> list[PlannedJob]:
         if file not in by_file:
             return []
-        if file not in paths:
-            before = max(map(path_to, by_file[file].needs), key=wall, default=[])
-            paths[file] = [*before, by_file[file]]
-        return paths[file]
+        return [*max(map(path_to, by_file[file].needs), key=wall, default=[]), by_file[file]]
 
     return max(map(path_to, by_file), key=wall, default=[])
 
@@ -332,7 +315,7 @@ def _note_shards(plan: Plan, experiment: Experiment, dataset: str, split: str) -
 
 def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
     run, resources = experiment.runs[job.wildcards["run"]], job.resources
-    config = run_config(experiment, run.name)
+    config = resolve.run_config(experiment, run.name)
     encoder, (stage, computing, folder) = run.encoder, config.training(run.name)
     devices, step = devices_of(resources), stage.flops_per_image(encoder) * stage.batch_size
     gpu = str(resources.get("gpu") or "")
@@ -359,9 +342,9 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
             source = device.source
     return PlannedJob(
         stage.name, run.name, nodes, devices, seconds, 60.0 * float(resources["runtime"]), source,
-        makes=experiment.folder(run.name), needs=_makers(inputs_of_run(experiment, run.name)),
-        bytes=stage.state_bytes(encoder), here=is_here(job), fitted=fitted,
-        memory=stage.peak_memory(encoder, nodes * devices, computing),
+        makes=experiment.folder(run.name), bytes=stage.state_bytes(encoder),
+        needs=_makers(resolve.inputs_of_run(experiment, run.name)), here=is_here(job),
+        memory=stage.peak_memory(encoder, nodes * devices, computing), fitted=fitted,
     )  # fmt: skip
 
 
@@ -388,9 +371,9 @@ def _features(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     if images is None:
         plan.unknown.add(f"images of {dataset} {split}")
     flops = None if images is None else images * encode_flops(encoder)
-    exact = precision(experiment, run) == "fp32"
-    kind = of_ending(split, job.wildcards["norm"])
-    makes = features_file(experiment, run, dataset, kind)
+    exact = resolve.precision(experiment, run) == "fp32"
+    kind = resolve.of_ending(split, job.wildcards["norm"])
+    makes = resolve.features_file(experiment, run, dataset, kind)
     return _on_devices(
         job, f"{run} {makes.stem}", flops, exact, device, makes=makes,
         needs=(experiment.folder(run),), bytes=feature_bytes(encoder, images or 0, kind.blocks),
@@ -413,10 +396,11 @@ def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device
     except KeyError as error:
         plan.unknown.add(f"images of {error.args[0]}")
         unknown = True
+    reads = resolve.inputs_of_evaluation(experiment, run, name)
     priced = _on_devices(
         job, f"{run} {name}", flops, settings.full_precision, device,
         makes=experiment.root / "evaluations" / run / f"{name}.json",
-        needs=(experiment.folder(run), *_makers(inputs_of_evaluation(experiment, run, name))),
+        needs=(experiment.folder(run), *_makers(reads)),
     )  # fmt: skip
     if unknown or flops is not None:
         return priced
@@ -462,7 +446,7 @@ def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
     others, pairs = [], []
 
     def note(faults: list[str], what: str, path: Path | None) -> None:
-        names = tuple(unset_variables(path)) if faults and path is not None else ()
+        names = tuple(starting.unset_variables(path)) if faults and path is not None else ()
         if names:
             unset[names].append(what)
         else:
@@ -472,17 +456,19 @@ def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
         given = job.wildcards
         if job.rule == "plan_shards":
             pair = given["dataset"], given["split"]
-            note(missing_images(experiment, [pair]), " ".join(pair), experiment.images(*pair))
+            faults = starting.missing_images(experiment, [pair])
+            note(faults, " ".join(pair), experiment.images(*pair))
         elif "evaluation" in given:
             pairs.append((given["run"], given["evaluation"]))
         elif job.rule in STAGES:
             run = experiment.runs[given["run"]]
-            note(missing_weights(experiment, [run.name]), f"weights of {run.name}", run.weights)
+            faults = starting.missing_weights(experiment, [run.name])
+            note(faults, f"weights of {run.name}", run.weights)
     by_variable = [
         f"${' and $'.join(names)}: not set, export it: {', '.join(sorted(what))}"
         for names, what in sorted(unset.items())
     ]
-    return [*by_variable, *others, *missing_lists(experiment, pairs)]
+    return [*by_variable, *others, *starting.missing_lists(experiment, pairs)]
 
 
 def is_here(job: RuleJob) -> bool:
@@ -497,13 +483,11 @@ def devices_of(resources: Mapping[str, Any]) -> int:
 
 def _makers(files: Iterable[Path]) -> tuple[Path, ...]:
     """Return what the jobs that make these files are known by (`PlannedJob.makes`)."""
-    return tuple(
-        dict.fromkeys(
-            file.parent
-            if file.parent.parent.name == "runs"
-            else file.with_suffix(".json")
-            if file.parent.parent.name == "evaluations"
-            else file
-            for file in files
-        )
-    )
+
+    def maker(file: Path) -> Path:
+        kind = file.parent.parent.name
+        if kind == "runs":
+            return file.parent
+        return file.with_suffix(".json") if kind == "evaluations" else file
+
+    return tuple(dict.fromkeys(map(maker, files)))
