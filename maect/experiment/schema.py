@@ -2,10 +2,10 @@
 
 import os
 import re
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings
@@ -20,12 +20,23 @@ from maect.report.groups import Groups
 NAME = re.compile(r"\w[\w.-]*")
 
 
+def _known(what: str, kinds: Collection[str]) -> AfterValidator:
+    """Refuse another kind than these (ValueError)."""
+
+    def check(kind: str) -> str:
+        if kind not in kinds:
+            raise ValueError(f"unknown kind of {what}; {did_you_mean(kind, kinds)}")
+        return kind
+
+    return AfterValidator(check)
+
+
 class Split(Settings):
     """One split of a dataset: where its images are and into how many tars they go."""
 
     images: str | None = None
     """The source; `~` and environment variables are filled in where they are set."""
-    kind: str = Folder.kind
+    kind: Annotated[str, _known("source", SOURCES)] = Folder.kind
     """Which of `maect.data.sources` the source is (`docs/data.md`)."""
     of: str | None = None
     """For a view: the split of this dataset whose shards it shows a part of."""
@@ -40,13 +51,6 @@ class Split(Settings):
     skip_unreadable: bool = False
     """Leave out what cannot be read, and listed names that are gone; the index lists them."""
     shards: int = Field(default=1, gt=0)
-
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, kind: str) -> str:
-        if kind not in SOURCES:
-            raise ValueError(f"unknown kind of source; {did_you_mean(kind, SOURCES)}")
-        return kind
 
     @property
     def source(self) -> type[Source]:
@@ -72,7 +76,7 @@ class Split(Settings):
 class Dataset(Settings):
     """Images by split; those that come with a library are written out first."""
 
-    kind: str = "images"
+    kind: Annotated[str, _known("dataset", ("images", *BUNDLED))] = "images"
     """`images`, or which of `maect.data.sources.BUNDLED`."""
     splits: dict[str, Split]
     resize: int | None = Field(default=None, gt=0)
@@ -86,14 +90,6 @@ class Dataset(Settings):
     def bundled(self) -> bool:
         """Return whether its images are written out first."""
         return self.kind in BUNDLED
-
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, kind: str) -> str:
-        kinds = ("images", *BUNDLED)
-        if kind not in kinds:
-            raise ValueError(f"unknown kind of dataset; {did_you_mean(kind, kinds)}")
-        return kind
 
     @model_validator(mode="after")
     def _images(self) -> "Dataset":

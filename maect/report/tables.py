@@ -39,11 +39,8 @@ def read_metrics(path: Path) -> dict[str, Any]:
 
 def result_of(evaluations: Path, run: str, names: Sequence[str], key: str) -> Path | None:
     """The result of the first of these evaluations that was run and has the metric."""
-    for name in names:
-        path = result_file(evaluations, run, name)
-        if path is not None and read_metrics(path).get(key) is not None:
-            return path
-    return None
+    files = filter(None, (result_file(evaluations, run, name) for name in names))
+    return next((path for path in files if read_metrics(path).get(key) is not None), None)
 
 
 def result_file(evaluations: Path, run: str, name: str, ending: str = ".json") -> Path | None:

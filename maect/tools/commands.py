@@ -237,15 +237,8 @@ def new_experiment(
     from maect.tools.speed import this_machine
 
     machine = this_machine()
-    text = write(
-        images,
-        out,
-        from_public,
-        machine if quick else None,
-        ignore_folders=ignore_folders,
-        skip_unreadable=skip_unreadable,
-    )
-    print(text)
+    how = {"ignore_folders": ignore_folders, "skip_unreadable": skip_unreadable}
+    print(write(images, out, from_public, machine if quick else None, **how))
     print(*outlook(out, machine), *without_training(out), sep="\n")
     print(f"Next: {own_name()} run {shlex.quote(str(out))} -n")
 

@@ -48,47 +48,42 @@ _RECORDED = Line2D([], [], color="#777777", marker="+", **ALONE, label="hours as
 _ONLINE = Line2D([], [], color="#777777", linewidth=0.9, label="while training, on training images")
 
 
-def points_of(table: pd.DataFrame, cost: pd.DataFrame) -> list[Any]:
+def points_of(table: pd.DataFrame, cost: pd.DataFrame) -> pd.DataFrame:
     """Models whose probing accuracy (table `gpu_hours`) and cost (also `cost_table`) are known.
 
     Returns:
-        Tuples with `architecture`, `method`, `hours` (by the benchmark, or as recorded where there
-        is none), `recorded`, `accuracy`, `std`, `paper`, and `drawn`, the accuracy where it is
-        written: measured, else the paper's. NaN where something is not known.
+        A line a model, with `architecture`, `method`, `hours` (by the benchmark, or as recorded
+        where there is none), `recorded`, `accuracy`, `std`, `paper`, and `drawn`, the accuracy
+        where it is written: measured, else the paper's. NaN where something is not known.
     """
     both = table.merge(cost[[*KEYS, "hours"]].rename(columns={"hours": "recorded"}), "left", KEYS)
     both["hours"] = both["hours"].fillna(both["recorded"])
     names = {"": "accuracy", "_std": "std", "_paper": "paper"}
     both = both.rename(columns={f"linear_probe{end}": name for end, name in names.items()})
     both["drawn"] = both["accuracy"].fillna(both["paper"])
-    both = both[both["hours"].notna() & both["drawn"].notna()]
-    return list(
-        both[[*KEYS, "hours", "recorded", *names.values(), "drawn"]].itertuples(index=False)
-    )
+    return both.dropna(subset=["hours", "drawn"])
 
 
 def gpu_hours(shown: ShownConfig) -> Figure:
     """Linear probing accuracy against device hours (log scale), one line a method."""
     asked = shown.rows, shown.evaluations, shown.compare_with_paper
     points = points_of(build_table("gpu_hours", *asked), tables.cost_table(shown.rows, shown.runs))
-    if not points:
+    if points.empty:
         raise UserError("gpu_hours figure: no run has both a linear probe and a known cost")
-    methods = list(dict.fromkeys(point.method for point in points))
-    timed = any(not math.isclose(p.hours, p.recorded) for p in points if not math.isnan(p.recorded))
-    few = len(methods) <= 4
+    known = points.dropna(subset=["recorded"])
+    timed = not all(map(math.isclose, known["hours"], known["recorded"]))
+    few = points["method"].nunique() <= 4
     figure, (ax,) = panels(1, 1, height=3.2 if few else 3.8)
-    for number, method in enumerate(methods):
-        line = sorted((p for p in points if p.method == method), key=lambda p: p.hours)
-        style = method_style(number)
-        hours, accuracy = [p.hours for p in line], [p.accuracy for p in line]
-        spread = np.nan_to_num([p.std for p in line])
-        ax.errorbar(hours, accuracy, spread, **style, capsize=2, label=method_title(method))
-        ax.plot(hours, [p.paper for p in line], **style | PRINTED)
+    for number, (method, of_it) in enumerate(points.groupby("method", sort=False)):
+        line, style = of_it.sort_values("hours", kind="stable"), method_style(number)
+        look = style | {"capsize": 2, "label": method_title(str(method))}
+        ax.errorbar(line["hours"], line["accuracy"], line["std"].fillna(0), **look)
+        ax.plot(line["hours"], line["paper"], **style | PRINTED)
         if timed:
-            ax.plot([p.recorded for p in line], accuracy, **style | ALONE | {"marker": "+"})
-        for p in line:
+            ax.plot(line["recorded"], line["accuracy"], **style | ALONE | {"marker": "+"})
+        for p in line.itertuples():
             ax.annotate(
-                architecture_title(p.architecture), (p.hours, p.drawn),
+                architecture_title(str(p.architecture)), (p.hours, p.drawn),
                 xytext=(5, -9 if number % 2 else 5), textcoords="offset points",
                 fontsize=6.5 if few else 5.5, color=style["color"] if few else "#333333",
             )  # fmt: skip
@@ -98,7 +93,7 @@ def gpu_hours(shown: ShownConfig) -> Figure:
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.margins(x=0.12, y=0.1)
     handles, _ = ax.get_legend_handles_labels()
-    if any(not math.isnan(p.paper) for p in points):
+    if points["paper"].notna().any():
         handles.append(_PAPER)
     if timed:
         handles.append(_RECORDED)
