@@ -7,9 +7,8 @@ import difflib
 import io
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
@@ -26,8 +25,6 @@ from snakemake_interface_logger_plugins.common import LogEvent  # noqa: E402
 from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry  # noqa: E402
 
 SNAKEFILE = PIPELINE / "Snakefile"
-
-
 TARGETS = (
     "report", "tables", "figures", "evaluations", "encoders", "shards",
     "claims", "datasets", "images", "summary", "report_html",
@@ -78,35 +75,23 @@ def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) ->
     words += ["--profile", str(profile / "config.yaml")]
     logging.getLogger("snakemake").propagate = False  # our own handlers would print it
     stderr = io.StringIO()  # "Using profile ...", warnings, what the Snakefile refuses
+    JOBS.clear()
+    ERRORS.clear()
     try:
-        with redirect_stderr(stderr), listening() as heard:
+        with redirect_stderr(stderr):
             parser, options = parse_args([*words, "--logger", "maect", "--config", *config])
             done = args_to_api(options, parser)
     except (SystemExit, Exception) as error:
         last = [line for line in stderr.getvalue().splitlines() if line.strip()][-1:]
         raise UserError(*(last or [str(error)])) from None
     if not done:
-        raise UserError(heard.errors[-1].splitlines()[-1] if heard.errors else "Snakemake failed")
-    return heard.jobs
+        raise UserError(ERRORS[-1].splitlines()[-1] if ERRORS else "Snakemake failed")
+    return [*JOBS]
 
 
-@dataclass
-class Heard:
-    """The jobs, and the texts of errors."""
-
-    jobs: list[RuleJob] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-
-
-_heard = Heard()
-
-
-@contextmanager
-def listening() -> Iterator[Heard]:
-    """Yield what is logged from here on, complete at the end of the block."""
-    global _heard
-    _heard = Heard()
-    yield _heard
+JOBS: list[RuleJob] = []
+ERRORS: list[str] = []
+"""What the handler below has heard since a dry run began: jobs, and texts of errors."""
 
 
 class LogHandler(LogHandlerBase):
@@ -123,7 +108,6 @@ class LogHandler(LogHandlerBase):
         about = record.__dict__
         if about.get("event") == LogEvent.JOB_INFO and about["shellcmd"]:
             resources = dict(about["resources"].items())
-            job = RuleJob(about["rule_name"], dict(about["wildcards"]), resources)
-            _heard.jobs.append(job)
+            JOBS.append(RuleJob(about["rule_name"], dict(about["wildcards"]), resources))
         elif record.levelno >= logging.ERROR:
-            _heard.errors.append(record.getMessage())
+            ERRORS.append(record.getMessage())
