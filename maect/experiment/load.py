@@ -22,7 +22,7 @@ from maect.evaluate import EvaluationConfig, evaluation_names, load_evaluation
 from maect.evaluate.base import Protocol
 from maect.experiment import expand
 from maect.experiment.chosen_shards import find_shards, said_otherwise, shards_config
-from maect.experiment.expand import Run
+from maect.experiment.expand import Run, begins_with
 from maect.experiment.schema import (
     ExperimentSpec,
     Split,
@@ -89,9 +89,7 @@ class Experiment:
             for name, rows in getattr(spec, kind).items()
         }
         # What begins with a training, and not with imported weights.
-        trained = {
-            name for name in self.runs if expand.begins_with(name, self.runs).settings.trains
-        }
+        trained = {name for name in self.runs if begins_with(name, self.runs).settings.trains}
         if spec.starting_from == "public":
             if trained and len(trained) == len(self.runs):
                 raise self._error(

@@ -98,9 +98,8 @@ class _Comparison:
         read = [kind for one in protocols for kind in one.inputs().values()]
         endings = {resolve.ending(kind) for kind in read if isinstance(kind, Features)}
         for run in self.experiment.evaluated:
-            for (dataset, split), ending in itertools.product(
-                self.experiment.splits, sorted(endings)
-            ):
+            pairs = itertools.product(self.experiment.splits, sorted(endings))
+            for (dataset, split), ending in pairs:
                 kind = resolve.of_ending(split, ending)
                 path = resolve.features_file(self.experiment, run, dataset, kind)
                 config = resolve.features_config(self.experiment, run, dataset, kind)

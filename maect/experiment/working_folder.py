@@ -57,8 +57,7 @@ def _is_bare(words: Sequence[str]) -> bool:
 def other_clone(folder: Path) -> str:
     """A sentence if a folder is a clone of maect, and another one than that which runs; else ""."""
     ours, theirs = Path(maect.__file__).parent, folder / "maect"
-    if not (theirs / "__init__.py").is_file() or not (folder / "Snakefile").is_file():
-        return ""
-    if theirs.samefile(ours):
+    is_clone = (theirs / "__init__.py").is_file() and (folder / "Snakefile").is_file()
+    if not is_clone or theirs.samefile(ours):
         return ""
     return f"{folder} is another clone of maect: its code is not used, but that of {ours.parent}"

@@ -99,9 +99,8 @@ def find_timm(name: str) -> TimmEntry:
     if not tagged:
         bare = {full.partition(".")[0] for full in known}
         near = get_close_matches(name, sorted({*bare, *known}), n=1)
-        hint = (
-            f"did you mean {near[0]!r}?" if near else "docs/reference/timm_encoders.md lists them"
-        )
+        listed = "docs/reference/timm_encoders.md lists them"
+        hint = f"did you mean {near[0]!r}?" if near else listed
         raise UserError(f"timm: unknown encoder {name!r}; {hint}")
     statistics = {(known[full].mean, known[full].std) for full in tagged}
     if len(statistics) > 1:

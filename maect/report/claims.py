@@ -152,10 +152,8 @@ class Verdict:
                 lengths = " and ".join(f"{value:g}" for value in one.epochs)
                 marks.append(f"pre-trained for {lengths} epochs")
             mark = f" ({'; '.join(marks)})" if marks else ""
-            number = f"{one.left:.{one.decimals}f}"
-            if not one.limit:
-                number = f"{one.left - one.right:+.{one.decimals}f}"
-            parts.append(f"{one.text}: {number}{spread}{mark}")
+            value, sign = (one.left, "") if one.limit else (one.left - one.right, "+")
+            parts.append(f"{one.text}: {value:{sign}.{one.decimals}f}{spread}{mark}")
         for table, models in missing.items():
             named = (f"{model} ({', '.join(metrics)})" for model, metrics in models.items())
             parts.append(f"needs {table}: {', '.join(named)}")

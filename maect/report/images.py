@@ -120,9 +120,8 @@ def images_page(config: ImagesConfig) -> str:
     explored = [Explored.read(path) for path in config.explored]
     first = explored[0]
     for other, path in zip(explored, config.explored, strict=True):
-        if other.about != first.about or not np.array_equal(
-            other.arrays["ids"], first.arrays["ids"]
-        ):
+        same = np.array_equal(other.arrays["ids"], first.arrays["ids"])
+        if other.about != first.about or not same:
             raise UserError(f"{path}: of other images than {config.explored[0]}; evaluate again")
     data = {
         **first.about,

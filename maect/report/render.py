@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
@@ -28,6 +28,7 @@ from maect.report.registry import TABLES, Detail, Metric, Table
 from maect.report.tables import build_table, read_table, result_file, result_of, write_table
 from maect.report.titles import GLOSSARY, architecture_title, method_title
 
+Column = TypeVar("Column", Metric, Detail)
 MINUS = "\N{MINUS SIGN}"
 MISSING = "\N{EN DASH}"
 
@@ -109,14 +110,10 @@ def text_cell(line: "pd.Series", detail: Detail) -> Cell:
     return Cell("" if pd.isna(value) else value, "", "" if pd.isna(paper) else paper, "")
 
 
-def columns_shown(frame: pd.DataFrame, table: Table) -> list[Metric]:
+def _known(frame: pd.DataFrame, columns: Iterable[Column]) -> list[Column]:
     """The columns in which anything was measured or printed; the others would only take room."""
-    others = [table.other(name) for name in frame.columns if f"{name}_std" in frame.columns]
-    return [
-        metric
-        for metric in [*table.metrics, *filter(None, others)]
-        if frame[[metric.name, f"{metric.name}_paper"]].notna().any(axis=None)
-    ]
+    parts = ((one, frame[[one.name, f"{one.name}_paper"]]) for one in columns)
+    return [one for one, part in parts if part.notna().any(axis=None)]
 
 
 def printed(
@@ -132,12 +129,9 @@ def printed(
     own. With `compare` it says where it is in the paper.
     """
     table = entry(name, TABLES, "table")
-    metrics = columns_shown(frame, table)
-    details = [
-        detail
-        for detail in table.details
-        if frame[[detail.name, f"{detail.name}_paper"]].notna().any(axis=None)
-    ]
+    others = [table.other(name) for name in frame.columns if f"{name}_std" in frame.columns]
+    metrics = _known(frame, [*table.metrics, *filter(None, others)])
+    details = _known(frame, table.details)
     runs = {(row.architecture, row.method): row.runs for row in rows}
 
     def anchor(line: "pd.Series", metric: Metric) -> str:

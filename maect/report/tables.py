@@ -247,12 +247,9 @@ def read_table(path: Path) -> pd.DataFrame:
     text = read_table_text(path)
     try:
         frame = pd.read_csv(io.StringIO(text), dtype=dict.fromkeys(texts, str))
-    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise UserError(f"{path}: not a table ({error})") from None
-    if list(frame.columns[:2]) != KEYS:
-        raise UserError(f"{path}: not a table (its first columns are not {', '.join(KEYS)})")
-    numbers = [column for column in frame.columns[2:] if column not in texts]
-    try:
+        if list(frame.columns[:2]) != KEYS:
+            raise ValueError(f"its first columns are not {', '.join(KEYS)}")
+        numbers = [column for column in frame.columns[2:] if column not in texts]
         return frame.astype(dict.fromkeys(numbers, float))
     except ValueError as error:
         raise UserError(f"{path}: not a table ({error})") from None

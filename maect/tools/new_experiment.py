@@ -57,9 +57,8 @@ def outlook(out: Path, device: Device) -> list[str]:
     jobs = make_plan(all_jobs(experiment), experiment, device).jobs
     total, training = wall(jobs), wall(job for job in jobs if job.stage in STAGES)
     encoders = [name for name, run in experiment.runs.items() if isinstance(run.settings, Tune)]
-    quicker = (
-        " --quick writes an experiment for an hour." if total > 1.1 * own_training.HOUR else ""
-    )
+    is_long = total > 1.1 * own_training.HOUR
+    quicker = " --quick writes an experiment for an hour." if is_long else ""
     return [
         f"All of it takes about {rough(total)} here, {rough(training)} of that for training "
         f"(estimated from {device.source}).{quicker}",
@@ -171,13 +170,9 @@ class Written:
             file = Path(folder) / "quick.yaml"
             write_text(file, self.text(chosen, public))
             experiment = load(str(file))
-        classes = len(self.images.classes) or 1000
-        known = {
-            experiment.shards(experiment.default_dataset, split): SplitFacts(
-                n, None, False, classes
-            )
-            for split, n in self.counts.items()
-        }
+        dataset, classes = experiment.default_dataset, len(self.images.classes) or 1000
+        facts = {split: SplitFacts(n, None, False, classes) for split, n in self.counts.items()}
+        known = {experiment.shards(dataset, split): of for split, of in facts.items()}
         return make_plan(all_jobs(experiment), experiment, device, known).jobs
 
     def text(self, chosen: Chosen, public: str | None) -> str:
@@ -229,9 +224,8 @@ class Written:
         values: dict[str, Any] = {"images": str(of.folder), "kind": of.kind}
         if not find_source(of.kind).in_place:
             n = self.counts[name]
-            values["shards"] = max(
-                math.ceil(n * of.bytes_each / SHARD_BYTES), min(16, n // 3000), 1
-            )
+            fewest = math.ceil(n * of.bytes_each / SHARD_BYTES)
+            values["shards"] = max(fewest, min(16, n // 3000), 1)
         values |= {"only": str(lists[name][0])} if lists else {}
         return values | ({"skip_unreadable": True} if self.skip_unreadable else {})
 

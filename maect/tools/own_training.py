@@ -44,9 +44,8 @@ def encoder_for(images: Images, public: str | None) -> tuple[str, int, str]:
         return "small", pixels, f"{seen}: patches of 4, {weights('small')} parameters"
     size = "large" if len(images.entries) >= ENOUGH else "base"
     pixels = min(224, images.side // 16 * 16)
-    which = (
-        f"ViT-{size[0].upper()}, as for {'more' if size == 'large' else 'fewer'} than {ENOUGH:,}"
-    )
+    more = "more" if size == "large" else "fewer"
+    which = f"ViT-{size[0].upper()}, as for {more} than {ENOUGH:,}"
     return size, pixels, f"{seen}: patches of 16; {which} images"
 
 

@@ -28,9 +28,8 @@ def lines(plan: Plan) -> list[str]:
     rows.append(_row("total", plan.jobs))
     out = [*aligned(rows, (1, 3, 4, 5)), "", *_storage(plan), *_path(plan), *_fitting(plan)]
     if plan.others:
-        out.append(
-            f"on this machine: {counted(plan.others, 'short command')} (shards, tables, figures)"
-        )
+        commands = counted(plan.others, "short command")
+        out.append(f"on this machine: {commands} (shards, tables, figures)")
     out += [f"not known, and not counted: {what}" for what in sorted(plan.unknown)]
     return out
 

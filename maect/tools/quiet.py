@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from maect.core.yaml_files import read_yaml
 from maect.evaluate import PROTOCOLS
 from maect.stages import STAGES
 from maect.tools import start_snakemake
@@ -19,14 +20,9 @@ from snakemake_interface_logger_plugins.base import LogHandlerBase  # noqa: E402
 from snakemake_interface_logger_plugins.common import LogEvent  # noqa: E402
 from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry  # noqa: E402
 
-SECONDS = {
-    "write_images": 2, "plan_shards": 0.2, "write_shard": 0.2, "index_shards": 0.2,
-    "pretrain": 24, "head": 10, "tune": 25, "features": 1.7, "knn": 1.5, "low_shot": 1.7,
-    "linear_probe": 3.2, "clustering": 3.5, "umap": 7.2, "report_html": 8,
-}  # fmt: skip
-"""Of each job of the demo, by its rule, where two run at once on two idle cores."""
+SECONDS: dict[str, float] = read_yaml(Path(__file__).with_suffix(".yaml"))
 OTHER = 1.5
-"""Of any other."""
+"""Seconds of any other job than those."""
 SHOWN = {
     "Preparing images": ("write_images", "plan_shards", "write_shard", "index_shards"),
     "Computing vectors": ("features",),

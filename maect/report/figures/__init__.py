@@ -76,8 +76,7 @@ def method_style(number: int) -> dict[str, Any]:
 def blank(axes: Axes | Sequence[Axes]) -> None:
     """Take everything off axes that hold a picture or nothing."""
     for one in [axes] if isinstance(axes, Axes) else axes:
-        one.set_xticks([])
-        one.set_yticks([])
+        one.set(xticks=[], yticks=[])
         one.grid(False)
         one.spines[:].set_visible(False)
 

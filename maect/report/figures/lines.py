@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -213,12 +214,9 @@ def label_efficiency(shown: ShownConfig) -> Figure:
     asked = shown.rows, shown.evaluations, shown.compare_with_paper
     low_shot, fine_tune = build_table("low_shot", *asked), build_table("fine_tune", *asked)
     wanted = [c for c in fine_tune.columns if c.startswith("fine_tune")]
-    frame = low_shot.merge(fine_tune[KEYS + wanted], on=KEYS, how="outer", sort=False)
+    both = pd.concat([low_shot, fine_tune[KEYS + wanted]])
+    frame = both.groupby(KEYS, sort=False).first().reset_index()
     names = [name for name in LABELS if frame[name].notna().any()]
-    order = list(
-        dict.fromkeys(zip(*(pd.concat([low_shot, fine_tune])[k] for k in KEYS), strict=True))
-    )
-    frame = frame.set_index(KEYS).loc[order].reset_index()  # merging sorts
     frame = frame[frame[names].notna().any(axis=1)] if names else frame.iloc[:0]
     if frame.empty:
         raise UserError("label_efficiency figure: no evaluation with few labels was run")
@@ -282,15 +280,15 @@ def knn_per_block(shown: ShownConfig) -> Figure:
     most = 0
     for number, row in enumerate(shown.rows):
         lines = list[list[float]]()
-        for path in [shown.evaluations / run / "knn_per_block.json" for run in row.runs]:
-            if path.exists():
-                values = tables.read_metrics(path).get("knn_standardized")
-                if not isinstance(values, list) or len(values) != len([*lines, values][0]):
-                    raise UserError(
-                        f"{path}: `knn_standardized` is no list with a value for each block; "
-                        "evaluate knn_per_block again"
-                    )
-                lines.append(values)
+        paths = (shown.evaluations / run / "knn_per_block.json" for run in row.runs)
+        for path in filter(Path.exists, paths):
+            values = tables.read_metrics(path).get("knn_standardized")
+            if not isinstance(values, list) or len(values) != len([*lines, values][0]):
+                raise UserError(
+                    f"{path}: `knn_standardized` is no list with a value for each block; "
+                    "evaluate knn_per_block again"
+                )
+            lines.append(values)
         if not lines:
             continue
         blocks = len(lines[0])
@@ -318,9 +316,8 @@ def curve(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> tuple[np.ndarra
     pairs = [(line[x], line[y]) for line in lines if x in line and y in line]
     pairs = [pair for pair in pairs if all(math.isfinite(number) for number in pair)]
     values = np.array(sorted(pairs), dtype=np.float64).reshape(-1, 2)
-    parts = np.array_split(values, POINTS) if len(values) > POINTS else [values]
-    if len(parts) > 1:
-        values = np.stack([part.mean(axis=0) for part in parts])
+    if len(values) > POINTS:
+        values = np.stack([part.mean(axis=0) for part in np.array_split(values, POINTS)])
     return values[:, 0], values[:, 1]
 
 
