@@ -187,6 +187,7 @@ class Evaluations(Settings):
 # The lines of a table or figure: runs by name or pattern; METHOD: RUN gives the line another name.
 Rows = list[str | dict[str, str]]
 WrittenRows = list[str | dict[str, str] | list[Any]]
+WrittenTables = list[str] | dict[str, WrittenRows | None]
 
 
 def _flat(value: Any) -> Any:
@@ -219,12 +220,7 @@ class ExperimentSpec(Settings):
     tables: dict[str, Rows] = Field(default_factory=dict)
     figures: dict[str, Rows] = Field(default_factory=dict)
 
-    @field_validator(
-        "tables",
-        "figures",
-        mode="before",
-        json_schema_input_type=list[str] | dict[str, WrittenRows | None],
-    )
+    @field_validator("tables", "figures", mode="before", json_schema_input_type=WrittenTables)
     @classmethod
     def _rows(cls, value: Any) -> Any:
         """A list of names, or a name without rows, means every evaluated run."""
