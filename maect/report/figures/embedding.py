@@ -141,10 +141,7 @@ def umap(shown: ShownConfig) -> Figure:
         ax.spines[:].set_color("#BBBBBB")
         ax.set_title(title + _accuracy(shown, rows[title], path))
     if names:
-        styles, titles = (
-            [class_style(position) for position in range(len(known))],
-            [*names.values()],
-        )
+        styles, titles = [class_style(n) for n in range(len(known))], [*names.values()]
         if classes.are_groups and any((labels < 0).any() for _, labels in data):
             styles.append(MISSING)
             titles.append("others")
