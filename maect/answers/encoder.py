@@ -1,5 +1,6 @@
 """A run's encoder from Python: images in, feature vectors out, those of the features file."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike, cpu_count, fspath
@@ -12,9 +13,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maect.answers.public import find_run
+from maect.core.arrays import seek_kept, write_kept
 from maect.core.errors import UserError
 from maect.data.convert import make_ready, ready_array, ready_jpeg, ready_picture, render_ready
 from maect.data.decode import UnreadableError, image_size, render, resample, to_rgb
+from maect.data.sources.base import Entry, ImageSource
 from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.encoding import ON_CPU, Encoding, finite
@@ -92,6 +95,11 @@ class ImageEncoder:
             **({"pixels": pixels.model_dump(mode="json")} if pixels != Pixels() else {}),
         }
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the same without what the run is called."""
+        return {key: value for key, value in self.about.items() if key != "run"}
+
     def encode(
         self,
         images: Sequence[ImageLike],
@@ -162,6 +170,31 @@ class ImageEncoder:
                 done += len(good)
             progress(numbers.stop)
         return out[:done], faults
+
+    def kept(
+        self,
+        file: Path | None,
+        source: ImageSource,
+        entries: Sequence[Entry],
+        batch_size: int | None = None,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> tuple[NDArray[np.float32], dict[int, str]]:
+        """`readable` of some images of a source: out of a file, which is written if it is not so.
+
+        Args:
+            file: its name is that of the encoder and the images; none: nothing is kept.
+        """
+        if file is not None and (known := seek_kept(file)) is not None:
+            return known[0]["vectors"], dict(json.loads(known[1]["faults"]))
+        values, faults = self.readable(
+            lambda number: source.read(entries[number]),
+            len(entries),
+            batch_size or self.batch_size,
+            progress=progress,
+        )
+        if file is not None:
+            write_kept(file, {"vectors": values}, {"faults": json.dumps([*faults.items()])})
+        return values, faults
 
     def pixels(self, image: ImageLike) -> NDArray[np.uint8]:
         """Return what the encoder sees of an image, uint8 [C, S, S]; else an UnreadableError."""

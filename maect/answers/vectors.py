@@ -9,8 +9,9 @@ import logging
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -302,8 +303,8 @@ def embed(
         UserError: no images, or none that can be read.
     """
     work = _Work(encoder, images, kind, batch_size)
-    parts = [work.part(rows) for rows in work.slices()]
-    work.check()
+    parts = [*work.parts()]
+    work.check(sum(len(part.files) for part in parts))
     labels = [name for part in parts for name in part.labels or []] if work.named else None
     files = [name for part in parts for name in part.files]
     values = np.concatenate([part.values for part in parts])
@@ -353,18 +354,12 @@ def embed_into(
     if not afresh:
         work.know(out)
     folder = out.with_name(f".{out.name}.parts")
-    files = [work.part_file(folder, rows) for rows in work.slices()]
-    work.check()
-
-    def parts() -> Iterator[Vectors]:
-        for file in files:
-            part = Vectors.read(file)
-            if part.files:
-                yield replace(part, about=work.about)
-
-    write_vectors(out, parts(), work.images)
-    shutil.rmtree(folder)
-    return Embedded(work.images, encoder.width, work.kept, work.left_out)
+    count = sum(len(part.files) for part in work.parts(folder))
+    work.check(count)
+    write_vectors(out, (part for part in work.parts(folder) if part.files), count)
+    shutil.rmtree(folder, ignore_errors=True)
+    kept = sum(entry.name in work.known for entry in work.entries)
+    return Embedded(count, encoder.width, kept, work.left_out)
 
 
 PART = 512
@@ -389,13 +384,7 @@ class _Work:
         self.listed, self.named = len(names), listing.class_names
         self.about = {**encoder.about, "images": str(images.resolve()), "kind": kind}
         self.known: dict[str, Array] = {}
-        self.images = self.kept = self.done = 0
         self.said = time.monotonic()
-
-    def slices(self) -> list[range]:
-        """Numbers of the images of each part."""
-        n = len(self.entries)
-        return [range(n)[start : start + PART] for start in range(0, n, PART)]
 
     def know(self, out: Path) -> None:
         """Take over the vectors of a file as far as they are those of the same images."""
@@ -408,71 +397,51 @@ class _Work:
         written = out.stat().st_mtime_ns
         rows = {name: number for number, name in enumerate(before.files)}
         for entry in self.entries:
-            changed = self._changed(entry)
+            changed = self.changed[entry.name]
             if entry.name in rows and changed is not None and changed < written:
                 self.known[entry.name] = before.values[rows[entry.name]]
 
-    def _changed(self, entry: Entry) -> int | None:
-        """Return when the file of an image was changed last, in ns; None: unknown."""
-        for path in (self.source.root / entry.path, self.source.path):
-            if path.is_file():
-                return path.stat().st_mtime_ns
-        return None
+    @cached_property
+    def changed(self) -> dict[str, int | None]:
+        """When the file of each image was changed last, in ns, by its name; None: unknown."""
+        found = {}
+        for entry in self.entries:
+            paths = (self.source.root / entry.path, self.source.path)
+            found[entry.name] = next((p.stat().st_mtime_ns for p in paths if p.is_file()), None)
+        return found
 
-    def part_file(self, folder: Path, rows: range) -> Path:
-        """The file with the vectors of a part, which is made unless it is there."""
-        facts = [
-            [entry.name, self._changed(entry)] for entry in map(self.entries.__getitem__, rows)
-        ]
-        file = folder / f"{digest(self.about, facts)}.parquet"
-        if file.is_file():
-            with suppress(UserError):  # a damaged one is made again
-                part = Vectors.read(file)
-                self._count(len(part.files), part.about["left_out"], len(rows))
-                return file
-        before = dict(self.left_out)
-        part = self.part(rows)
-        new = {name: why for name, why in self.left_out.items() if name not in before}
-        replace(part, about=self.about | {"left_out": new}).write(file)
-        return file
+    def parts(self, folder: Path | None = None) -> Iterator[Vectors]:
+        """Vectors of those images that can be read, part by part.
 
-    def part(self, rows: range) -> Vectors:
-        """Vectors of those images of a part that can be read."""
-        entries = [self.entries[number] for number in rows]
-        todo = [entry for entry in entries if entry.name not in self.known]
-        values, faults = self.encoder.readable(
-            lambda number: self.source.read(todo[number]),
-            len(todo),
-            self.batch_size,
-            progress=lambda done: self._say(self.done + done),
-        )
-        why = {todo[number].name: text for number, text in faults.items()}
-        found = dict(self.known)
-        read = [entry.name for entry in todo if entry.name not in why]
-        found.update(zip(read, values, strict=True))
-        kept = [entry for entry in entries if entry.name in found]
-        self.kept += len(entries) - len(todo)
-        self._count(len(kept), why, len(todo))
-        labels = [self.named[entry.label] for entry in kept] if self.named else None
-        names = [entry.name for entry in kept]
-        rows_of = [found[name] for name in names]
-        out = np.stack(rows_of) if rows_of else np.empty((0, self.encoder.width), np.float32)
-        return Vectors(names, out, labels, self.about)
+        With a folder a part is computed once, and its vectors that were not known wait there.
+        """
+        for start in range(0, len(self.entries), PART):
+            entries = self.entries[start : start + PART]
+            todo = [entry for entry in entries if entry.name not in self.known]
+            file = None
+            if folder is not None:
+                facts = [[entry.name, self.changed[entry.name]] for entry in todo]
+                file = folder / f"{digest(self.about, facts)}.safetensors"
 
-    def _count(self, images: int, left_out: dict[str, str], computed: int) -> None:
-        self.images += images
-        self.left_out |= left_out
-        self.done += computed
-        self._say(self.done)
+            def say(done: int, start: int = start) -> None:
+                if time.monotonic() - self.said > _EVERY:
+                    self.said = time.monotonic()
+                    log.info("%s: %d of %d images", self.path, start + done, len(self.entries))
 
-    def _say(self, done: int) -> None:
-        if time.monotonic() - self.said > _EVERY:
-            self.said = time.monotonic()
-            log.info("%s: %d of %d images", self.path, done, len(self.entries) - len(self.known))
+            values, faults = self.encoder.kept(file, self.source, todo, self.batch_size, say)
+            self.left_out |= {todo[number].name: why for number, why in faults.items()}
+            read = (entry.name for number, entry in enumerate(todo) if number not in faults)
+            found = self.known | dict(zip(read, values, strict=True))
+            names = [entry.name for entry in entries if entry.name in found]
+            rows = np.array([found[name] for name in names], np.float32)
+            labels = (
+                [self.named[e.label] for e in entries if e.name in found] if self.named else None
+            )
+            yield Vectors(names, rows.reshape(-1, self.encoder.width), labels, self.about)
 
-    def check(self) -> None:
+    def check(self, count: int) -> None:
         """Refuse a folder of which nothing can be read, with the first reason."""
-        if not self.images:
+        if not count:
             name, why = next(iter(self.left_out.items()))
             raise UserError(
                 f"{self.path}: none of {self.listed} images can be read: {name} ({why})"

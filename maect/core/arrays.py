@@ -36,6 +36,27 @@ def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     return arrays, texts
 
 
+def write_kept(file: Path, arrays: Arrays, texts: Mapping[str, str] | None = None) -> None:
+    """Write arrays of unfinished work; the file says its name, which says of what they are."""
+    write_arrays(file, arrays, {"name": file.name, **(texts or {})})
+
+
+def read_kept(file: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """Read what `write_kept` wrote; errors as of `read_arrays`, also for a file of another name."""
+    arrays, texts = read_arrays(file)
+    if texts.get("name") != file.name:
+        raise UserError(f"{file}: written as {texts.get('name')}; delete it and start again")
+    return arrays, texts
+
+
+def seek_kept(file: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]] | None:
+    """Return what `write_kept` wrote; None if it is missing or damaged, and is made again."""
+    try:
+        return read_kept(file)
+    except (UserError, OSError):
+        return None
+
+
 def sort_metadata(path: Path) -> None:
     """Sort the metadata in a file's header, which safetensors writes in a random order.
 

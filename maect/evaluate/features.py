@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maect.core import distributed
-from maect.core.arrays import read_arrays, write_arrays
+from maect.core.arrays import read_kept, seek_kept, write_kept
 from maect.core.context import Context
 from maect.core.errors import SupersededError, UserError
 from maect.core.kept import keep
@@ -103,7 +103,7 @@ def extract(
         for number in range(len(part_ranges(index.n)))
     ]
     with distributed.process_group(context):
-        todo = [number for number, file in enumerate(files) if read_part(file) is None]
+        todo = [number for number, file in enumerate(files) if seek_kept(file) is None]
         todo = distributed.from_rank_0(todo)
         mine = np.array_split(np.array(todo, int), context.world_size)[context.rank]
         missing = sum(len(part_ranges(index.n)[number]) for number in todo)
@@ -117,7 +117,8 @@ def extract(
             raise SupersededError(f"{out}: another job has taken these features over")
         keys = index.keys()
         width, labels = model.width, np.array(index.labels)
-        write_features(out, map(_read, files), width=width, labels=labels, keys=keys, record=record)
+        parts = (read_kept(file)[0]["features"] for file in files)
+        write_features(out, parts, width=width, labels=labels, keys=keys, record=record)
         keep([out])
         shutil.rmtree(folder)
     return "done"
@@ -167,7 +168,7 @@ def _encode(
                 f"{index.directory}: the features of sample {row} ({index.key(row)}) are not "
                 "finite; the encoder diverged or its weights are damaged"
             )
-        write_part(files[number], out)
+        write_kept(files[number], {"features": out})
         context.saved(step)
     return True
 
@@ -206,23 +207,3 @@ def copy_ahead(values: Tensor) -> Callable[[], NDArray[np.float32]]:
         return copy.numpy()
 
     return wait
-
-
-def write_part(file: Path, features: NDArray[np.float32]) -> None:
-    """Write some rows of features atomically; the file says its name, which says whose they are."""
-    write_arrays(file, {"features": features}, {"name": file.name})
-
-
-def read_part(file: Path) -> NDArray[np.float32] | None:
-    """Return what `write_part` wrote; None if it is missing or damaged, and is made again."""
-    try:
-        return _read(file)
-    except (UserError, OSError):
-        return None
-
-
-def _read(file: Path) -> NDArray[np.float32]:
-    arrays, texts = read_arrays(file)
-    if texts.get("name") != file.name:
-        raise UserError(f"{file}: written as {texts.get('name')}; delete it and start again")
-    return arrays["features"]

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from maect import __version__, load
 from maect.answers.encoder import ImageEncoder
-from maect.core.arrays import read_arrays, write_arrays
+from maect.answers.vectors import PART
+from maect.core.arrays import seek_kept, write_kept
 from maect.core.errors import UserError, counted
 from maect.core.settings import digest
 from maect.data.sources import open_source
-from maect.data.sources.base import Entry, ImageSource
-from maect.evaluate.features import read_part, write_part
 from maect.evaluate.real import Real, RealLabels, is_imagenets
 from maect.evaluate.sampling import held_out
 from maect.evaluate.store import Array
@@ -27,8 +26,6 @@ from maect.tools.own_images import Images, check_same_classes, find_splits, insp
 
 log = logging.getLogger(__name__)
 
-PART = 1024
-"""Images whose vectors are kept as one file."""
 FEWEST = 40
 ONE_IN = 5
 """One image in this many is tested on in a folder that has no split of its own."""
@@ -125,36 +122,22 @@ def _contents(images: Images) -> list[str]:
 def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
     """Return vectors of all images of a folder, float32 [n, width]; of unreadable ones NaN.
 
-    Every 1,024 are kept as a file named after the encoder, how images are prepared and the images'
+    Every 512 are kept as a file named after the encoder, how images are prepared and the images'
     contents: what is there is not computed again, whatever the folder is called now.
     """
-    about = {key: value for key, value in encoder.about.items() if key != "run"}
-    out, row = [], 0
+    out, row = np.full((len(folder.contents), encoder.width), np.nan, np.float32), 0
     for images in folder.parts:
         source = open_source(images.kind, images.folder, pixels=encoder.encoding.settings.pixels)
         source.listing()
         for start in range(0, len(images.entries), PART):
             entries = images.entries[start : start + PART]
             contents = folder.contents[row : row + len(entries)]
-            file = kept / f"{digest(about, contents)}.safetensors"
-            part = read_part(file)
-            if part is None:
-                part = _encoded(encoder, source, entries)
-                write_part(file, part)
-            out.append(part)
+            file = kept / f"{digest(encoder.identity, contents)}.safetensors"
+            values, faults = encoder.kept(file, source, entries)
+            out[[row + i for i in range(len(entries)) if i not in faults]] = values
+            for number, why in faults.items():
+                log.warning("%s: left out: %s", entries[number].name, why)
             row += len(entries)
-    return np.concatenate(out)
-
-
-def _encoded(encoder: ImageEncoder, source: ImageSource, entries: list[Entry]) -> Array:
-    """Vectors of some images, float32 [n, width]; NaN where one cannot be read, which is said."""
-    out = np.full((len(entries), encoder.width), np.nan, np.float32)
-    values, faults = encoder.readable(
-        lambda number: source.read(entries[number]), len(entries), encoder.batch_size
-    )
-    out[[number for number in range(len(entries)) if number not in faults]] = values
-    for number, why in faults.items():
-        log.warning("%s: left out: %s", entries[number].name, why)
     return out
 
 
@@ -208,9 +191,14 @@ def compare(
             raise UserError(f"{folder.path}: {fault} can read none of its images; leave one out")
         readable[folder.name] = int((good & ~folder.test).sum()), int((good & folder.test).sum())
         for name, features in made.items():
-            about = {key: v for key, v in loaded[name].about.items() if key != "run"}
             classes = None if folder.labels is None else folder.labels.tolist()
-            asked = [about, folder.contents, classes, folder.test.tolist(), good.tolist()]
+            asked = [
+                loaded[name].identity,
+                folder.contents,
+                classes,
+                folder.test.tolist(),
+                good.tolist(),
+            ]
             real = real_of(folder, good & folder.test, asked_real) if folder in of_real else None
             if real is not None:
                 asked.append(asked_real.real_sha256())
@@ -266,17 +254,14 @@ def _write_scores(file: Path, scores: dict[str, Score]) -> None:
     arrays = {name: score.per_image for name, score in scores.items()}
     arrays |= {f"{name}.sets": np.array(score.sets) for name, score in scores.items()}
     chosen = {name: score.chosen for name, score in scores.items()}
-    write_arrays(file, arrays, {"name": file.name, "chosen": json.dumps(chosen)})
+    write_kept(file, arrays, {"chosen": json.dumps(chosen)})
 
 
 def _read_scores(file: Path) -> dict[str, Score] | None:
     """Return kept scores; None if they are missing or damaged, and are made again."""
-    try:
-        arrays, texts = read_arrays(file)
-    except (UserError, OSError):
+    if (known := seek_kept(file)) is None:
         return None
-    if texts.get("name") != file.name:
-        return None
+    arrays, texts = known
     chosen: dict[str, str] = json.loads(texts["chosen"])
     return {
         name: Score(arrays[name], how, tuple(arrays[f"{name}.sets"].tolist()))

@@ -12,6 +12,7 @@ from PIL import Image
 import maect
 from maect.answers.vectors import Vectors
 from maect.cli import main
+from maect.core.arrays import seek_kept, write_kept
 from maect.core.context import SingleRank
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError
@@ -21,7 +22,7 @@ from maect.data.shards import shard
 from maect.data.sources.changes import changes, may_differ
 from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.evaluate.evaluation import Completion, evaluate
-from maect.evaluate.features import extract, read_part, write_part
+from maect.evaluate.features import extract
 from maect.evaluate.training_free import Score
 from maect.records import ImportedFile, RunRecord
 from maect.stages.imported import is_another_file
@@ -286,11 +287,11 @@ def test_kept_parts_and_scores_under_each_others_names(tmp_path: Path) -> None:
     """Parts of features, and scores of `maect compare`: a damaged or renamed one is made again."""
     one, other = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
     for number, path in enumerate((one, other)):
-        write_part(path, np.full((3, 4), number, np.float32))
-    part = read_part(one)
-    assert part is not None and (part == 0).all()
+        write_kept(path, {"features": np.full((3, 4), number, np.float32)})
+    part = seek_kept(one)
+    assert part is not None and (part[0]["features"] == 0).all()
     exchange(one, other)
-    assert read_part(one) is None is read_part(other)
+    assert seek_kept(one) is None is seek_kept(other)
     for number, path in enumerate((one, other)):
         _write_scores(path, {"knn": Score(np.array([50.0, number]), "k 1", (1.0, 2.0))})
     found = _read_scores(one)
