@@ -33,7 +33,7 @@ class VectorClassifier:
         encoder_sha256: of the encoder whose vectors it reads.
         prepared: whether vectors are centred and scaled to length 1 first (logistic regression).
         resize: shorter side of the images that the vectors are of, before the centre crop; none:
-            not known, that of the run.
+            that of the run (fine-tuning).
     """
 
     weight: NDArray[np.float64]
@@ -70,7 +70,7 @@ class VectorClassifier:
             "maect": _KIND,
             "class_names": json.dumps(self.class_names),
             "encoder_sha256": str(self.encoder_sha256),
-            **({} if self.resize is None else {"resize": str(self.resize)}),
+            "resize": str(self.resize),
         }
         write_arrays(path, {"weight": self.weight, "bias": self.bias}, texts)
 
@@ -85,7 +85,7 @@ def classifier_of(run: Path) -> Path:
 
 def read_classifier(path: Path) -> VectorClassifier:
     """Read a linear probe or head as it was left, or of `fit_classifier`; else a UserError."""
-    from maect.evaluate.linear_probe import read_probe
+    from maect.evaluate.linear_probe import affine
     from maect.models.weights import load_tensors
 
     if not path.is_file():
@@ -94,18 +94,18 @@ def read_classifier(path: Path) -> VectorClassifier:
         )
     checked_sha256(path)
     tensors, texts = load_tensors(path)
-    resize = int(texts["resize"]) if "resize" in texts else None  # of before it was kept
-    if texts.get("maect") == _KIND:
-        arrays, texts = read_arrays(path)
-        names, encoder = json.loads(texts["class_names"]), texts["encoder_sha256"]
-        return VectorClassifier(arrays["weight"], arrays["bias"], names, encoder, True, resize)
-    if "classes" in texts:
+    if "classes" in texts:  # of fine-tuning
         weight, bias = tensors["weight"].double().numpy().T, tensors["bias"].double().numpy()
         encoder = encoder_checksum(path.parent)
         return VectorClassifier(weight, bias, json.loads(texts["classes"]), encoder, prepared=False)
-    slope, offset, names, sha256 = read_probe(path)
-    weight, bias = slope.double().numpy().T, offset.double().numpy()
-    return VectorClassifier(weight, bias, names, sha256, False, resize)
+    if fitted := texts.get("maect") == _KIND:
+        arrays, _ = read_arrays(path)  # which compares the checksum
+        weight, bias = arrays["weight"], arrays["bias"]
+    else:
+        slope, offset = affine(tensors, texts, path)
+        weight, bias = slope.double().numpy().T, offset.double().numpy()
+    names, sha256 = json.loads(texts["class_names"]), texts["encoder_sha256"]
+    return VectorClassifier(weight, bias, names, sha256, fitted, int(texts["resize"]))
 
 
 def fit_classifier(labelled: Path) -> VectorClassifier:
@@ -130,7 +130,7 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
     penalty = LowShot().l2 / len(labels)
     weight, _ = fit(prepare(values), labels, len(class_names), penalty, LowShot().solver)
     bias, made_by = np.zeros(len(class_names)), about["encoder_sha256"]
-    return VectorClassifier(weight, bias, class_names, made_by, True, about.get("resize"))
+    return VectorClassifier(weight, bias, class_names, made_by, True, about["resize"])
 
 
 def write_classes(vectors: Vectors, classifier: VectorClassifier, path: Path) -> None:

@@ -15,7 +15,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.lazy import NDArray, np
 from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures, idle_cpus
-from maect.evaluate.store import FeatureFile, moments, standardize
+from maect.evaluate.store import FeatureFile, in_memory, moments, standardize
 
 SCORES = ("accuracy", "nmi", "ami", "ari")
 # Less work than this (values x runs) is done before other processes have started.
@@ -155,7 +155,7 @@ def _run(
 
 def standardized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Rows with the mean and standard deviation that they have themselves taken out."""
-    return standardize(rows, moments(lambda start, stop: rows[start:stop], *rows.shape))
+    return standardize(rows, moments(in_memory(rows)))
 
 
 def kmeans(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from maect.core.errors import UserError
 from maect.core.lazy import NDArray, np
 from maect.evaluate.clustering import Clustering, kmeans
-from maect.evaluate.store import Scale, moments, standardize
+from maect.evaluate.store import Scale, in_memory, moments, standardize
 
 FEWEST = 20
 """Vectors from which their own mean and deviation say something."""
@@ -35,9 +35,7 @@ def unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def scale_of(vectors: NDArray[np.float32]) -> Scale | None:
     """Mean and deviation of each number of the vectors [n, width]; None below `FEWEST` vectors."""
-    if len(vectors) < FEWEST:
-        return None
-    return moments(lambda start, stop: vectors[start:stop], *vectors.shape)
+    return None if len(vectors) < FEWEST else moments(in_memory(vectors))
 
 
 def comparable(vectors: NDArray[np.float32], scale: Scale | None) -> NDArray[np.float32]:

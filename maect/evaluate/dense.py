@@ -29,7 +29,7 @@ from maect.evaluate.base import (
     idle_cpus,
 )
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.store import Array, InMemory, moments, standardize
+from maect.evaluate.store import Array, in_memory, moments, standardize
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 
@@ -107,8 +107,7 @@ class PatchClassifier(Masked):
             parts[split] = Patches(features, classes)
         train = parts["train"]
         parts["held"], parts["train"] = train.of(held), train.of(~held)
-        flat = parts["train"].rows()
-        scale = moments(InMemory(flat).rows, *flat.shape)
+        scale = moments(in_memory(parts["train"].rows()))
         return {
             name: Patches(standardize(part.features, scale), part.classes)
             for name, part in parts.items()

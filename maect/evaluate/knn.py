@@ -22,7 +22,7 @@ from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, i
 from maect.evaluate.clusters import comparable
 from maect.evaluate.real import RealLabels
 from maect.evaluate.sampling import ends, held_out
-from maect.evaluate.store import Array, Part, Rows, Scale, moments, standardize
+from maect.evaluate.store import Array, FeatureFile, Rows, Scale, moments, standardize
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 QUERIES = 1024
@@ -74,19 +74,20 @@ class Knn(RealLabels, ReadsFeatures):
         pairs = self.pairs(train.n)
         one_in = max(ONE_IN, -(-train.n // test.n))
         held = held_out(train.labels, train.names(), one_in)
-        part, queries = Part(train, np.flatnonzero(~held)), train.take(np.flatnonzero(held))
+        ids, queries = np.flatnonzero(~held), train.take(np.flatnonzero(held))
+        part = Rows(len(ids), train.width, lambda start, stop: train.take(ids[start:stop]))
         metrics: dict[str, Any] = {}
         sweep: list[dict[str, Any]] = []
         correct: dict[str, NDArray[np.bool_]] = {}
         threads = idle_cpus(context)
         fitting = [(k, t) for k, t in pairs if k <= part.n] if held.any() else []
         for name, standardized in (("knn", False), ("knn_standardized", True)):
-            scale = moments(train.rows, train.n, train.width) if standardized else None
+            scale = moments(train) if standardized else None
             voted = swept(train, train.labels, test.all(), pairs, scale, threads)
             right = {pair: classes == test.labels for pair, classes in voted.items()}
             inner: dict[tuple[int, float], float] = {}
             if fitting:
-                votes = swept(part, part.labels, queries, fitting, scale, threads)
+                votes = swept(part, train.labels[ids], queries, fitting, scale, threads)
                 wanted = train.labels[held]
                 inner = {pair: 100 * float(np.mean(v == wanted)) for pair, v in votes.items()}
             chosen: list[dict[str, Any]] = [
@@ -117,7 +118,7 @@ class Knn(RealLabels, ReadsFeatures):
 
 
 def swept(
-    train: Rows,
+    train: FeatureFile | Rows,
     labels: NDArray[np.int64],
     queries: Array,
     pairs: Sequence[tuple[int, float]],
@@ -132,7 +133,7 @@ def swept(
 
 
 def nearest(
-    train: Rows,
+    train: FeatureFile | Rows,
     queries: Array,
     k: int,
     scale: Scale | None = None,

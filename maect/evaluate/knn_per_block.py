@@ -18,7 +18,7 @@ from maect.data.index import Index, open_index
 from maect.evaluate.base import Encodes, EvaluationJob, Images
 from maect.evaluate.encoding import Encoding, finite
 from maect.evaluate.knn import ONE_IN, nearest
-from maect.evaluate.store import Array, InMemory, moments
+from maect.evaluate.store import Array, in_memory, moments
 from maect.recipes import KNN_K, KNN_TEMPERATURE, Encoder
 from maect.recipes.cost import encode_flops
 
@@ -85,10 +85,11 @@ class KnnPerBlock(Encodes):
             known = _encoded(context, job, train, encoding, chosen)
             asked = _encoded(context, job, test, encoding, range(test.n))
             for number in range(encoding.blocks):
-                rows = InMemory(_joined(known[number]))
-                scales = None, moments(rows.rows, *rows.values.shape)
+                values = _joined(known[number])
+                rows = in_memory(values)
+                scales = None, moments(rows)
                 if context.rank == 0 and held.any():
-                    others, queries = InMemory(rows.values[~held]), rows.values[held]
+                    others, queries = in_memory(values[~held]), values[held]
                     near, ids = nearest(others, queries, self.k, scales[1], max(1, context.cpus))
                     votes = vote(near, labels[~held][ids], self.temperature)
                     inner[number] = 100 * (votes == labels[held]).mean()

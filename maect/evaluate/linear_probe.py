@@ -6,6 +6,7 @@ Heads of all rates, and of all representations, are trained on one pass of the e
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -256,25 +257,20 @@ class _Forms(Trainee):
         }
 
 
-def read_probe(path: Path) -> tuple[Tensor, Tensor, list[str], str | None]:
-    """A linear probe that an evaluation left, as one linear layer on features.
+def affine(
+    tensors: Mapping[str, Tensor], texts: Mapping[str, str], path: Path
+) -> tuple[Tensor, Tensor]:
+    """Return a linear probe as one layer on features: weight [classes, width] and bias [classes].
 
-    Returns:
-        Weight [classes, width], bias [classes], names of the classes, and sha256 of the encoder.
-
-    Raises:
-        UserError: no probe, or not one of a single representation.
+    Refuses, by a UserError, what is no probe or not one of a single representation.
     """
-    from maect.models.weights import load_tensors
-
-    tensors, texts = load_tensors(path)
-    if not {"weight", "bias", "mean", "var"} <= tensors.keys() or "class_names" not in texts:
+    needed = {"weight", "bias", "mean", "var", "class_names", "encoder_sha256", "resize"}
+    if not needed <= tensors.keys() | texts.keys():
         raise UserError(f"{path}: holds no single linear probe; evaluate linear_probe again")
     scale = torch.rsqrt(tensors["var"] + BN_EPS)
     # BatchNorm is affine in the features: it becomes part of the linear layer.
     weight = tensors["weight"] * scale
-    bias = tensors["bias"] - tensors["weight"] @ (tensors["mean"] * scale)
-    return weight, bias, json.loads(texts["class_names"]), texts.get("encoder_sha256")
+    return weight, tensors["bias"] - tensors["weight"] @ (tensors["mean"] * scale)
 
 
 class TrainedProbe:
@@ -282,12 +278,15 @@ class TrainedProbe:
 
     def __init__(self, job: EvaluationJob, device: torch.device, precision: Precision) -> None:
         """Load the run's encoder and the probe of the job, which is refused if it is of another."""
+        from maect.models.weights import load_tensors
+
         path, encoder = job.path("probe"), job.run / "encoder.safetensors"
-        weight, bias, class_names, sha256 = read_probe(path)
+        tensors, texts = load_tensors(path)
+        weight, bias = affine(tensors, texts, path)
         self.encoding = Encoding(encoder, device, precision)
-        if sha256 != sha256_file(encoder):
+        if texts["encoder_sha256"] != sha256_file(encoder):
             raise UserError(f"{path}: trained on another encoder than {encoder}; probe it again")
-        self.class_names = tuple(class_names)
+        self.class_names = tuple(json.loads(texts["class_names"]))
         self.weight, self.bias = weight.to(device), bias.to(device)
 
     def __call__(self, images: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from maect.core.settings import digest
 from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
 from maect.evaluate.sampling import ends, held_out
-from maect.evaluate.store import Array, InMemory, moments, standardize
+from maect.evaluate.store import Array, in_memory, moments, standardize
 
 PENALTIES: tuple[float, ...] = tuple(round(10 ** (-6 + 11 * i / 7), 12) for i in range(8))
 """10 to the powers from -6 to 5, in seven equal steps (CAPI)."""
@@ -83,7 +83,7 @@ def fitted(
     """
     from sklearn.linear_model import LogisticRegression
 
-    scale = moments(InMemory(features).rows, *features.shape)
+    scale = moments(in_memory(features))
     model = LogisticRegression(C=c, max_iter=max_iterations)
     model.fit(standardize(features, scale).astype("float64"), labels)
     return lambda rows: model.predict(standardize(rows, scale).astype("float64"))

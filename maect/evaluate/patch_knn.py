@@ -15,7 +15,7 @@ from maect.core.lazy import NDArray, np, torch
 from maect.evaluate.base import Count
 from maect.evaluate.dense import Known, PatchClassifier
 from maect.evaluate.knn import nearest
-from maect.evaluate.store import Array, InMemory
+from maect.evaluate.store import Array, in_memory
 
 _AT_ONCE = 4096
 
@@ -47,7 +47,7 @@ class PatchKnn(PatchClassifier):
             )
         out = [np.empty((len(queries), classes.shape[1]), np.uint8) for _ in settings]
         for distance in dict.fromkeys(setting["distance"] for setting in settings):
-            _, ids = nearest(InMemory(features), queries, most, None, threads, distance)
+            _, ids = nearest(in_memory(features), queries, most, None, threads, distance)
             for start in range(0, len(ids), _AT_ONCE):
                 found = table[torch.from_numpy(ids[start : start + _AT_ONCE])]  # [b, k, p]
                 for setting, votes in zip(settings, out, strict=True):

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, check_file, parsed, sealed, verified
@@ -24,31 +25,22 @@ Array: TypeAlias = "NDArray[np.float32]"
 Scale: TypeAlias = "tuple[NDArray[np.float64], NDArray[np.float64]]"
 
 
-class Rows(Protocol):
-    """Features that are read in ranges: of a file, or in memory."""
-
-    @property
-    def n(self) -> int:
-        """Number of samples."""
-
-    def rows(self, start: int, stop: int) -> Array:
-        """Return the features of a range of samples, float32 [stop - start, width]."""
-
-
 @dataclass(frozen=True)
-class InMemory:
+class Rows:
+    """Features of `n` samples that are read in ranges.
+
+    Attributes:
+        rows: gives those from one sample up to another, float32 [stop - start, width].
+    """
+
+    n: int
+    width: int
+    rows: Callable[[int, int], Array]
+
+
+def in_memory(values: Array) -> Rows:
     """Features in memory, float32 [n, width], for what reads features by ranges."""
-
-    values: Array
-
-    @property
-    def n(self) -> int:
-        """Number of samples."""
-        return len(self.values)
-
-    def rows(self, start: int, stop: int) -> Array:
-        """Return the features of a range of samples, float32 [stop - start, width]."""
-        return self.values[start:stop]
+    return Rows(len(values), values.shape[1], lambda start, stop: values[start:stop])
 
 
 @dataclass(frozen=True)
@@ -99,33 +91,6 @@ class FeatureFile:
             return file.get_tensor("keys").tobytes().decode().split("\n")
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some rows of a features file, read when asked for.
-
-    Attributes:
-        of: the file.
-        ids: which rows, int64 [n], ascending.
-    """
-
-    of: FeatureFile
-    ids: NDArray[np.int64]
-
-    @property
-    def n(self) -> int:
-        """Number of samples."""
-        return len(self.ids)
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """Of the samples, int64 [n]."""
-        return self.of.labels[self.ids]
-
-    def rows(self, start: int, stop: int) -> Array:
-        """Return the features of a range of samples, float32 [stop - start, width]."""
-        return self.of.take(self.ids[start:stop])
-
-
 def open_features(path: str | Path) -> FeatureFile:
     """Open a features file and check all of it against the checksum in its header.
 
@@ -135,15 +100,9 @@ def open_features(path: str | Path) -> FeatureFile:
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path}: no such features file; make it with maect features")
-    try:
-        check_file(path)
-        with safetensors.safe_open(path, framework="numpy") as file:
-            record = verified(parsed((file.metadata() or {})["maect"]))
-            labels = file.get_tensor("labels")
-            names = file.get_tensor("keys")
-            n, width = file.get_slice("features").get_shape()
-    except (safetensors.SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: not a features file ({error}); extract it again") from None
+    with _opened(path) as (record, file):
+        labels, names = file.get_tensor("labels"), file.get_tensor("keys")
+        n, width = file.get_slice("features").get_shape()
     features = FeatureFile(path, n, width, labels, record)
     parts = (features.rows(s, min(s + _CHUNK, n)) for s in range(0, n, _CHUNK))
     actual = _digest(parts, labels, names)
@@ -159,10 +118,17 @@ def own_name(path: Path) -> str | None:
 
 def open_record(path: str | Path) -> dict[str, Any]:
     """Return what a features file says about its making, or raise a UserError: it is none."""
+    with _opened(Path(path)) as (record, _):
+        return record
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    """A features file's record and its tensors; a UserError for what fails while it is open."""
     try:
         check_file(path)
         with safetensors.safe_open(path, framework="numpy") as file:
-            return verified(parsed((file.metadata() or {})["maect"]))
+            yield verified(parsed((file.metadata() or {})["maect"])), file
     except (safetensors.SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a features file ({error}); extract it again") from None
 
@@ -198,22 +164,19 @@ def same_encoder(train: FeatureFile, test: FeatureFile) -> None:
         raise UserError(f"{train.path} and {test.path}: {train.width} and {test.width} features")
 
 
-def moments(rows: Callable[[int, int], Array], n: int, width: int) -> Scale:
+def moments(features: FeatureFile | Rows) -> Scale:
     """Mean and (biased) standard deviation of each feature, read and summed in chunks, [width].
 
     The standard deviation of a feature that does not vary is infinite: standardised it is 0.
-
-    Args:
-        rows: gives the features from one sample up to another, float32 [m, width].
     """
-    starts = range(0, n, _CHUNK)
-    total = np.zeros(width)
+    n, starts = features.n, range(0, features.n, _CHUNK)
+    total = np.zeros(features.width)
     for start in starts:
-        total += rows(start, min(start + _CHUNK, n)).sum(axis=0, dtype=np.float64)
+        total += features.rows(start, min(start + _CHUNK, n)).sum(axis=0, dtype=np.float64)
     mean = total / n
     total[:] = 0
     for start in starts:
-        total += np.square(rows(start, min(start + _CHUNK, n)) - mean).sum(axis=0)
+        total += np.square(features.rows(start, min(start + _CHUNK, n)) - mean).sum(axis=0)
     std = np.sqrt(total / n)
     # Rounding leaves a trace of a spread on a feature that is the same everywhere.
     std[std <= 1e-6 * np.abs(mean)] = np.inf

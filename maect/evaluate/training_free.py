@@ -21,7 +21,7 @@ from maect.evaluate.logistic import best, choose, fitted
 from maect.evaluate.low_shot import LowShot, fit, predict, prepare
 from maect.evaluate.real import Real
 from maect.evaluate.sampling import held_out
-from maect.evaluate.store import Array, InMemory
+from maect.evaluate.store import Array, in_memory
 from maect.measures import rank_me, uniformity
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
@@ -96,9 +96,9 @@ def with_labels(
         raise UserError("all training images are of one class")
     own = Knn()
     pairs = own.pairs(int((~held).sum()))
-    voted = swept(InMemory(train), labels, test, pairs, None, threads)
+    voted = swept(in_memory(train), labels, test, pairs, None, threads)
     outer = {pair: _percent(classes, test_labels) for pair, classes in voted.items()}
-    others = swept(InMemory(train[~held]), labels[~held], train[held], pairs, None, threads)
+    others = swept(in_memory(train[~held]), labels[~held], train[held], pairs, None, threads)
     inner = {pair: _percent(classes, labels[held]) for pair, classes in others.items()}
     scores = {KNN: Score(outer[own.k, own.temperature])}
     for name, by in ((KNN_HELD_OUT, inner), (KNN_BEST, outer)):

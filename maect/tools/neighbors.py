@@ -94,7 +94,7 @@ def nearest(path: Path) -> float | None:
     labels = file.labels[ids]
     if labels.min() < 0 or len(ids) < 2:
         return None
-    rows = standardize(file.take(ids), moments(file.rows, file.n, file.width))
+    rows = standardize(file.take(ids), moments(file))
     rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
     queries = np.unique(np.linspace(0, len(ids) - 1, min(len(ids), QUERIES)).astype(np.int64))
     similarity = rows[queries] @ rows.T

@@ -24,7 +24,7 @@ from maect.evaluate.knn import nearest
 from maect.evaluate.patch_knn import PatchKnn
 from maect.evaluate.patch_linear import PatchLinear
 from maect.evaluate.patch_logistic import PatchLogistic
-from maect.evaluate.store import InMemory
+from maect.evaluate.store import in_memory
 
 from .conftest import Rank, resolved
 
@@ -107,7 +107,7 @@ def test_miou_of_nothing_is_refused():
 def test_distance_l2_finds_what_scikit_learn_finds():
     rng = np.random.default_rng(1)
     train, queries = (rng.normal(size=(n, 6)).astype(np.float32) for n in (300, 40))
-    _, ids = nearest(InMemory(train), queries, 5, None, 2, "l2")
+    _, ids = nearest(in_memory(train), queries, 5, None, 2, "l2")
     model = KNeighborsClassifier(5).fit(train, np.zeros(len(train)))
     assert (ids == model.kneighbors(queries, return_distance=False)).all()
 

@@ -157,7 +157,7 @@ def test_moments_are_those_of_standard_scaler(
     monkeypatch.setattr("maect.evaluate.store._CHUNK", 70)
     train = open_features(job.path("train"))
     scaler = StandardScaler().fit(train.all().astype(np.float64))
-    mean, std = moments(train.rows, train.n, train.width)
+    mean, std = moments(train)
     np.testing.assert_allclose(mean, scaler.mean_, rtol=1e-6)
     np.testing.assert_allclose(std, scaler.scale_, rtol=1e-6)
 
@@ -172,7 +172,7 @@ def test_constant_and_zero_features_are_defined(tmp_path: Path, rank: Rank) -> N
         job = EvaluationJob(tmp_path, tmp_path / "out.json", {"train": train, "test": test})
         metrics = Knn(k=40, sweep=(1, 10)).evaluate(rank, job)
         assert metrics["knn"] == metrics["knn_standardized"] == 25.0  # the largest class
-        scale = moments(open_features(train).rows, 40, 5)
+        scale = moments(open_features(train))
         assert not standardize(rows.astype(np.float32), scale).any()
 
 
