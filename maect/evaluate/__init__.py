@@ -6,6 +6,7 @@ An evaluation is a protocol, or a variant of one with settings of its own; its r
 
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, ValidationError, model_validator
@@ -13,57 +14,22 @@ from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 from maect.core.errors import UserError, did_you_mean
 from maect.core.imports import make_callable
 from maect.core.settings import LocalPath, SettingsFile, digest, one_line
-from maect.evaluate.accuracy import Accuracy
-from maect.evaluate.attentive_probe import AttentiveProbe
 from maect.evaluate.base import Protocol, check_blocks
-from maect.evaluate.clustering import Clustering
-from maect.evaluate.color_histogram import ColorHistogram
-from maect.evaluate.effective_invariance import EffectiveInvariance
-from maect.evaluate.efficient_probe import EfficientProbe
-from maect.evaluate.explore import Explore
-from maect.evaluate.knn import Knn
-from maect.evaluate.knn_per_block import KnnPerBlock
-from maect.evaluate.lars_linear_probe import LarsLinearProbe
-from maect.evaluate.linear_probe import LinearProbe
-from maect.evaluate.logistic import Logistic
-from maect.evaluate.low_shot import LowShot
-from maect.evaluate.patch_knn import PatchKnn
-from maect.evaluate.patch_linear import PatchLinear
-from maect.evaluate.patch_logistic import PatchLogistic
-from maect.evaluate.retrieval import Retrieval
-from maect.evaluate.robustness import Robustness
-from maect.evaluate.throughput import Throughput
-from maect.evaluate.umap import Umap
 from maect.recipes import variant_names, variant_values
 from maect.records import EvaluationRecord
 
 make_callable(__name__)
 
 PROTOCOLS: dict[str, type[Protocol]] = {
-    protocol.name: protocol
-    for protocol in (
-        Knn,
-        LowShot,
-        Logistic,
-        LinearProbe,
-        EfficientProbe,
-        LarsLinearProbe,
-        AttentiveProbe,
-        PatchKnn,
-        PatchLogistic,
-        PatchLinear,
-        Accuracy,
-        ColorHistogram,
-        KnnPerBlock,
-        Clustering,
-        Retrieval,
-        Robustness,
-        EffectiveInvariance,
-        Throughput,
-        Umap,
-        Explore,
+    name: resolve_name(f"maect.evaluate.{name}:{name.title().replace('_', '')}")
+    for name in (
+        "knn", "low_shot", "logistic", "linear_probe", "efficient_probe", "lars_linear_probe",
+        "attentive_probe", "patch_knn", "patch_logistic", "patch_linear", "accuracy",
+        "color_histogram", "knn_per_block", "clustering", "retrieval", "robustness",
+        "effective_invariance", "throughput", "umap", "explore",
     )
-}
+}  # fmt: skip
+"""Each in the module of its name: the class `LinearProbe` of `linear_probe`."""
 
 
 def evaluation_names() -> tuple[str, ...]:

@@ -18,8 +18,6 @@ from maect.data.index import Index, open_index
 from maect.evaluate.base import Count, EvaluationJob, Images, Input, Protocol, Shards, Trained
 from maect.evaluate.real import RealLabels
 from maect.models.precision import mixed_precision
-from maect.recipes import Encoder
-from maect.recipes.cost import encode_flops
 from maect.recipes.few_labels import fraction_name
 from maect.records import RunRecord, checked_sha256
 from maect.stages.base import Supervised
@@ -112,9 +110,9 @@ class Accuracy(RealLabels, Supervised, Protocol):
         """Splits of the evaluated dataset that are read, by the trainings, too."""
         return (self.train_split, self.test_split)
 
-    def flops(self, encoder: Encoder, images: Images) -> float | None:
-        """Encode the test images with every encoder."""
-        return encode_flops(encoder) * images(self.test_split) * len(self._plain())
+    def encoded(self, images: Images) -> float | None:
+        """Count the test images for every encoder."""
+        return images(self.test_split) * len(self._plain())
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracies in percent: `fine_tune`, or `low_shot_N`, `low_shot_Npct`.

@@ -26,8 +26,6 @@ from maect.data.index import ID, Index
 from maect.evaluate.base import Images, Positive
 from maect.evaluate.real import RealLabels
 from maect.evaluate.trained import ByUpdates, Group, OnCrops, Trainee, Trial
-from maect.recipes import Encoder
-from maect.recipes.cost import encode_flops
 
 STD = 0.02
 BETAS = (0.9, 0.95)
@@ -55,10 +53,10 @@ class AttentiveProbe(RealLabels, ByUpdates, OnCrops):
     head_width: int = Field(default=64, gt=0)
     """Channels of each head of the attention."""
 
-    def flops(self, encoder: Encoder, images: Images) -> float:
-        """Encode the batches, the held-out images and the test images."""
+    def encoded(self, images: Images) -> float:
+        """Count the batches, the held-out images and the test images."""
         seen = self.updates * self.batch_size + self.held_out * images(self.train_split)
-        return encode_flops(encoder) * (seen + images(self.test_split))
+        return seen + images(self.test_split)
 
     def probe(self, trial: Trial) -> Trainee:
         """Accuracies in percent: `attentive_probe` of the patches, and of the linear readings.

@@ -21,6 +21,7 @@ from maect.core.lazy import NDArray, np
 from maect.core.settings import Settings
 from maect.evaluate.store import FeatureFile, check, open_features, same_encoder
 from maect.recipes import Encoder
+from maect.recipes.cost import encode_flops
 from maect.records import checked_sha256
 
 if TYPE_CHECKING:
@@ -164,6 +165,9 @@ class Protocol(Settings):
     test_data: ClassVar[str | None] = None
     """What the test split was used for beside the score; goes into the result."""
 
+    headlines: ClassVar[Mapping[str, str] | None] = None
+    """What `headline` returns; None: its own name, and that of the held-out choice."""
+
     train_split: str = "train"
     test_split: str = "val"
 
@@ -182,6 +186,8 @@ class Protocol(Settings):
 
     def headline(self) -> Mapping[str, str]:
         """Return the metrics that sum a result up, if it has them, and what they are called."""
+        if self.headlines is not None:
+            return self.headlines
         held_out = f"{self.title}, chosen on held-out training images"
         return {self.name: self.title, f"{self.name}_held_out": held_out}
 
@@ -194,6 +200,11 @@ class Protocol(Settings):
 
     def flops(self, encoder: Encoder, images: Images) -> float | None:
         """Count the operations on the devices; None if it runs no encoder."""
+        count = self.encoded(images)
+        return None if count is None else encode_flops(encoder) * count
+
+    def encoded(self, images: Images) -> float | None:
+        """Count the images that are encoded; None if it runs no encoder."""
         return None
 
     @property
@@ -232,9 +243,12 @@ class ReadsFeatures(Protocol):
         check_blocks(self.blocks, self.norm)
         return self
 
+    reads: ClassVar[tuple[str, ...]] = ("train", "test")
+    """Of which splits."""
+
     def inputs(self) -> Mapping[str, Input]:
-        """Features of both splits."""
-        return {"train": self.read(self.train_split), "test": self.read(self.test_split)}
+        """Features of the splits that it reads."""
+        return {name: self.read(getattr(self, f"{name}_split")) for name in self.reads}
 
     def read(self, split: str) -> Features:
         """The features of a split that these settings ask for."""

@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.lazy import NDArray, np
-from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures, idle_cpus
+from maect.evaluate.base import EvaluationJob, ReadsFeatures, idle_cpus
 from maect.evaluate.store import FeatureFile, in_memory, moments, standardize
 
 SCORES = ("accuracy", "nmi", "ami", "ari")
@@ -32,6 +32,10 @@ class Clustering(ReadsFeatures):
     test_data: ClassVar[str | None] = (
         "standardised with the test split's own mean and standard deviation, as the paper does"
     )
+    reads: ClassVar[tuple[str, ...]] = ("test",)
+    headlines: ClassVar[dict[str, str]] = {
+        "accuracy": "cluster accuracy", "nmi": "NMI of clusters", "ari": "ARI of clusters",
+    }  # fmt: skip
 
     runs: int = Field(default=100, gt=0)
     batch_size: int = Field(default=1024, gt=0)
@@ -39,14 +43,6 @@ class Clustering(ReadsFeatures):
     max_iter: int = Field(default=100, gt=0)
     subsets: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Further clusterings of some classes only: a name for the metrics and the class names."""
-
-    def inputs(self) -> dict[str, Input]:
-        """Features of the test split."""
-        return {"test": self.read(self.test_split)}
-
-    def headline(self) -> dict[str, str]:
-        """Scores of the run with the lowest inertia."""
-        return {"accuracy": "cluster accuracy", "nmi": "NMI of clusters", "ari": "ARI of clusters"}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Scores in percent, of the best run and over all, and the silhouette of the true classes.

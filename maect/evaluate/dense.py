@@ -30,8 +30,6 @@ from maect.evaluate.base import (
 )
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.store import Array, in_memory, moments, standardize
-from maect.recipes import Encoder
-from maect.recipes.cost import encode_flops
 
 Known: TypeAlias = "tuple[Array, NDArray[np.uint8]]"
 CLASSES = 256  # numbers that a mask may hold
@@ -69,9 +67,9 @@ class PatchClassifier(Masked):
     patches_one_in: int = Field(default=1, gt=0)
     """Learn from every so many-th training patch alone, which takes less time."""
 
-    def flops(self, encoder: Encoder, images: Images) -> float:
-        """Encode both splits once."""
-        return encode_flops(encoder) * (images(self.train_split) + images(self.test_split))
+    def encoded(self, images: Images) -> float:
+        """Count both splits once."""
+        return images(self.train_split) + images(self.test_split)
 
     def patches(self, context: Context, job: EvaluationJob) -> dict[str, Patches] | None:
         """Encode `train` (without what is held out), `held` and `test`; standardised.

@@ -17,8 +17,7 @@ from maect.core.lazy import NDArray, Tensor, distributed, np, torch
 from maect.data.index import open_index
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, OutputOf, Shards
 from maect.evaluate.linear_probe import TrainedProbe
-from maect.recipes import Encoder, Pixels
-from maect.recipes.cost import encode_flops
+from maect.recipes import Pixels
 
 
 class EffectiveInvariance(Encodes):
@@ -41,9 +40,9 @@ class EffectiveInvariance(Encodes):
         """The probe and the test images."""
         return {"probe": OutputOf(self.probe), "test": Shards(self.test_split)}
 
-    def flops(self, encoder: Encoder, images: Images) -> float:
-        """Encode every test image as it is, turned three times and recoloured."""
-        return encode_flops(encoder) * images(self.test_split) * (4 + self.draws)
+    def encoded(self, images: Images) -> float:
+        """Count every test image as it is, turned three times and recoloured."""
+        return images(self.test_split) * (4 + self.draws)
 
     def headline(self) -> dict[str, str]:
         """Invariance to each change."""

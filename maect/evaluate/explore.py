@@ -37,6 +37,7 @@ class Explore(ReadsFeatures):
     least_seconds: ClassVar[float] = 25.0  # to load UMAP's compiled code
     writes_tensors: ClassVar[bool] = True
     test_data: ClassVar[str | None] = "everything is fitted to the images that are shown"
+    headlines: ClassVar[dict[str, str]] = {}  # it is for looking
 
     splits: tuple[str, ...] = Field(default=("val",), min_length=1)
     images: int = Field(default=1000, gt=0)
@@ -59,10 +60,6 @@ class Explore(ReadsFeatures):
         """Features and images of every split."""
         given: dict[str, Input] = {f"features_{name}": self.read(name) for name in self.splits}
         return given | {f"images_{name}": Shards(name) for name in self.splits}
-
-    def headline(self) -> dict[str, str]:
-        """Nothing: it is for looking."""
-        return {}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Number of images and groups, and the other numbers of groups that the page offers.

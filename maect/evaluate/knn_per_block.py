@@ -19,8 +19,7 @@ from maect.evaluate.base import Encodes, EvaluationJob, Images
 from maect.evaluate.encoding import Encoding, finite
 from maect.evaluate.knn import ONE_IN, nearest
 from maect.evaluate.store import Array, in_memory, moments
-from maect.recipes import KNN_K, KNN_TEMPERATURE, Encoder
-from maect.recipes.cost import encode_flops
+from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 
 class KnnPerBlock(Encodes):
@@ -40,10 +39,10 @@ class KnnPerBlock(Encodes):
     train_images: int = Field(default=131072, gt=0)
     """At most this many training images, evenly spaced: a tenth of ImageNet."""
 
-    def flops(self, encoder: Encoder, images: Images) -> float:
-        """Encode the training images that take part, and every test image, once."""
+    def encoded(self, images: Images) -> float:
+        """Count the training images that take part, and every test image, once."""
         train = evenly(images(self.train_split), self.train_images)
-        return encode_flops(encoder) * (len(train) + images(self.test_split))
+        return len(train) + images(self.test_split)
 
     def headline(self) -> dict[str, str]:
         """Accuracies of the last block and of the one that held-out training images choose."""

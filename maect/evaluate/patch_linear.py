@@ -21,7 +21,6 @@ from maect.evaluate.base import Images
 from maect.evaluate.dense import CLASSES, Masked, MaskSplit, iou_of, pairs_of
 from maect.evaluate.trained import ByUpdates, Course, Group, Trainee, Trial
 from maect.recipes import Encoder
-from maect.recipes.cost import encode_flops
 
 BN_EPS, BN_MOMENTUM, STD, BETAS = 1e-5, 0.1, 0.01, (0.9, 0.999)
 START = 1e-6  # of the peak rate, in the first updates
@@ -58,11 +57,14 @@ class PatchLinear(Masked, ByUpdates):
     """Train the head a second time without this part of the training images, and choose on them
     when to stop."""
 
-    def flops(self, encoder: Encoder, images: Images) -> float:
-        """Encode the crops, and the test images after each period, as if they were square."""
-        seen = encoder.model_copy(update={"image_size": self.size})
+    def flops(self, encoder: Encoder, images: Images) -> float | None:
+        """Count them of crops and test images as if these were square."""
+        return super().flops(encoder.model_copy(update={"image_size": self.size}), images)
+
+    def encoded(self, images: Images) -> float:
+        """Count the crops, and the test images after each period."""
         scored = -(-self.updates // self.period) * images(self.test_split)
-        return encode_flops(seen) * (self.updates * self.batch_size + scored)
+        return self.updates * self.batch_size + scored
 
     def rate(self, step: int, plan: Course) -> float:
         """Return the fraction of the peak rate: the first two updates have the same."""

@@ -33,6 +33,7 @@ class Retrieval(ReadsFeatures):
     test_data: ClassVar[str | None] = (
         "queries and neighbours are images of the test split, clusters those of its clustering"
     )
+    headlines: ClassVar[dict[str, str]] = {"query_precision": f"{title} of the query's class, %"}
 
     clustering: str = "clustering"
     """Which evaluation's clusters."""
@@ -54,10 +55,6 @@ class Retrieval(ReadsFeatures):
             "images": Shards(self.test_split),
             "clusters": OutputOf(self.clustering),
         }
-
-    def headline(self) -> dict[str, str]:
-        """Neighbours of the right class."""
-        return {"query_precision": f"{self.title} of the query's class, %"}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Percent of neighbours of the right class: `query_precision`, `cluster_precision`.

@@ -23,8 +23,6 @@ from maect.data.index import ID, Index, open_index
 from maect.evaluate.base import Encodes, EvaluationJob, Images, encoder_checksum
 from maect.evaluate.encoding import Encoding, finite
 from maect.evaluate.real import Real, RealLabels
-from maect.recipes import Encoder
-from maect.recipes.cost import encode_flops
 
 if TYPE_CHECKING:
     from maect.data.loader import Batch
@@ -142,11 +140,10 @@ class ByEpochs(OnCrops):
     epochs: int = Field(default=50, gt=0)
     warmup_epochs: float = Field(default=5, ge=0)
 
-    def flops(self, encoder: Encoder, images: Images) -> float:
-        """Encode the training images once an epoch; and the test images, or those once."""
+    def encoded(self, images: Images) -> float:
+        """Count the training images once an epoch; and the test images, or those once."""
         tests = self.epochs if self.encodes_every_epoch else 1
-        seen = self.epochs * images(self.train_split) + tests * images(self.test_split)
-        return encode_flops(encoder) * seen
+        return self.epochs * images(self.train_split) + tests * images(self.test_split)
 
     def plan(self, train: Index) -> Course:
         """Return the updates of whole batches; a UserError if all epochs are less than one."""

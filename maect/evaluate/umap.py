@@ -14,7 +14,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.lazy import np
-from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures
+from maect.evaluate.base import EvaluationJob, ReadsFeatures
 from maect.evaluate.clustering import members
 from maect.evaluate.store import Array
 
@@ -46,6 +46,8 @@ class Umap(ReadsFeatures):
     test_data: ClassVar[str | None] = (
         "the embedding is fitted to the test split's features; labels only choose the classes"
     )
+    headlines: ClassVar[dict[str, str]] = {}  # it is a picture
+    reads: ClassVar[tuple[str, ...]] = ("test",)
 
     neighbors: int = Field(default=15, gt=1)
     min_dist: float = Field(default=0.1, ge=0)
@@ -53,14 +55,6 @@ class Umap(ReadsFeatures):
     classes: tuple[str, ...] = ()
     """Names of the classes to show; empty: all."""
     seed: int = 0
-
-    def inputs(self) -> dict[str, Input]:
-        """Features of the test split."""
-        return {"test": self.read(self.test_split)}
-
-    def headline(self) -> dict[str, str]:
-        """Nothing: it is a picture."""
-        return {}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Write `umap.safetensors`: `points` float32 [n, 2], `labels` and `ids` int64 [n]."""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -57,19 +58,6 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
-class Mlp(nn.Module):
-    """Two linear layers without biases, GELU between them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, 4 * width, bias=False)
-        self.fc2 = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens [b, N, D]."""
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
 class Residual(nn.Module):
     """x + fn(norm(x))."""
 
@@ -89,7 +77,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.residual1 = Residual(width, Attention(width, heads))
-        self.residual2 = Residual(width, Mlp(width))
+        self.residual2 = Residual(width, Mlp(width, 4 * width, bias=False))
 
     def forward(self, x: Tensor, coordinates: Tensor) -> Tensor:
         """Tokens [b, N, D] at coordinates [N, 2]."""

@@ -22,6 +22,7 @@ from maect.core.files import (
     write_text,
 )
 from maect.core.templates import fill_template
+from maect.models.vit import timm_arguments
 from maect.models.weights import HEAD, load_encoder_weights, load_tensors, save_tensors
 from maect.recipes import IMAGENET, Encoder
 from maect.records import RunRecord, checked_sha256
@@ -208,23 +209,6 @@ def architecture_of(encoder: Encoder) -> str:
     """Name of the model in timm that this is, or that it becomes with arguments."""
     shape = (encoder.patch_size, encoder.width, encoder.depth)
     return _ARCHITECTURES.get(shape, "vit_base_patch16_224")
-
-
-def timm_arguments(encoder: Encoder, pooling: str) -> dict[str, Any]:
-    """Arguments with which the output of timm's `VisionTransformer` is our feature vector."""
-    return {
-        "img_size": encoder.image_size,
-        "patch_size": encoder.patch_size,
-        **({"in_chans": channels} if (channels := encoder.pixels.channels) != 3 else {}),
-        "embed_dim": encoder.width,
-        "depth": encoder.depth,
-        "num_heads": encoder.heads,
-        "class_token": encoder.class_token,
-        **({"reg_tokens": encoder.registers} if encoder.registers else {}),
-        "global_pool": "token" if pooling == "cls" else "avg",
-        # Only fine-tuned encoders take the norm of the mean, the others the mean of normed patches.
-        "fc_norm": pooling == "fc_norm",
-    }
 
 
 def crop_fraction(image_size: int, resize: int) -> float:

@@ -37,26 +37,18 @@ class HeadOutput:
 
 def projector(width: int, hidden: int, out: int) -> nn.Sequential:
     """Three linear layers, each followed by BatchNorm, the first two also by ReLU."""
-    return nn.Sequential(
-        nn.Linear(width, hidden, bias=False),
-        GlobalBatchNorm(hidden),
-        nn.ReLU(inplace=True),
-        nn.Linear(hidden, hidden, bias=False),
-        GlobalBatchNorm(hidden),
-        nn.ReLU(inplace=True),
-        nn.Linear(hidden, out, bias=False),
-        GlobalBatchNorm(out),
-    )
+    first, second = _layer(width, hidden), _layer(hidden, hidden)
+    return nn.Sequential(*first, nn.ReLU(True), *second, nn.ReLU(True), *_layer(hidden, out))
 
 
 def predictor(width: int, hidden: int) -> nn.Sequential:
     """Two linear layers with BatchNorm and ReLU between them."""
-    return nn.Sequential(
-        nn.Linear(width, hidden, bias=False),
-        GlobalBatchNorm(hidden),
-        nn.ReLU(inplace=True),
-        nn.Linear(hidden, width, bias=False),
-    )
+    first = _layer(width, hidden)
+    return nn.Sequential(*first, nn.ReLU(True), nn.Linear(hidden, width, bias=False))
+
+
+def _layer(inputs: int, outputs: int) -> list[nn.Module]:
+    return [nn.Linear(inputs, outputs, bias=False), GlobalBatchNorm(outputs)]
 
 
 def as_buffers(module: nn.Module) -> nn.Module:

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from maect.core.errors import UserError
 from maect.models.capi import Capi
-from maect.models.vit import EncoderOutput, Norm, Pooling
+from maect.models.vit import EncoderOutput, Norm, Pooling, pool_tokens
 from maect.recipes import Encoder
 
 
-def create(name: str, image_size: int | None = None) -> nn.Module:
+def create(name: str, **options: Any) -> nn.Module:
     """Build timm's model without classifier and with random weights; nothing is downloaded."""
-    options: dict[str, Any] = {} if image_size is None else {"img_size": image_size}
     return timm.create_model(name, pretrained=False, num_classes=0, **options)
 
 
@@ -98,14 +97,8 @@ class TimmEncoder(nn.Module):
             how: "cls", "mean" of the patches, or "head": as timm's own head pools, with attention
                 or with a norm behind the mean.
         """
-        if how == "cls":
-            if not self.settings.class_token:
-                raise UserError("this encoder has no [CLS] token: pool the mean of its patches")
-            return tokens[:, 0]
-        if how == "mean_cls":
-            return tokens[:, : self.num_prefix_tokens].mean(dim=1)
-        if how == "mean":
-            return tokens[:, self.num_prefix_tokens :].mean(dim=1)
+        if how != "head":
+            return pool_tokens(self.settings, tokens, how)
         if not takes_size(self.module):  # their heads take an average, or a map of their own size
             side = math.isqrt(tokens.shape[1])
             tokens = tokens.transpose(1, 2).unflatten(2, (side, side))
@@ -133,7 +126,7 @@ def create_for(name: str, image_size: int) -> nn.Module:
     """`create` for an image size, also of models that have none of their own."""
     with torch.device("meta"):
         sized = takes_size(create(name))
-    return create(name, image_size if sized else None)
+    return create(name, **({"img_size": image_size} if sized else {}))
 
 
 def fit_weights(

@@ -80,17 +80,8 @@ class VisionEncoder(VisionTransformer):
     def __init__(self, settings: Encoder) -> None:
         post_norm = settings.norm == "post"
         super().__init__(
-            img_size=settings.image_size,
-            patch_size=settings.patch_size,
-            in_chans=settings.pixels.channels,
-            embed_dim=settings.width,
-            depth=settings.depth,
-            num_heads=settings.heads,
+            **timm_arguments(settings, "cls" if settings.class_token else "mean"),
             num_classes=0,
-            class_token=settings.class_token,
-            reg_tokens=settings.registers,
-            global_pool="token" if settings.class_token else "avg",
-            fc_norm=False,
             pre_norm=post_norm,  # timm's name for a norm behind the embedding
             final_norm=not post_norm,
             block_fn=PostNormBlock if post_norm else Block,
@@ -209,12 +200,7 @@ class VisionEncoder(VisionTransformer):
             tokens: [b, P + K, D], of any block.
             how: "cls", "mean", "mean_cls", or "fc_norm" for the norm of the mean.
         """
-        if how == "cls" and self.cls_token is None:
-            raise UserError("this encoder has no [CLS] token: pool the mean of its patches")
-        if how == "mean_cls":
-            return tokens[:, : self.num_prefix_tokens].mean(dim=1)
-        kind = "token" if how == "cls" else "avg"
-        pooled = global_pool_nlc(tokens, kind, self.num_prefix_tokens)
+        pooled = pool_tokens(self.settings, tokens, how)
         return self.fc_norm(pooled) if how == "fc_norm" else pooled
 
     def norm_after_pooling(self) -> None:
@@ -231,9 +217,35 @@ class VisionEncoder(VisionTransformer):
             token.requires_grad_(not blocks)
 
 
+def timm_arguments(encoder: Encoder, pooling: str) -> dict[str, Any]:
+    """Arguments with which the output of timm's `VisionTransformer` is our feature vector."""
+    return {
+        "img_size": encoder.image_size,
+        "patch_size": encoder.patch_size,
+        **({"in_chans": channels} if (channels := encoder.pixels.channels) != 3 else {}),
+        "embed_dim": encoder.width,
+        "depth": encoder.depth,
+        "num_heads": encoder.heads,
+        "class_token": encoder.class_token,
+        **({"reg_tokens": encoder.registers} if encoder.registers else {}),
+        "global_pool": "token" if pooling == "cls" else "avg",
+        # Only fine-tuned encoders take the norm of the mean, the others the mean of normed patches.
+        "fc_norm": pooling == "fc_norm",
+    }
+
+
 def build_encoder(settings: Encoder) -> VisionEncoder:
     """An encoder of the given shape, initialised from torch's global generator (see `seeded`)."""
     return VisionEncoder(settings)
+
+
+def pool_tokens(encoder: Encoder, tokens: Tensor, how: Pooling) -> Tensor:
+    """Pool tokens [b, P + K, D] to [b, D]: by "cls" (UserError without one), "mean_cls" or mean."""
+    if how == "cls" and not encoder.class_token:
+        raise UserError("this encoder has no [CLS] token: pool the mean of its patches")
+    if how == "mean_cls":
+        return tokens[:, : encoder.prefix_tokens].mean(dim=1)
+    return global_pool_nlc(tokens, "token" if how == "cls" else "avg", encoder.prefix_tokens)
 
 
 def run_block(block: nn.Module, x: Tensor, checkpointing: bool) -> Tensor:

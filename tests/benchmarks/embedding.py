@@ -28,8 +28,7 @@ from maect.core.files import sha256_file, write_record
 from maect.data.shards import shard
 from maect.evaluate.features import extract
 from maect.evaluate.store import open_features
-from maect.models.export import timm_arguments
-from maect.models.vit import build_encoder, seeded
+from maect.models.vit import build_encoder, seeded, timm_arguments
 from maect.models.weights import save_encoder
 from maect.recipes import load_encoder
 from maect.records import RunRecord

@@ -31,7 +31,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(CATALOGUE, "tiny", (Remote("https://example.org/x", "tiny.safetensors"),))
     monkeypatch.setitem(PUBLIC, "tiny", Public(TINY, 64))
     (tmp_path / "weights").mkdir()
-    save_file(create(TINY, 64).state_dict(), tmp_path / "weights/tiny.safetensors")
+    save_file(create(TINY, img_size=64).state_dict(), tmp_path / "weights/tiny.safetensors")
     return "tiny"
 
 

@@ -205,7 +205,7 @@ def test_files_in_published_names_are_converted_by_timm(tmp_path: Path) -> None:
 
 def test_names_and_shapes_are_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     name = TINY
-    tensors = create(name, 64).state_dict()
+    tensors = create(name, img_size=64).state_dict()
 
     def fault(changed: dict[str, Tensor]) -> str:
         save_file(changed, tmp_path / "it.safetensors")
@@ -286,7 +286,7 @@ tables: [low_shot]
     run = chosen.runs["it"]
     assert run.architecture == "vit_tiny_patch16_dinov3_qkvb"
     assert run.encoder.timm == TINY
-    save_file(create(run.encoder.timm, 64).state_dict(), tmp_path / "w.safetensors")
+    save_file(create(run.encoder.timm, img_size=64).state_dict(), tmp_path / "w.safetensors")
     config = tmp_path / "runs/it/config.yaml"
     run_config(chosen, "it").write(config)
     assert main(["import", str(config)]) == 0
