@@ -126,15 +126,13 @@ def write_vectors(path: Path, parts: Iterable[Vectors], n: int) -> None:
     each number, with as many digits as give it back. Beside X.npy lies X.files.csv.
     """
     check_format(path)
-    if path.suffix == ".parquet":
-        _write_parquet(path, parts)
-    elif path.suffix == ".csv":
-        _write_csv(path, parts)
-    else:
-        _write_npy(path, parts, n)
+    write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[path.suffix]
+    rest = iter(parts)
+    first = next(rest)
+    write(path, first, chain([first], rest), n)
 
 
-def _write_parquet(path: Path, parts: Iterable[Vectors]) -> None:
+def _write_parquet(path: Path, _: Vectors, parts: Iterable[Vectors], n: int) -> None:
     import pyarrow as pa
     from pyarrow import parquet
     from pyarrow.lib import StringBuilder
@@ -188,8 +186,7 @@ class _Content:
         return digest(sums, self._shape, self._about).encode()
 
 
-def _write_csv(path: Path, parts: Iterable[Vectors]) -> None:
-    first, parts = _first_of(parts)
+def _write_csv(path: Path, first: Vectors, parts: Iterable[Vectors], n: int) -> None:
     labelled = ["label"] if first.labels is not None else []
     header = ["file", *labelled, *map(str, range(first.values.shape[1]))]
 
@@ -202,8 +199,7 @@ def _write_csv(path: Path, parts: Iterable[Vectors]) -> None:
     write_rows(path, header, rows())
 
 
-def _write_npy(path: Path, parts: Iterable[Vectors], n: int) -> None:
-    first, parts = _first_of(parts)
+def _write_npy(path: Path, first: Vectors, parts: Iterable[Vectors], n: int) -> None:
     names: list[str] = []
     with atomic_write(path) as temporary:
         shape = n, first.values.shape[1]
@@ -213,13 +209,6 @@ def _write_npy(path: Path, parts: Iterable[Vectors], n: int) -> None:
             names += part.files
         out.flush()
         write_rows(path.with_suffix(".files.csv"), ["file"], ([name] for name in names))
-
-
-def _first_of(parts: Iterable[Vectors]) -> tuple[Vectors, Iterator[Vectors]]:
-    """The first part, and all of them."""
-    rest = iter(parts)
-    first = next(rest)
-    return first, chain([first], rest)
 
 
 def write_rows(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:

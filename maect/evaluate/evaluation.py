@@ -2,6 +2,7 @@
 
 import platform
 import shutil
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -168,10 +169,8 @@ def provenance(
     """Return where a result comes from: run, encoder, data and versions."""
     versions = {"maect": __version__, "python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
         "protocol": protocol.name,
         "run": job.run.name,

@@ -84,7 +84,8 @@ class KnnPerBlock(Encodes):
             known = _encoded(context, job, train, encoding, chosen)
             asked = _encoded(context, job, test, encoding, range(test.n))
             for number in range(encoding.blocks):
-                values = _joined(known[number])
+                parts = torch.from_numpy(known[number])
+                values = distributed.gather_rows(parts)[: len(chosen)].numpy()
                 rows = in_memory(values)
                 scales = None, moments(rows)
                 if context.rank == 0 and held.any():
@@ -94,7 +95,7 @@ class KnnPerBlock(Encodes):
                     inner[number] = 100 * (votes == labels[held]).mean()
                 for kind, scale in enumerate(scales) if len(truth) else ():
                     threads = max(1, context.cpus)
-                    near, ids = nearest(rows, asked[number], self.k, scale, threads)
+                    near, ids = nearest(rows, asked[number, : len(share)], self.k, scale, threads)
                     votes = vote(near, labels[ids], self.temperature)
                     hits[kind, number] = int((votes == truth).sum())
             plain, standardized = (100 * distributed.sum_over_ranks(hits) / test.n).tolist()
@@ -122,13 +123,16 @@ def evenly(n: int, most: int) -> range:
 def _encoded(
     context: Context, job: EvaluationJob, index: Index, encoding: Encoding, rows: range
 ) -> Array:
-    """This rank's share of some images after every block, float32 [blocks, m, width]."""
+    """This rank's share of some images after every block, float32 [blocks, m, width].
+
+    As many rows on every rank, with zeros behind the last image.
+    """
     from maect.train.scores import BATCH, share
 
     part = replace(index, rows=index.rows[rows.start : rows.stop : rows.step])
     blocks, width = encoding.blocks, encoding.settings.width
-    count = len(distributed.share_of(context, part.n, BATCH))
-    out, start = np.empty((blocks, count, width), np.float32), 0
+    count = -(-part.n // (context.world_size * BATCH)) * BATCH
+    out, start = np.zeros((blocks, count, width), np.float32), 0
     size, device = encoding.settings.image_size, encoding.device
     for images, _, _ in share(context, part, device, size, job.resize):
         features = encoding(images)
@@ -137,13 +141,3 @@ def _encoded(
         out[:, start : start + len(images)] = by_block.cpu().numpy()
         start += len(images)
     return out
-
-
-def _joined(part: Array) -> Array:
-    """Rows of all ranks' shares [m, width] in their order."""
-    shares = distributed.from_all(len(part))
-    full = np.pad(part, ((0, max(shares) - len(part)), (0, 0)))
-    every = distributed.gather_rows(torch.from_numpy(full)).numpy()
-    return np.concatenate(
-        [rows[:m] for rows, m in zip(np.split(every, len(shares)), shares, strict=True)]
-    )

@@ -145,15 +145,10 @@ class LarsProbe(Trainee, Group):
 
     def score(self) -> None:
         """Encode the test images each time: the tokens of all would not fit into memory."""
-        history = self.record.setdefault("accuracies", [])
-        history.append(self._accuracy(self, self.trial.test, self.real))
-        if history[-1] > max(history[:-1], default=-1.0):
-            names = (*self.trained, "mean", "var")
-            self.kept = {name: getattr(self, name).detach().clone() for name in names}
+        if self.is_best("accuracies", self._accuracy(self, self.trial.test, self.real)):
+            self.keep(self, (*self.trained, "mean", "var"))
         if self.held is not None:
-            twin = self.groups["twin"]
-            scores = self.record.setdefault("held_out", [])
-            scores.append(self._accuracy(twin, self.held))
+            self.is_best("held_out", self._accuracy(self.groups["twin"], self.held))
 
     def _accuracy(self, probe: LarsProbe, index: Index, real: Real | None = None) -> float:
         """In percent; that by ReaL's labels is recorded beside it."""

@@ -30,9 +30,8 @@ class LarsLinearProbe(TrainsByLars):
         """The [CLS] token, if there is one, without the final norm."""
         from maect.evaluate.base import encoder_settings
 
-        pooling: Literal["cls", "mean"] = "mean"
-        if encoder_settings(path.parent).class_token:
-            pooling = "cls"
+        token = encoder_settings(path.parent).class_token
+        pooling: Literal["cls", "mean"] = "cls" if token else "mean"
         return Encoding(path, device, self.precision, pooling=pooling, norm=False)
 
     def probe(self, trial: Trial) -> Trainee:

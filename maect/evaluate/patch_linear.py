@@ -103,21 +103,8 @@ class PatchLinear(Masked, ByUpdates):
         from maect.evaluate.segments import crops
 
         assert isinstance(probe, Segmenter)
-        context, device = trial.context, trial.encoding.device
-        for found in crops(
-            probe.train,
-            probe.places,
-            batch=self.batch_size,
-            rank=context.rank,
-            ranks=context.world_size,
-            seed=self.seed,
-            size=self.size,
-            ratios=self.ratios,
-            flip=self.flip,
-            start=start,
-            steps=steps,
-            threads=context.cpus,
-        ):
+        device = trial.encoding.device
+        for found in crops(probe.train, probe.places, self, trial.context, start, steps):
             images = normalize(distributed.moved(found.images, device), probe.pixels)
             for image, (height, width) in zip(images, found.sides.tolist(), strict=True):
                 image[:, height:], image[:, :, width:] = 0, 0
@@ -267,19 +254,15 @@ class Segmenter(Trainee):
     def score(self) -> None:
         """Segment the test images, and by the twin the held-out ones."""
         mean, each, accuracy = self._iou("head", self.test, range(self.trial.test.n))
-        history = self.record.setdefault("miou", [])
-        history.append(mean)
         details = self.record.setdefault("details", {})
         details["last"] = {"classes": each, "accuracy": accuracy}
-        if mean > max(history[:-1], default=-1.0):
+        if self.is_best("miou", mean):
             details["best"] = details["last"]
-            head = self.groups["head"]
-            names = (*PatchHead.NAMES, "mean", "var")
-            self.kept = {name: getattr(head, name).detach().clone() for name in names}
+            self.keep(self.groups["head"], (*PatchHead.NAMES, "mean", "var"))
         if self.held is not None:
             held = np.isin(self.trial.train.rows[:, ID], self.held.rows[:, ID])
-            found = self._iou("twin", self.train, np.flatnonzero(held).tolist())[0]
-            self.record.setdefault("held_out", []).append(found)
+            found = self._iou("twin", self.train, np.flatnonzero(held).tolist())
+            self.is_best("held_out", found[0])
 
     def _iou(
         self, group: str, split: MaskSplit, rows: range | list[int]

@@ -5,9 +5,12 @@ Pillow resizes images bilinearly, and masks take the number at the corner of eac
 What is drawn depends on (seed, epoch, sample) alone.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +25,10 @@ from maect.data.loader import ahead
 from maect.data.order import Order
 from maect.data.transforms import hue
 from maect.evaluate.dense import MaskSplit
+
+if TYPE_CHECKING:
+    from maect.core.context import Context
+    from maect.evaluate.patch_linear import PatchLinear
 
 NOTHING = 255
 """In targets: a pixel that does not count."""
@@ -80,24 +87,19 @@ def resized_mask(mask: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 def crop(
-    image: Image.Image,
-    mask: Pixels,
-    draws: NDArray[np.float64],
-    size: int,
-    ratios: tuple[float, float],
-    flip: float,
+    image: Image.Image, mask: Pixels, draws: NDArray[np.float64], settings: PatchLinear
 ) -> tuple[Pixels, Pixels]:
-    """Resize, crop, flip and recolour one image.
+    """Resize, by a ratio that is uniform between two, crop, flip and recolour one image.
 
     Args:
         mask: targets of its pixels, [height, width].
         draws: uniform numbers, [_DRAWS].
-        ratios: that the shorter side is multiplied by, uniform between them.
 
     Returns:
-        uint8 [h, w, 3] and [h, w], at most `size` each.
+        uint8 [h, w, 3] and [h, w], at most `settings.size` each.
     """
-    image = resized(image, int(size * (ratios[0] + (ratios[1] - ratios[0]) * draws[0])))
+    size = settings.size
+    image = resized(image, int(size * _between(settings.ratios, draws[0])))
     mask = resized_mask(mask, image.size)
     corners = draws[1 : 1 + 2 * TRIES].reshape(TRIES, 2)
     free = np.maximum(np.array(mask.shape) - size, 0)
@@ -109,7 +111,7 @@ def crop(
             break
     pixels = np.asarray(image)[top : top + size, left : left + size]
     after = draws[1 + 2 * TRIES :]
-    if after[0] < flip:
+    if after[0] < settings.flip:
         pixels, part = pixels[:, ::-1], part[:, ::-1]
     return distorted(pixels, after[1:]), part
 
@@ -155,36 +157,30 @@ def _scaled(pixels: Pixels, factor: float, more: float) -> Pixels:
 def crops(
     split: MaskSplit,
     places: Pixels,
-    *,
-    batch: int,
-    rank: int,
-    ranks: int,
-    seed: int,
-    size: int,
-    ratios: tuple[float, float],
-    flip: float,
+    settings: PatchLinear,
+    context: Context,
     start: int,
     steps: int,
-    threads: int,
 ) -> Iterator[Crops]:
     """Yield this rank's part of batches `start` to `start + steps - 1`, a few decoded ahead.
 
     Args:
         places: of each number in a mask its class's place, or `NOTHING`; [256].
     """
-    order, share = Order(split.images.n, seed), batch // ranks
-    pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="segments")
+    seed, size, batch = settings.seed, settings.size, settings.batch_size
+    order, share = Order(split.images.n, seed), batch // context.world_size
+    pool = ThreadPoolExecutor(max(1, context.cpus), thread_name_prefix="segments")
 
     def fill(out: Crops, row: int, number: int, draws: NDArray[np.float64]) -> None:
         mask = places[split.read(row)]
-        pixels, part = crop(picture(split, row), mask, draws, size, ratios, flip)
+        pixels, part = crop(picture(split, row), mask, draws, settings)
         height, width = part.shape
         out.images[number].numpy()[:, :height, :width] = pixels.transpose(2, 0, 1)
         out.targets[number].numpy()[:height, :width] = part
         out.sides[number] = height, width
 
     def submitted(step: int) -> tuple[Crops, list[Future[None]]]:
-        rows, epochs = order.take(step * batch + rank * share, share)
+        rows, epochs = order.take(step * batch + context.rank * share, share)
         ids = np.asarray(split.images.rows[rows][:, ID])
         draws = random.uniform(seed, epochs, ids, 0, random.SEGMENT, _DRAWS)
         out = Crops(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -218,17 +219,14 @@ def write_features(
         record: what to say about the file's making; `sha256` is added.
     """
     names = np.frombuffer("\n".join(keys).encode(), np.uint8)
-    sizes = {"features": 4 * width * len(labels), "labels": 8 * len(labels), "keys": len(names)}
-    shapes = {
-        "features": ("F32", [len(labels), width]),
-        "labels": ("I64", [len(labels)]),
-        "keys": ("U8", [len(names)]),
-    }
-    tensors, offset = {}, 0
-    for name, size in sizes.items():
-        dtype, shape = shapes[name]
-        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
+    n, offset, tensors = len(labels), 0, {}
+    kinds = {"features": ("F32", 4), "labels": ("I64", 8), "keys": ("U8", 1)}
+    for (name, (dtype, size)), shape in zip(
+        kinds.items(), ([n, width], [n], [len(names)]), strict=True
+    ):
+        end = offset + size * math.prod(shape)
+        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
 
     def header(sha256: str) -> bytes:
         about = {**record, "sha256": sha256}

@@ -34,17 +34,6 @@ from maect.stages.base import SelfSupervised
 if TYPE_CHECKING:
     from maect.train.objective import Objective
 
-RECIPES = {
-    "pretrain": "mae", "head": "head_min", "tune": "ct_min", "head_aug": "head_aug",
-    "tune_aug": "ct_aug",
-}  # fmt: skip
-"""What is measured of MAE-CT, by the name of the measurement."""
-OWN = {
-    "mae": ("pretrain",),
-    "ct_min": ("pretrain", "head", "tune"),
-    "ct_aug": ("pretrain", "head_aug", "tune_aug"),
-}
-"""Which of that a model takes."""
 CPU_BATCH = 16
 SMALLEST, LARGEST = 8, 1024
 MASKED = 0.75
@@ -82,14 +71,16 @@ class Published:
 
 
 @dataclass(frozen=True)
-class _Others:
+class _Measured:
+    recipes: dict[str, str]
+    own: dict[str, tuple[str, ...]]
     methods: dict[str, Passes]
     models: dict[str, tuple[Published, ...]]
     """By the size of the run that they are measured with."""
 
 
-_OTHERS = read_paper("published", _Others)
-METHODS, PUBLISHED = _OTHERS.methods, _OTHERS.models
+_PAPER = read_paper("published", _Measured)
+RECIPES, OWN, METHODS, PUBLISHED = _PAPER.recipes, _PAPER.own, _PAPER.methods, _PAPER.models
 
 
 class Throughput(Protocol):

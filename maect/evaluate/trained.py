@@ -319,6 +319,16 @@ class Trainee(ABC):
     def score(self) -> None:  # noqa: B027
         """Score after an epoch; called on every rank."""
 
+    def is_best(self, name: str, score: float) -> bool:
+        """Add a score to those after each epoch; return whether it is the best one so far."""
+        history = self.record.setdefault(name, [])
+        history.append(score)
+        return score > max(history[:-1], default=-1.0)
+
+    def keep(self, group: Any, names: tuple[str, ...]) -> None:
+        """Keep some tensors of a group as they are now."""
+        self.kept = {name: getattr(group, name).detach().clone() for name in names}
+
     @abstractmethod
     def metrics(self) -> dict[str, Any]:
         """Return the result after the last epoch; called on every rank."""

@@ -263,23 +263,6 @@ def model_card(
     """The hub's `README.md`: what the model is, how to load it, where it comes from."""
     from huggingface_hub import ModelCardData
 
-    facts = {
-        "run": record.run,
-        "stage": record.stage,
-        "started from": record.source,
-        "seed": record.seed,
-        "finished": record.finished,
-        "source revision": record.source_revision,
-        "sha256 of the run's encoder.safetensors": sha256,
-    }
-    if record.weights:
-        given = record.weights.model_dump()
-        facts |= {f"imported {key}": given[key] for key in ("file", "sha256", "layout")}
-    vector = {
-        "cls": "[CLS] token after the final norm",
-        "mean": "mean of the patch tokens after the final norm",
-        "fc_norm": "norm of the mean of the patch tokens",
-    }[pooling]
     task = "image-classification" if classes else "image-feature-extraction"
     front = ModelCardData(
         license=card.licence,
@@ -291,24 +274,18 @@ def model_card(
         model_name=record.run,
         eval_results=list(card.results) or None,
     ).to_dict()
-    pictures = encoder.pixels.channels in (1, 3)
     return fill_template(
         Path(__file__).with_name("model_card.md"),
         front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
         record=record,
-        facts=facts,
+        sha256=sha256,
         more=json.dumps({"settings": record.settings, "versions": record.versions}, indent=2),
         encoder=encoder,
-        pixels=encoder.pixels,
         imagenet=IMAGENET,
-        made=", ".join(f"{key} {value}" for key, value in encoder.pixels.files.items()),
         resize=resize,
-        vector=vector,
+        pooling=pooling,
         classes=classes,
         card=card,
-        folder=card.repository or "PATH_OF_THIS_FOLDER",
         transform=TRANSFORM,
         call=call,
-        pictures=pictures,
-        processed='**processor(image, return_tensors="pt")' if pictures else "image[None]",
     )

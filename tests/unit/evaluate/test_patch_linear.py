@@ -130,16 +130,17 @@ def test_crops_show_more_than_one_class_if_that_can_be_found():
     draws[0] = 0.5  # between 1 and 1: the crop's size
     draws[1:23] = np.tile([0.0, 0.0], 11)
     draws[1 + 2 * 4 : 3 + 2 * 4] = 0.999  # the fifth try shows a corner of the other class
-    pixels, part = crop(image.resize((60, 60)), mask, draws, 30, (2.0, 2.0), 0.0)
+    settings = PatchLinear(size=30, ratios=(2.0, 2.0), flip=0.0)
+    pixels, part = crop(image.resize((60, 60)), mask, draws, settings)
     counts = np.bincount(part.ravel(), minlength=8)
     assert part.shape == (30, 30) and counts[7] and counts.max() < 0.75 * counts.sum()
     assert np.array_equal(pixels[..., 0] > 100, part == 7)
-    mirrored, other = crop(image, mask, draws, 30, (2.0, 2.0), 1.0)
+    mirrored, other = crop(image, mask, draws, settings.model_copy(update={"flip": 1.0}))
     assert np.array_equal(mirrored[:, ::-1], pixels) and np.array_equal(other[:, ::-1], part)
     # Never found: the last try. What does not count is no class.
     mask[:] = np.where(mask == 7, NOTHING, mask)
     draws[1 + 2 * 10 :][:2] = 0.999
-    _, part = crop(image, mask, draws, 30, (2.0, 2.0), 0.0)
+    _, part = crop(image, mask, draws, settings)
     assert (part[10:, 10:] == NOTHING).all()
 
 
@@ -149,12 +150,8 @@ def test_small_images_are_padded_and_draws_do_not_depend_on_ranks(drawn):
     places = np.arange(256, dtype=np.uint8)
 
     def made(rank, ranks, start, steps):
-        return list(
-            crops(
-                split, places, batch=4, rank=rank, ranks=ranks, seed=3, size=48,
-                ratios=(0.5, 2.0), flip=0.5, start=start, steps=steps, threads=2,
-            )
-        )  # fmt: skip
+        settings = PatchLinear(batch_size=4, seed=3, size=48)
+        return list(crops(split, places, settings, Rank(rank, ranks), start, steps))
 
     whole = made(0, 1, 0, 4)
     for step, both in enumerate(zip(made(0, 2, 0, 4), made(1, 2, 0, 4), strict=True)):
