@@ -8,18 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from maect.answers.vectors import jpeg_uri, write_rows
 from maect.core.errors import UserError, counted
 from maect.core.files import write_json, write_text
-from maect.data.index import HEIGHT, SIZE, WIDTH, Index, open_index
+from maect.data.index import SIZE, Index, open_index
 from maect.data.shard_plan import image_names
 from maect.data.sources.shared import taken
-from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.clusters import comparable, scale_of
+from maect.evaluate.retrieval import pictures
 from maect.evaluate.store import Array, FeatureFile, open_features
 from maect.report.render import render_page
 
@@ -196,7 +195,9 @@ def write_audit(
     index_of = {split.name: split.index for split in splits}
 
     def thumbnail(split: str, name: str) -> str:
-        return _thumbnail(index_of[split], rows_of[split][name])
+        row = np.array([rows_of[split][name]])
+        (square,) = pictures(index_of[split], row, _THUMBNAIL, _THUMBNAIL)
+        return jpeg_uri(Image.fromarray(square))
 
     shown = [
         {**pair, "pictures": [thumbnail(pair[f"split_{x}"], pair[x]) for x in "ab"]}
@@ -210,13 +211,3 @@ def write_audit(
         "splits": " and ".join(f"{split.name} ({split.index.n:,} images)" for split in splits),
     }
     write_text(out / "index.html", render_page("audit.html", pairs=shown, about=about))
-
-
-def _thumbnail(index: Index, row: int) -> str:
-    """The central square of an image, as a data URI."""
-    sides: NDArray[np.int64] = np.asarray(index.rows[[row]])
-    geometry = center_crops(sides[:, WIDTH], sides[:, HEIGHT], _THUMBNAIL, _THUMBNAIL)
-    pixels = np.empty((1, index.channels, _THUMBNAIL, _THUMBNAIL), np.uint8)
-    index.render(row, geometry, pixels)
-    shown = pixels[0] if index.channels == 3 else pixels[0, :1].repeat(3, axis=0)
-    return jpeg_uri(Image.fromarray(shown.transpose(1, 2, 0).copy()))

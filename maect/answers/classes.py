@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import softmax
 
 from maect.answers.encoder import ImageEncoder
 from maect.answers.vectors import Vectors, write_rows
@@ -47,9 +48,7 @@ class VectorClassifier:
         """Softmax of the logits, float64 [n, classes]; 0 of classes without examples."""
         rows = prepare(vectors) if self.prepared else vectors.astype(np.float64)
         logits = rows @ self.weight + self.bias
-        logits = np.where(np.isnan(logits), -np.inf, logits)
-        odds = np.exp(logits - logits.max(axis=1, keepdims=True))
-        return odds / odds.sum(axis=1, keepdims=True)
+        return softmax(np.where(np.isnan(logits), -np.inf, logits), axis=1)
 
     def check(self, encoder: ImageEncoder, path: Path) -> None:
         """Refuse, by a UserError, another encoder than the one fitted to, or another resize."""

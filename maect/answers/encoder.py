@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, pairwise
 from os import PathLike, cpu_count, fspath
 from pathlib import Path
 from typing import Any, get_args
@@ -246,9 +247,7 @@ class ImageEncoder:
 
         batches = [range(n)[start : start + batch_size] for start in range(0, n, batch_size)]
         with ThreadPoolExecutor(threads or cpu_count() or 1) as pool:
-            ahead = [pool.submit(one, number) for number in (batches or [range(0)])[0]]
-            for batch, following in zip(batches, [*batches[1:], range(0)], strict=False):
-                now = ahead
-                # The next batch is decoded while the device has this one.
-                ahead = [pool.submit(one, number) for number in following]
-                yield batch, [task.result() for task in now]
+            begun = ((batch, [pool.submit(one, number) for number in batch]) for batch in batches)
+            # The next batch is decoded while the device has this one.
+            for (batch, tasks), _ in pairwise(chain(begun, [(range(0), [])])):
+                yield batch, [task.result() for task in tasks]

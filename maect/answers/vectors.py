@@ -63,10 +63,6 @@ class Vectors:
     labels: list[str] | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
-    def write(self, path: Path) -> None:
-        """Write them as the suffix says (see `write_vectors`)."""
-        write_vectors(path, [self], len(self.files))
-
     @classmethod
     def read(cls, path: Path) -> "Vectors":
         """Read a parquet file that `write` wrote, or raise a UserError: another one, or damaged."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, Self
 
-from pydantic import Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.imports import make_callable
-from maect.core.settings import LocalPath, SettingsFile, digest, one_line
+from maect.core.settings import LocalPath, SettingsFile, digest, validated
 from maect.evaluate.base import Protocol, check_blocks
 from maect.recipes import variant_names, variant_values
 from maect.records import EvaluationRecord
@@ -58,10 +58,7 @@ def load_evaluation(
         raise UserError(f"unknown protocol {protocol!r}; {hint}")
     if "size" in PROTOCOLS[protocol].model_fields:
         values.setdefault("size", size)  # whose recipes it measures
-    try:
-        return protocol, PROTOCOLS[protocol].model_validate(values)
-    except ValidationError as error:
-        raise one_line(error, name) from None
+    return protocol, validated(PROTOCOLS[protocol], values, name)
 
 
 class FeaturesConfig(SettingsFile):

@@ -205,7 +205,7 @@ class Probes(Trainee):
 
     def read(self, images: Tensor) -> Tensor:
         """Return all tokens behind the final norm, float32 [b, P + N, D]."""
-        return self.trial.encoding.all_tokens(images).float()
+        return self.trial.encoding.output(images, "last").tokens.float()
 
     def _readings(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return what the classifiers of each reading are given of tokens."""

@@ -271,7 +271,7 @@ def encoded(context: Context, index: Index, encoding: Encoding) -> Array:
     for images, _, _ in evaluation_parts(
         index, image_size=size, parts=parts, threads=threads, squeezed=True
     ):
-        tokens = encoding.tokens(images, norm="last").float()
+        tokens = encoding.output(images, "last").patch_tokens().float()
         if out is None:
             out = torch.zeros(per_rank, *tokens.shape[1:], device=encoding.device)
         out[done : done + len(images)] = tokens
@@ -279,8 +279,8 @@ def encoded(context: Context, index: Index, encoding: Encoding) -> Array:
         context.report({"step": done, "steps": len(mine)})
     if out is None:  # a rank without images still takes part
         channels = encoding.settings.pixels.channels
-        blank = encoding.tokens(torch.zeros(1, channels, size, size, dtype=torch.uint8))
-        out = torch.zeros(per_rank, *blank.shape[1:], device=encoding.device)
+        blank = encoding.output(torch.zeros(1, channels, size, size, dtype=torch.uint8))
+        out = torch.zeros(per_rank, *blank.patch_tokens().shape[1:], device=encoding.device)
     return distributed.gather_rows(out)[: index.n].cpu().numpy()
 
 

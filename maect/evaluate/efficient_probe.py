@@ -64,7 +64,7 @@ class Probe(LarsProbe):
 
     def read(self, images: Tensor) -> Tensor:
         """Return the patch tokens, float32 [b, N, D]."""
-        return self.trial.encoding.tokens(images).float()
+        return self.trial.encoding.output(images).patch_tokens().float()
 
     def pool(self, tokens: Tensor) -> Tensor:
         """Return what the queries see of tokens [b, N, D]: [b, D]."""

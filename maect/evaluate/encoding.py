@@ -104,23 +104,16 @@ class Encoding:
             parts.append(self.encoder.pool(last, self.other))
         return torch.cat(parts, dim=1)
 
-    def tokens(self, images: Tensor, norm: Literal["last", "none"] = "none") -> Tensor:
-        """Patch tokens that the last block gives, before the final norm or after it.
+    def output(self, images: Tensor, norm: Literal["last", "none"] = "none") -> EncoderOutput:
+        """All tokens that the last block gives, before the final norm or after it.
 
         Args:
             images: uint8 [b, C, S, S], or float32, normalized.
             norm: "last" applies the final norm.
 
         Returns:
-            [b, patches, width] on the encoder's device, in the precision that the blocks run in.
+            On the encoder's device, in the precision that the blocks run in.
         """
-        return self._encoded(images, norm).patch_tokens()
-
-    def all_tokens(self, images: Tensor) -> Tensor:
-        """The same behind the final norm, of all tokens: [b, prefixes + patches, width]."""
-        return self._encoded(images, "last").tokens
-
-    def _encoded(self, images: Tensor, norm: Literal["last", "none"]) -> EncoderOutput:
         with torch.no_grad(), mixed_precision(self.device, self.precision):
             features: EncoderOutput = self.encoder(self._ready(images), norm=norm)
         return features

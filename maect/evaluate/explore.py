@@ -19,6 +19,7 @@ from maect.data.index import open_index
 from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures, Shards
 from maect.evaluate.clusters import cluster, comparable, scale_of
 from maect.evaluate.retrieval import thumbnails
+from maect.evaluate.store import check_images
 from maect.evaluate.umap import embedded
 
 PIXELS = 5_000_000
@@ -77,10 +78,7 @@ class Explore(ReadsFeatures):
         files = [job.features(f"features_{name}", labelled=False) for name in self.splits]
         indices = [open_index(job.path(f"images_{name}")) for name in self.splits]
         for file, index in zip(files, indices, strict=True):
-            if index.digest != file.record["index_digest"]:
-                raise UserError(
-                    f"{file.path}: features of other images than those in {index.directory}"
-                )
+            check_images(file, index)
         splits, ids = self._drawn([file.n for file in files])
         if len(ids) < FEWEST:
             raise UserError(f"{files[0].path}: {len(ids)} images; {FEWEST} are needed to explore")

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.core.lazy import Tensor, distributed, torch
+from maect.core.lazy import Tensor, distributed, np, torch
 from maect.data.index import Index
 from maect.evaluate.base import EvaluationJob, Positive
 from maect.evaluate.encoding import Encoding, LastBlocks
@@ -185,21 +185,14 @@ class _Forms(Trainee):
 
     def _chosen(self) -> dict[str, Any]:
         """The probe and epoch that do best on held-out images; of equals the first."""
-        accuracy, name, epoch, rate = max(
-            (
-                (accuracy, name, epoch, rate)
-                for name in self.columns
-                for epoch, accuracies in enumerate(self.record[name + HELD_OUT])
-                for rate, accuracy in enumerate(accuracies)
-            ),
-            key=lambda found: found[0],
-        )
+        form, epoch, rate = _best([self.record[name + HELD_OUT] for name in self.columns])
+        name = [*self.columns][form]
         real = {}
         if self.real is not None:
             real = {f"{PLAIN}_held_out_real": self.record[name + REAL][epoch][rate]}
         return real | {
             f"{PLAIN}_held_out": self.record[name][epoch][rate],
-            "held_out_accuracy": accuracy,
+            "held_out_accuracy": self.record[name + HELD_OUT][epoch][rate],
             "held_out_form": name,
             "held_out_epoch": epoch + 1,
             "held_out_rate": self.rates[rate],
@@ -236,25 +229,29 @@ class _Forms(Trainee):
         self.kept |= {prefix + key: value.clone() for key, value in best.items()}
 
     def _metrics(self, name: str, history: list[list[float]]) -> dict[str, Any]:
-        best = max(max(accuracies) for accuracies in history)
-        epoch = next(i for i, accuracies in enumerate(history) if best in accuracies)
-        last = history[-1]
-        by_rate = {str(rate): value for rate, value in zip(self.rates, last, strict=True)}
+        (epoch, rate), last = _best(history), history[-1]
+        by_rate = {str(one): value for one, value in zip(self.rates, last, strict=True)}
         prefix = "" if name == PLAIN else f"{name}_"
         real = {}
         if self.real is not None:
             by_real = self.record[name + REAL]
-            real[f"{name}_real"] = by_real[epoch][history[epoch].index(best)]
+            real[f"{name}_real"] = by_real[epoch][rate]
             real[f"{name}_last_real"] = by_real[-1][last.index(max(last))]
         return real | {
-            name: best,
+            name: history[epoch][rate],
             f"{name}_last": max(last),
             f"{prefix}best_epoch": epoch + 1,
-            f"{prefix}best_rate": self.rates[history[epoch].index(best)],
+            f"{prefix}best_rate": self.rates[rate],
             f"{prefix}best_rate_last": self.rates[last.index(max(last))],
             f"{prefix}last_by_rate": by_rate,
             f"{prefix}best_by_epoch": [max(accuracies) for accuracies in history],
         }
+
+
+def _best(accuracies: list[Any]) -> list[int]:
+    """Place of the highest one in nested lists, of equals the first."""
+    found = np.array(accuracies)
+    return [int(place) for place in np.unravel_index(found.argmax(), found.shape)]
 
 
 def affine(

@@ -240,7 +240,7 @@ class Segmenter(Trainee):
 
     def read(self, images: Tensor) -> Tensor:
         """Return the patch tokens behind the final norm, float32 [b, N, D]."""
-        return self.trial.encoding.tokens(images, norm="last").float()
+        return self.trial.encoding.output(images, "last").patch_tokens().float()
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         """Update head and twin; return the loss of each, [1] or [2]."""

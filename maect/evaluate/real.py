@@ -42,20 +42,6 @@ class RealLabels(Settings):
             return None
         return Real(_path(self.real_labels), keys(), class_names)
 
-    def real(
-        self,
-        name: str,
-        predicted: NDArray[np.int64],
-        keys: Callable[[], Sequence[str]],
-        class_names: Sequence[str] = (),
-    ) -> dict[str, float]:
-        """Accuracy by ReaL's labels in percent as `NAME_real`; nothing if they are not asked for.
-
-        `predicted`, int64 [n], are places in the sorted WordNet ids; for the rest see `reassessed`.
-        """
-        real = self.reassessed(keys, class_names)
-        return {} if real is None else {f"{name}_real": real.accuracy(predicted)}
-
 
 def is_imagenets(key: str) -> bool:
     """Return whether an image is called as those of ImageNet's validation split are."""

@@ -19,7 +19,7 @@ from maect.data.index import HEIGHT, LABEL, WIDTH, Index, open_index
 from maect.evaluate.base import EvaluationJob, Input, OutputOf, ReadsFeatures, Shards, idle_cpus
 from maect.evaluate.clustering import assign, contingency, origin, standardized
 from maect.evaluate.knn import nearest
-from maect.evaluate.store import FeatureFile
+from maect.evaluate.store import FeatureFile, check_images
 
 Ids: TypeAlias = "NDArray[np.int64]"
 
@@ -67,10 +67,7 @@ class Retrieval(ReadsFeatures):
         """
         test = job.features("test")
         index = open_index(job.path("images"))
-        if index.digest != test.record["index_digest"]:
-            raise UserError(
-                f"{test.path}: features of other images than those in {index.directory}"
-            )
+        check_images(test, index)
         if test.n <= self.neighbors:
             raise UserError(
                 f"retrieval: neighbors {self.neighbors} needs more than the {test.n} images "
@@ -160,20 +157,24 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
 
 def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[np.uint8]:
     """Small pictures of what the encoder saw, uint8 [..., S, S, 3]."""
-    from maect.data.transforms import center_crops
-
     size = test.record["image_size"]
     side = min(side, size)
     resize = max(side, round(test.record["resize"] * side / size))
     flat = ids.ravel()
-    record = np.asarray(index.rows[flat])
-    if not np.array_equal(record[:, LABEL], test.labels[flat]):
+    if not np.array_equal(index.rows[flat][:, LABEL], test.labels[flat]):
         raise UserError(f"{test.path}: its labels are not those of {index.directory}")
+    return pictures(index, flat, resize, side).reshape(*ids.shape, side, side, 3)
+
+
+def pictures(index: Index, ids: Ids, resize: int, side: int) -> NDArray[np.uint8]:
+    """Centre crops of some images of a split [n], uint8 [n, S, S, 3]; see `center_crops`."""
+    from maect.data.transforms import center_crops
+
+    record = np.asarray(index.rows[ids])
     geometries = center_crops(record[:, WIDTH], record[:, HEIGHT], resize, side)
-    out = np.empty((len(flat), 1, index.channels, side, side), np.uint8)
-    for number, row in enumerate(flat.tolist()):
+    out = np.empty((len(ids), 1, index.channels, side, side), np.uint8)
+    for number, row in enumerate(ids.tolist()):
         index.render(row, geometries[number : number + 1], out[number])
     # Of other than three channels, the first as grey.
     out = out if index.channels == 3 else out[:, :, :1].repeat(3, axis=2)
-    pictures = out[:, 0].transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(pictures).reshape(*ids.shape, side, side, 3)
+    return np.ascontiguousarray(out[:, 0].transpose(0, 2, 3, 1))

@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, check_file, parsed, sealed, verified
 from maect.core.lazy import NDArray, np, safetensors
+
+if TYPE_CHECKING:
+    from maect.data.index import Index
 
 _CHUNK = 16384
 
@@ -163,6 +166,14 @@ def same_encoder(train: FeatureFile, test: FeatureFile) -> None:
             )
     if train.width != test.width:
         raise UserError(f"{train.path} and {test.path}: {train.width} and {test.width} features")
+
+
+def check_images(features: FeatureFile, index: Index) -> None:
+    """Refuse, by a UserError, features of other images than those of a split."""
+    if index.digest != features.record["index_digest"]:
+        raise UserError(
+            f"{features.path}: features of other images than those in {index.directory}"
+        )
 
 
 def moments(features: FeatureFile | Rows) -> Scale:

@@ -105,8 +105,8 @@ def with_labels(
         pair = max(pairs, key=lambda pair: by[pair].mean())
         scores[name] = Score(outer[pair], f"k {pair[0]}, T {pair[1]:g}")
     counts = np.bincount(labels)
-    with threadpool_limits(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a weak penalty may not converge, nor need to
+    # A weak penalty may not converge, nor need to.
+    with threadpool_limits(1), warnings.catch_warnings(action="ignore"):
         for shots in SHOTS:
             if shots <= counts[counts > 0].min():
                 scores[f"shots_{shots}"] = _shots(train, labels, test, test_labels, shots)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
-from maect.models.layouts import FAMILIES, LAYOUTS, Layout, Location
+from maect.models.layouts import FAMILIES, LAYOUTS, LEFT_OUT, REFINED_FROM, Layout, Location
 from maect.models.timm_encoder import build_foreign, create_for, fit_weights, stored_grid
 from maect.models.vit import build_encoder, sincos_2d
 from maect.models.weights import Pooling, load_tensors
@@ -47,30 +47,12 @@ class _LeftOut:
         pass
 
 
-# What public training checkpoints hold beside tensors: the options of the training (MAE, iBOT),
-# numpy's scalars, and fairseq's configuration (data2vec 2.0). None of these is built or imported:
-# `_LeftOut` takes their place.
-_LEFT_OUT = (
-    "argparse.Namespace",
-    "numpy.dtype",
-    "numpy.core.multiarray.scalar",
-    "numpy._core.multiarray.scalar",
-    "typing.Any",
-)
-_LEFT_OUT_PACKAGES = ("fairseq.", "fairseq_cli.", "omegaconf.", "examples.data2vec.")
-# What omegaconf's objects hold beside their values: types, and a cache.
-_OF_OMEGACONF = (
-    "collections.defaultdict",
-    *(f"builtins.{name}" for name in ("dict", "list", "tuple", "int", "float", "bool", "str")),
-)
-
-
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a PyTorch checkpoint (`.pth`, `.pth.tar`, `.th`, `.pt`) or a `.safetensors` file.
 
     Tensors, containers and plain values are read, on the CPU and, where the format allows it,
     page by page from the file as they are used. The pickle in a PyTorch checkpoint is not run: it
-    may only ask for tensors and for what is listed above.
+    may only ask for tensors and for what `layouts.yaml` lists.
     """
     path = Path(path)
     if not path.is_file():
@@ -82,7 +64,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             raise UserError(f"{error}; {_again(path)}") from None
     _check_start(path)
     try:
-        stands_for = [(_LeftOut, name) for name in (*_LEFT_OUT, *_configuration(path))]
+        stands_for = [(_LeftOut, name) for name in (*LEFT_OUT.names, *_configuration(path))]
         with torch.serialization.safe_globals(stands_for):  # type: ignore[arg-type]
             content = torch.load(
                 path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
@@ -144,9 +126,9 @@ def _configuration(path: Path) -> list[str]:
     if not zipfile.is_zipfile(path):
         return []
     asked: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    found = [name for name in asked if name.startswith(_LEFT_OUT_PACKAGES)]
+    found = [name for name in asked if name.startswith(LEFT_OUT.packages)]
     if any(name.startswith("omegaconf.") for name in found):
-        found += [name for name in asked if name in _OF_OMEGACONF]
+        found += [name for name in asked if name in LEFT_OUT.of_omegaconf]
     return found
 
 
@@ -172,14 +154,6 @@ class Converted:
     """timm's name of the model, if it was imported by it."""
 
 
-_REFINED_FROM = {
-    "crossmae": "mim_refiner_mean",
-    "mae": "mim_refiner",
-    "dbot": "mim_refiner",
-}
-"""Layouts of refined weights by what the names of their files have in them, the first that has."""
-
-
 def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
     """Name of the layout of a checkpoint, from its names and its position embedding.
 
@@ -194,7 +168,7 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
             f"--timm (docs/weights.md); {_described(checkpoint)}"
         )
     if fitting[0] == "mim_refiner":
-        named = [name for part, name in _REFINED_FROM.items() if part in file.lower()]
+        named = [name for part, name in REFINED_FROM.items() if part in file.lower()]
         if not named:
             raise UserError(
                 f"{file}: fits mim_refiner (pooling: cls) and mim_refiner_mean (pooling: mean, "

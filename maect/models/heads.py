@@ -127,6 +127,12 @@ class QueueHead(nn.Module):
         self.pointer.copy_((self.pointer + len(owners)) % size)
         return oldest
 
+    @torch.no_grad()
+    def _enqueue(self, vectors: Tensor, owners: Tensor) -> None:
+        """Overwrite the oldest entries with all ranks' vectors, [..., b, E], in rank order."""
+        rows = gather_rows(vectors.detach().movedim(-2, 0).to(self.queue.dtype))
+        self.queue[..., self._advance(owners), :] = rows.movedim(0, -2)
+
 
 class NNCLRHead(QueueHead):
     """Projector, EMA projector, predictor and queue.
@@ -253,12 +259,6 @@ class NNCLRHead(QueueHead):
             candidates = torch.where(same.any(-1), others, topk)
             lookup_numbers = lookup_numbers % candidates
         return topk_nn(similarity, topk, lookup_numbers)
-
-    @torch.no_grad()
-    def _enqueue(self, vectors: Tensor, owners: Tensor) -> None:
-        """Overwrite the oldest entries with all ranks' vectors, in rank order."""
-        rows = gather_rows(vectors.detach().to(self.queue.dtype))
-        self.queue[self._advance(owners)] = rows
 
 
 def exact(x: Tensor) -> Tensor:

@@ -99,10 +99,20 @@ class Family:
     layout: str | None = None
 
 
+class LeftOut(NamedTuple):
+    """Names in a pickle that are neither imported nor built: something empty takes their place."""
+
+    names: tuple[str, ...]
+    packages: tuple[str, ...]
+    of_omegaconf: tuple[str, ...]
+
+
 class _Known(NamedTuple):
     layouts: dict[str, Layout]
     families: tuple[Family, ...]
+    refined_from: dict[str, str]
+    left_out: LeftOut
 
 
 _KNOWN = TypeAdapter(_Known).validate_python(read_yaml(Path(__file__).with_suffix(".yaml")))
-LAYOUTS, FAMILIES = _KNOWN
+LAYOUTS, FAMILIES, REFINED_FROM, LEFT_OUT = _KNOWN

@@ -229,12 +229,6 @@ class RefinerHeads(QueueHead):
             metrics |= {f"lookup_{name}.{block}": value for block, value in of_heads}
         return positive, metrics
 
-    @torch.no_grad()
-    def _enqueue(self, vectors: Tensor, owners: Tensor) -> None:
-        """Overwrite the oldest entries with all ranks' vectors, in rank order."""
-        rows = gather_rows(vectors.transpose(0, 1).to(self.queue.dtype))
-        self.queue[:, self._advance(owners)] = rows.transpose(0, 1)
-
 
 def pair_counts(views: int, terms: str) -> list[list[float]]:
     """Count each pair of a global view and a view in the loss, global ones first, [G][V].

@@ -13,7 +13,7 @@ import torch
 import maect
 from maect.answers.classes import read_classifier
 from maect.answers.cluster_page import around, write_clusters
-from maect.answers.vectors import Vectors, nearest
+from maect.answers.vectors import Vectors, nearest, write_vectors
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.evaluate.clusters import (
@@ -111,7 +111,8 @@ def test_wrong_input_is_one_line(
 ) -> None:
     other = tmp_path / "other.parquet"
     vectors = Vectors.read(index)
-    Vectors(vectors.files, vectors.values, None, {**vectors.about, "resize": 16}).write(other)
+    resized = Vectors(vectors.files, vectors.values, None, {**vectors.about, "resize": 16})
+    write_vectors(other, [resized], len(resized.files))
     image = str(next(photographs.rglob("*.jpg")))
     table = tmp_path / "table.parquet"
     pd.DataFrame({"path": [image]}).to_parquet(table)

@@ -197,7 +197,10 @@ def test_it_learns_digits(images: Path) -> None:
         (batch,) = evaluation_batches(
             index, image_size=16, resize=16, rows=range(index.n), batch_size=256, threads=1
         )
-        tokens[split], labels[split] = encoding.tokens(batch[0]), torch.from_numpy(batch[1])
+        tokens[split], labels[split] = (
+            encoding.output(batch[0]).patch_tokens(),
+            torch.from_numpy(batch[1]),
+        )
     probe = probe_of(16, 10, SETTINGS.model_copy(update={"base_lr": 40.0}))
     for step in range(300):
         probe.step(tokens["train"], labels["train"], 1 - step / 300)

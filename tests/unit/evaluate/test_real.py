@@ -34,20 +34,20 @@ def test_any_of_the_labels_is_right_and_none_does_not_count(tmp_path):
     settings = write(tmp_path / "real.json", [[1, 2], [], [0], [5], [2]])
     keys = [f"ILSVRC2012_val_{number:08d}" for number in (4, 1, 2, 3)]
     # 5 is right, 2 is right, the third has no label, 1 is wrong.
-    real = settings.real("it", np.array([5, 2, 0, 1]), lambda: keys)
-    assert real == {"it_real": pytest.approx(200 / 3)}
-    assert RealLabels().real("it", np.array([5]), lambda: ["x"]) == {}
+    real = settings.reassessed(lambda: keys)
+    assert real is not None and real.accuracy(np.array([5, 2, 0, 1])) == pytest.approx(200 / 3)
+    assert RealLabels().reassessed(lambda: ["x"]) is None
 
 
 def test_what_does_not_fit_is_said(tmp_path):
     settings = write(tmp_path / "real.json", [[1]])
     with pytest.raises(UserError, match="'b/c' is none of the 1 images"):
-        settings.real("it", np.array([1]), lambda: ["b/c"])
+        settings.reassessed(lambda: ["b/c"])
     with pytest.raises(UserError, match="is none of the 1 images"):
-        settings.real("it", np.array([1]), lambda: ["ILSVRC2012_val_00000002"])
+        settings.reassessed(lambda: ["ILSVRC2012_val_00000002"])
     settings = write(tmp_path / "real.json", [[]])
     with pytest.raises(UserError, match="gives no label"):
-        settings.real("it", np.array([1]), lambda: ["ILSVRC2012_val_00000001"])
+        settings.reassessed(lambda: ["ILSVRC2012_val_00000001"])
     with pytest.raises(UserError, match="maect retrieve imagenet_real"):
         read_real(tmp_path / "none.json")
     with pytest.raises(UserError, match="labels of 8 classes, the images have 2"):

@@ -101,7 +101,7 @@ def test_tokens_blocks_and_norm_are_those_asked_for(name: str, tmp_path: Path) -
     run = imported(module, name, 64, tmp_path)
     images = torch.randn(2, 3, 64, 64)
     device, weights = torch.device("cpu"), run / "encoder.safetensors"
-    raw = Encoding(weights, device).tokens(images)
+    raw = Encoding(weights, device).output(images).patch_tokens()
     with torch.no_grad():
         if name.startswith("convnext"):
             expected = module.forward_features(images).flatten(2).transpose(1, 2)
