@@ -189,10 +189,10 @@ def write_audit(
         for pair in plain
     )
     write_rows(out / "pairs.csv", header, rows)
-    rows_of = {
-        split.name: {name: i for i, name in enumerate(image_names(split.index))} for split in splits
-    }
     index_of = {split.name: split.index for split in splits}
+    rows_of = {
+        split: {n: i for i, n in enumerate(image_names(index_of[split]))} for split in index_of
+    }
 
     def thumbnail(split: str, name: str) -> str:
         row = np.array([rows_of[split][name]])

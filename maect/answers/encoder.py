@@ -187,11 +187,9 @@ class ImageEncoder:
         """
         if file is not None and (known := seek_kept(file)) is not None:
             return known[0]["vectors"], dict(json.loads(known[1]["faults"]))
+        size = batch_size or self.batch_size
         values, faults = self.readable(
-            lambda number: source.read(entries[number]),
-            len(entries),
-            batch_size or self.batch_size,
-            progress=progress,
+            lambda number: source.read(entries[number]), len(entries), size, progress=progress
         )
         if file is not None:
             write_kept(file, {"vectors": values}, {"faults": json.dumps([*faults.items()])})

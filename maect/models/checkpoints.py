@@ -25,7 +25,13 @@ from torch.nn import functional as F
 
 from maect.core.errors import UserError
 from maect.models.layouts import FAMILIES, LAYOUTS, LEFT_OUT, REFINED_FROM, Layout, Location
-from maect.models.timm_encoder import build_foreign, create_for, fit_weights, stored_grid
+from maect.models.timm_encoder import (
+    build_foreign,
+    check_tensors,
+    create_for,
+    fit_weights,
+    stored_grid,
+)
 from maect.models.vit import build_encoder, sincos_2d
 from maect.models.weights import Pooling, load_tensors
 from maect.recipes import Encoder, Pixels, like, load_encoder, sizes
@@ -410,7 +416,12 @@ def _fitted(
     has_positions = "module" not in change
     side = _stored_side(tensors, size, change, where) if has_positions else None
     stored = load_encoder(size, side).model_copy(update=change)
-    _check_names(tensors, stored, f"{where}, size {size}", prefix)
+    check_tensors(tensors, _expected(stored), f"{where}, size {size}", prefix)
+    for key, value in tensors.items():
+        if value.is_meta or not value.isfinite().all():
+            raise UserError(
+                f"{where}, size {size}: {prefix}{key} has values that are missing or not finite"
+            )
     encoder = load_encoder(size, image_size or stored.image_size, pixels).model_copy(update=change)
     own = {key: value.float() for key, value in tensors.items()}
     own[PATCHES] = adapt_input_conv(encoder.pixels.channels, own[PATCHES])
@@ -435,32 +446,13 @@ def _stored_side(tensors: dict[str, Any], size: str, change: dict[str, Any], whe
     return grid * shape.patch_size
 
 
-def _check_names(tensors: Mapping[str, Any], encoder: Encoder, where: str, prefix: str) -> None:
-    """Every name of the encoder, no other, each of its shape."""
-    expected = _shapes(encoder)
-    for name, value in tensors.items():
-        if name not in expected:
-            raise UserError(f"{where}: unexpected {name}")
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise UserError(f"{where}: {prefix}{name} is no tensor of real numbers")
-        if list(value.shape) != expected[name]:
-            raise UserError(
-                f"{where}: {prefix}{name} is {list(value.shape)} and should be {expected[name]}"
-            )
-        if value.is_meta or not value.isfinite().all():
-            raise UserError(f"{where}: {prefix}{name} has values that are missing or not finite")
-    missing = next((name for name in expected if name not in tensors), None)
-    if missing is not None:
-        raise UserError(f"{where}: {prefix}{missing} is missing")
-
-
 @cache
-def _shapes(encoder: Encoder) -> dict[str, list[int]]:
-    """Names and shapes of an encoder's state dict."""
+def _expected(encoder: Encoder) -> dict[str, Tensor]:
+    """An encoder's state dict, without numbers."""
     with torch.device("meta"):
         foreign = encoder.foreign is not None
         module = build_foreign(encoder).module if foreign else build_encoder(encoder)
-        return {k: list(v.shape) for k, v in module.state_dict().items()}
+        return module.state_dict()
 
 
 def _fit_positions(tensors: dict[str, Tensor], encoder: Encoder) -> None:

@@ -30,18 +30,13 @@ class Location:
     def ours(self, name: str) -> str:
         """A full name as it is here."""
         name = name.removeprefix(self.prefix)
-        for old, new in self.renamed:
-            if name.startswith(old):
-                return new + name.removeprefix(old)
-        return name
+        old, new = next((pair for pair in self.renamed if name.startswith(pair[0])), ("", ""))
+        return new + name.removeprefix(old)
 
     def theirs(self, name: str) -> str:
         """A name that is ours as it is there."""
-        for old, new in self.renamed:
-            if name.startswith(new):
-                name = old + name.removeprefix(new)
-                break
-        return self.prefix + name
+        old, new = next((pair for pair in self.renamed if name.startswith(pair[1])), ("", ""))
+        return self.prefix + old + name.removeprefix(new)
 
 
 @dataclass(frozen=True, config=_STRICT)

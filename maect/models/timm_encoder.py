@@ -143,25 +143,34 @@ def fit_weights(
     Returns:
         One tensor for each name of the module's state dict, and how many others of which names.
     """
-    expected = {name: list(value.shape) for name, value in module.state_dict().items()}
+    expected = module.state_dict()
     found = _state_dict(checkpoint)
     if not found:
         raise UserError(f"{where}: holds no tensors; its first entries: {[*checkpoint][:5]}")
     own, left_out = _without_head(found, module, expected)
     if own.keys() != expected.keys() or any(
-        list(own[name].shape) != shape for name, shape in expected.items()
+        own[name].shape != value.shape for name, value in expected.items()
     ):
         renamed = _renamed(found, module, where)
         own, left_out = _without_head(renamed, module, expected)
-    for name in own:
+    check_tensors(own, expected, where)
+    return {name: own[name].float() for name in expected}, left_out
+
+
+def check_tensors(
+    tensors: Mapping[str, Any], expected: Mapping[str, Tensor], where: str, prefix: str = ""
+) -> None:
+    """Refuse, by a UserError, a name too many or too few, and another kind or shape."""
+    for name, value in tensors.items():
         if name not in expected:
             raise UserError(f"{where}: unexpected {name}")
-    for name, shape in expected.items():
-        if name not in own:
-            raise UserError(f"{where}: {name} is missing")
-        if list(own[name].shape) != shape:
-            raise UserError(f"{where}: {name} is {list(own[name].shape)} and should be {shape}")
-    return {name: own[name].float() for name in expected}, left_out
+        real = isinstance(value, Tensor) and value.is_floating_point()
+        if not real and (not isinstance(value, Tensor) or expected[name].is_floating_point()):
+            raise UserError(f"{where}: {prefix}{name} is no tensor of real numbers")
+        if (there := list(value.shape)) != (wanted := list(expected[name].shape)):
+            raise UserError(f"{where}: {prefix}{name} is {there} and should be {wanted}")
+    if missing := next((name for name in expected if name not in tensors), None):
+        raise UserError(f"{where}: {prefix}{missing} is missing")
 
 
 _ENTRIES = ("state_dict", "model", "teacher")
