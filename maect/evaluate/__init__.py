@@ -77,10 +77,7 @@ class FeaturesConfig(SettingsFile):
     blocks: int = Field(default=1, gt=0)
     """The raw output of this many last blocks, side by side."""
 
-    @model_validator(mode="after")
-    def _raw(self) -> Self:
-        check_blocks(self.blocks, self.norm)
-        return self
+    _raw = model_validator(mode="after")(check_blocks)
 
     @property
     def how(self) -> dict[str, Any]:

@@ -224,10 +224,11 @@ class Protocol(Settings):
         return tuple(i.evaluation for i in self.inputs().values() if isinstance(i, OutputOf))
 
 
-def check_blocks(blocks: int, norm: bool) -> None:
+def check_blocks(given: Any) -> Any:
     """Refuse, by a ValueError, outputs of several blocks behind the encoder's final norm."""
-    if blocks > 1 and norm:
-        raise ValueError(f"blocks {blocks} are read before the final norm: set norm: false")
+    if given.blocks > 1 and given.norm:
+        raise ValueError(f"blocks {given.blocks} are read before the final norm: set norm: false")
+    return given
 
 
 class ReadsFeatures(Protocol):
@@ -238,10 +239,7 @@ class ReadsFeatures(Protocol):
     blocks: int = Field(default=1, gt=0)
     """Of how many last blocks the features are, side by side; several are read before the norm."""
 
-    @model_validator(mode="after")
-    def _raw(self) -> "ReadsFeatures":
-        check_blocks(self.blocks, self.norm)
-        return self
+    _raw = model_validator(mode="after")(check_blocks)
 
     reads: ClassVar[tuple[str, ...]] = ("train", "test")
     """Of which splits."""

@@ -167,10 +167,7 @@ class _Forms(Trainee):
         for part in self.scored:
             for name in self.columns:
                 accuracies = self._accuracies(name, part)
-                history = self.record.setdefault(name + part, [])
-                before = max((max(epoch) for epoch in history), default=-1.0)
-                history.append(accuracies)
-                if max(accuracies) > before and not part:
+                if self.is_best(name + part, accuracies) and not part:
                     self._keep(name, accuracies.index(max(accuracies)))
 
     def metrics(self) -> dict[str, Any]:

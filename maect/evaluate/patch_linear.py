@@ -218,13 +218,12 @@ class Segmenter(Trainee):
             raise UserError(f"{masks['train'].directory}: masks of one class only")
         self.places = np.full(CLASSES, NOTHING, np.uint8)
         self.places[self.classes] = np.arange(len(self.classes))
-        names = ["head"]
         if settings.held_out:
             self.held = trial.held_out(settings.held_out, settings.seed)
-            names.append("twin")
         width, device = trial.encoding.settings.width, trial.encoding.device
         self.groups = {
-            name: PatchHead(width, len(self.classes), settings, device) for name in names
+            name: PatchHead(width, len(self.classes), settings, device)
+            for name in ("head", "twin")[: 1 if self.held is None else 2]
         }
 
     def drawn(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> None:

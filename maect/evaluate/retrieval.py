@@ -148,11 +148,9 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
     classes = np.full(len(centers), -1)
     classes[columns] = names
     rows = standardized(test.take(ids)).astype(np.float64)
-    nearest_ids = []
-    for center in centers[:shown]:
-        distance = np.square(rows - center).sum(axis=1)
-        nearest_ids.append(ids[np.argsort(distance, kind="stable")[: settings.neighbors]])
-    return np.stack(nearest_ids), classes[:shown].astype(np.int64)
+    distances = (np.square(rows - center).sum(axis=1) for center in centers[:shown])
+    order = [np.argsort(distance, kind="stable")[: settings.neighbors] for distance in distances]
+    return ids[np.stack(order)], classes[:shown].astype(np.int64)
 
 
 def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[np.uint8]:

@@ -319,11 +319,11 @@ class Trainee(ABC):
     def score(self) -> None:  # noqa: B027
         """Score after an epoch; called on every rank."""
 
-    def is_best(self, name: str, score: float) -> bool:
-        """Add a score to those after each epoch; return whether it is the best one so far."""
+    def is_best(self, name: str, scores: float | list[float]) -> bool:
+        """Add scores to those after each epoch; return whether the best one so far is of them."""
         history = self.record.setdefault(name, [])
-        history.append(score)
-        return score > max(history[:-1], default=-1.0)
+        history.append(scores)
+        return bool(np.max(scores) > np.max(history[:-1], initial=-1.0))
 
     def keep(self, group: Any, names: tuple[str, ...]) -> None:
         """Keep some tensors of a group as they are now."""
