@@ -9,7 +9,6 @@ import logging
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -128,7 +127,7 @@ def write_vectors(path: Path, parts: Iterable[Vectors], n: int) -> None:
     write(path, first, chain([first], rest), n)
 
 
-def _write_parquet(path: Path, _: Vectors, parts: Iterable[Vectors], n: int) -> None:
+def _write_parquet(path: Path, first: Vectors, parts: Iterable[Vectors], n: int) -> None:
     import pyarrow as pa
     from pyarrow import parquet
     from pyarrow.lib import StringBuilder
@@ -143,19 +142,18 @@ def _write_parquet(path: Path, _: Vectors, parts: Iterable[Vectors], n: int) -> 
         flat = pa.Array.from_buffers(pa.float32(), values.size, [None, numbers])
         return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
-    with atomic_write(path) as temporary, ExitStack() as stack:
-        writer, content = None, _Content()
+    def table(part: Vectors) -> pa.Table:
+        columns = {"file": texts(part.files), "vector": floats(part.values)}
+        if part.labels is not None:
+            columns["label"] = texts(part.labels)
+        return pa.table(columns).replace_schema_metadata({"maect": json.dumps(part.about)})
+
+    content, schema = _Content(), table(first).schema
+    with atomic_write(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
         for part in parts:
-            columns = {"file": texts(part.files), "vector": floats(part.values)}
-            if part.labels is not None:
-                columns["label"] = texts(part.labels)
-            table = pa.table(columns).replace_schema_metadata({"maect": json.dumps(part.about)})
-            if writer is None:
-                writer = stack.enter_context(parquet.ParquetWriter(temporary, table.schema))
-            writer.write_table(table)
+            writer.write_table(table(part))
             content.add(part)
-        if writer is not None:
-            writer.add_key_value_metadata({_CHECKSUM: content.digest()})
+        writer.add_key_value_metadata({_CHECKSUM: content.digest()})
 
 
 class _Content:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from operator import itemgetter
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -79,7 +78,7 @@ class Knn(RealLabels, ReadsFeatures):
         metrics: dict[str, Any] = {}
         sweep: list[dict[str, Any]] = []
         correct: dict[str, NDArray[np.bool_]] = {}
-        threads = idle_cpus(context)
+        threads, own = idle_cpus(context), (self.k, self.temperature)
         fitting = [(k, t) for k, t in pairs if k <= part.n] if held.any() else []
         for name, standardized in (("knn", False), ("knn_standardized", True)):
             scale = moments(train) if standardized else None
@@ -90,30 +89,20 @@ class Knn(RealLabels, ReadsFeatures):
                 votes = swept(part, train.labels[ids], queries, fitting, scale, threads)
                 wanted = train.labels[held]
                 inner = {pair: 100 * float(np.mean(v == wanted)) for pair, v in votes.items()}
-            chosen: list[dict[str, Any]] = [
-                {
-                    "k": k,
-                    "temperature": temperature,
-                    "standardized": standardized,
-                    "accuracy": 100 * int(np.sum(right[k, temperature])) / test.n,
-                    "held_out": inner.get((k, temperature)),
-                }
-                for k, temperature in pairs
-            ]
-            sweep += chosen
-            metrics[name] = 100 * int(np.sum(right[self.k, self.temperature])) / test.n
+            accuracy = {pair: 100 * int(np.sum(hits)) / test.n for pair, hits in right.items()}
+            for k, t in pairs:
+                row = {"k": k, "temperature": t, "standardized": standardized}
+                sweep.append(row | {"accuracy": accuracy[k, t], "held_out": inner.get((k, t))})
+            metrics[name], correct[name] = accuracy[own], right[own]
             if real is not None:
-                metrics[f"{name}_real"] = real.accuracy(voted[self.k, self.temperature])
-            metrics[f"{name}_best"] = max(row["accuracy"] for row in chosen)
-            metrics[f"{name}_best_k"] = max(
-                row["accuracy"] for row in chosen if row["temperature"] == self.temperature
-            )
-            correct[name] = right[self.k, self.temperature]
-            tried = [row for row in chosen if row["held_out"] is not None]
-            if tried:
-                best = max(tried, key=itemgetter("held_out"))  # of equal ones the first
-                metrics[f"{name}_held_out"] = best["accuracy"]
-                correct[f"{name}_held_out"] = right[best["k"], best["temperature"]]
+                metrics[f"{name}_real"] = real.accuracy(voted[own])
+            metrics[f"{name}_best"] = max(accuracy.values())
+            of_own = [value for (_, t), value in accuracy.items() if t == self.temperature]
+            metrics[f"{name}_best_k"] = max(of_own)
+            if inner:
+                best = max(inner, key=inner.__getitem__)  # of equal ones the first
+                metrics[f"{name}_held_out"] = accuracy[best]
+                correct[f"{name}_held_out"] = right[best]
         return {**metrics, **ends(correct), "sweep": sweep}
 
 

@@ -110,13 +110,8 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
 
         def accuracy(name: Any) -> tuple[NDArray[np.bool_], bool, float]:
             ids = subsets[name]
-            weights, converged = fit(
-                prepare(train.take(ids)),
-                train.labels[ids],
-                train.classes,
-                self.l2 / len(ids),
-                self.solver,
-            )
+            given = prepare(train.take(ids)), train.labels[ids], train.classes
+            weights, converged = fit(*given, self.l2 / len(ids), self.solver)
             found = predict(queries, weights)
             by_real = real.accuracy(found) if real else 0.0
             return found == test.labels, converged, by_real
