@@ -66,7 +66,8 @@ def open_splits(run: Path, dataset: str | None = None) -> list[AuditedSplit]:
     splits: dict[str, dict[str, AuditedSplit]] = defaultdict(dict)
     for own in sorted(root.glob("shards/*/*")):
         name, split = own.parent.name, own.name
-        shards = _shards(own)
+        # In its folder, or in another experiment's.
+        shards = own if (own / "index.json").exists() else taken(own)
         file = root / "features" / folder / f"{name}-{split}.safetensors"
         if file.exists() and shards is not None and dataset in (None, name):
             index, features = open_index(shards), open_features(file)
@@ -94,13 +95,6 @@ def open_splits(run: Path, dataset: str | None = None) -> list[AuditedSplit]:
             f"{root}/shards/DATASET/SPLIT --out {where}/DATASET-SPLIT.safetensors"
         )
     return list(found.values())
-
-
-def _shards(own: Path) -> Path | None:
-    """Return where the shards of a split are: in its folder, or in another experiment's."""
-    if (own / "index.json").exists():
-        return own
-    return taken(own)
 
 
 def audit(

@@ -33,7 +33,11 @@ def write_clusters(
     )
     grains = [(one.count, named_groups(one)) for one in (clusters, *around(clusters))]
     wanted = {int(row) for _, groups in grains for _, rows in groups for row in rows[:SHOWN]}
-    pictures = _thumbnails(vectors, sorted(wanted), images)
+    source, files = vectors.source(images), vectors.files
+    entries = {entry.name: entry for entry in source.listing().entries}
+    pictures = {
+        row: thumbnail(source, entries.get(files[row]), vectors.pixels) for row in sorted(wanted)
+    }
     shown = [
         {
             "count": count,
@@ -73,10 +77,3 @@ def named_groups(clusters: Clusters) -> list[tuple[str, NDArray[np.int64]]]:
     groups = [(f"Group {number + 1}", clusters.members(number)) for number in range(clusters.count)]
     alone = np.flatnonzero(clusters.cluster < 0)
     return [*groups, *([("In no group", alone)] if len(alone) else [])]
-
-
-def _thumbnails(vectors: Vectors, rows: list[int], images: Path | None) -> dict[int, str]:
-    """Small pictures as data URIs, by position."""
-    source, pixels = vectors.source(images), vectors.pixels
-    entries = {entry.name: entry for entry in source.listing().entries}
-    return {row: thumbnail(source, entries.get(vectors.files[row]), pixels) for row in rows}

@@ -136,18 +136,12 @@ class _Forms(Trainee):
         if settings.held_out:
             self.held = trial.held_out(settings.held_out, settings.seed)
             self.scored[HELD_OUT] = trial.features(self.held)
+        rest = (settings.momentum, settings.seed, encoding.device, self.mine)
+        widths = {n: len(range(*c.indices(encoding.width))) for n, c in self.columns.items()}
         self.groups = {
-            name + part: Heads(
-                len(range(*columns.indices(encoding.width))),
-                len(trial.train.class_names),
-                peaks,
-                settings.momentum,
-                settings.seed,
-                encoding.device,
-                self.mine,
-            )
+            name + part: Heads(width, len(trial.train.class_names), peaks, *rest)
             for part in self.scored
-            for name, columns in self.columns.items()
+            for name, width in widths.items()
         }
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:

@@ -288,14 +288,9 @@ def _lbfgs(
         return loss, gradient
 
     options = {"maxcor": MEMORY, "maxiter": MAX_ITERATIONS, "maxfun": 2 * MAX_ITERATIONS}
+    start, never = np.zeros(np.prod(shape)), {"ftol": 0.0, "gtol": 0.0}
     try:
-        result = minimize(
-            value,
-            np.zeros(np.prod(shape)),
-            jac=True,
-            method="L-BFGS-B",
-            options={**options, "ftol": 0.0, "gtol": 0.0},
-        )
+        result = minimize(value, start, jac=True, method="L-BFGS-B", options=options | never)
     except StopIteration:
         assert solution is not None
         return solution, True

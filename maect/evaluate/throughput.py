@@ -193,19 +193,15 @@ class Throughput(Protocol):
         yield "tune_masked", times_of(load_recipe("ct_min", self.size, {"mask_ratio": MASKED}))
         for method, passes in METHODS.items():
             yield method, partial(method_seconds, passes, encoder, device)
-        done = {*METHODS}
-        for model in published:
+        others = {_key(method, one): (method, one) for one in published for method in one.epochs}
+        for key in [key for key in others if key not in METHODS]:
+            method, model = others[key]
             shape = encoder.model_copy(update=dict(model.shape))
-            for method in model.epochs:
-                key = _key(method, model)
-                if key in done:
-                    continue
-                done.add(key)
-                if method == "mae":
-                    stage = load_recipe("mae", self.size, {"views": 1})
-                    yield key, partial(stage_seconds, stage, stage.build(shape, 0, None), device)
-                else:
-                    yield key, partial(method_seconds, METHODS[method], shape, device)
+            if method == "mae":
+                stage = load_recipe("mae", self.size, {"views": 1})
+                yield key, partial(stage_seconds, stage, stage.build(shape, 0, None), device)
+            else:
+                yield key, partial(method_seconds, METHODS[method], shape, device)
 
 
 def _key(method: str, model: Published) -> str:

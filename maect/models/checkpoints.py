@@ -90,9 +90,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             "tensors and plain values only"
         ) from None
     except Exception as error:  # a damaged file fails anywhere in the reader
+        kind = type(error).__name__
+        line = next(iter(str(error).strip().splitlines()), kind)
         raise UserError(
-            f"{path}: damaged: PyTorch's reader fails ({type(error).__name__}: {_line(error)}); "
-            f"{_again(path)}"
+            f"{path}: damaged: PyTorch's reader fails ({kind}: {line}); {_again(path)}"
         ) from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds a {type(content).__name__}, not named weights")
@@ -136,11 +137,6 @@ def _configuration(path: Path) -> list[str]:
     if any(name.startswith("omegaconf.") for name in found):
         found += [name for name in asked if name in LEFT_OUT.of_omegaconf]
     return found
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 PATCHES = "patch_embed.proj.weight"
