@@ -48,11 +48,7 @@ def write_clusters(
         }
         for count, groups in sorted(grains, key=lambda grain: grain[0])
     ]
-    about = {
-        "clusters": clusters.count,
-        "images": len(vectors.files),
-        "run": vectors.about["run"],
-    }
+    about = {"clusters": clusters.count, "images": len(files), "run": vectors.about["run"]}
     page = render_page(
         "clusters.html", grains=shown, files=vectors.files, pictures=pictures, about=about
     )

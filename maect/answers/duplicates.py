@@ -174,9 +174,7 @@ def duplicates(what: Path, out: Path, images: Path | None = None, count: int = C
     header = ["a", "b", "exact", "bits", *([] if vectors is None else ["similarity"])]
     plain = [{key: getattr(pair, key) for key in header} for pair in pairs]
     write_json(out / "pairs.json", plain)
-    write_rows(
-        out / "pairs.csv", header, ([str(value) for value in pair.values()] for pair in plain)
-    )
+    write_rows(out / "pairs.csv", header, ([*pair.values()] for pair in plain))
     entries = {entry.name: entry for entry in seen.entries}
     shown = [
         {**pair, "pictures": [thumbnail(source, entries[pair[x]], pixels) for x in "ab"]}

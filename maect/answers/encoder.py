@@ -215,11 +215,7 @@ class ImageEncoder:
             render(image, self._crop(*image_size(image)), out)
             return out[0]
         if isinstance(image, np.ndarray):
-            if (
-                image.dtype != np.uint8
-                or image.ndim not in (2, 3)
-                or image.shape[2:] not in ((), (3,))
-            ):
+            if image.dtype != np.uint8 or image.ndim < 2 or image.shape[2:] not in ((), (3,)):
                 raise UnreadableError(
                     f"an array {image.dtype} {image.shape}, not uint8 [H, W] or [H, W, 3]"
                 )

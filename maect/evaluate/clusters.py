@@ -186,8 +186,11 @@ def _nearest(rows: NDArray[np.float32], of: NDArray[np.float32], count: int) -> 
 
 
 def _clusters(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> Clusters:
-    """Groups with the largest first, and how far each image is from the mean of its own."""
-    labels = _largest_first(labels)
+    """Groups by size, without gaps, and how far each image is from the mean of its own."""
+    names, sizes = np.unique(labels[labels >= 0], return_counts=True)
+    numbers = np.full(int(labels.max(initial=-1)) + 2, -1)
+    numbers[names[np.argsort(-sizes, kind="stable")]] = np.arange(len(names))
+    labels = numbers[labels]  # -1 is the last one, which stays -1
     distance = np.full(len(rows), np.nan)
     for number in range(labels.max() + 1):
         inside = labels == number
@@ -213,12 +216,3 @@ def _hdbscan(rows: NDArray[np.float32], smallest: int) -> NDArray[np.int64]:
     reduced = PCA(components, random_state=0).fit_transform(rows)
     labels: NDArray[np.int64] = HDBSCAN(min_cluster_size=smallest, copy=True).fit_predict(reduced)
     return labels.astype(np.int64)
-
-
-def _largest_first(labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Clusters numbered by their size, without gaps."""
-    names, sizes = np.unique(labels[labels >= 0], return_counts=True)
-    order = names[np.argsort(-sizes, kind="stable")]
-    numbers = np.full(int(labels.max(initial=-1)) + 2, -1)
-    numbers[order] = np.arange(len(order))
-    return numbers[labels]  # -1 is the last one, which stays -1

@@ -235,7 +235,7 @@ class MaskSplit:
         return np.unique(np.concatenate(found)).tolist()
 
     def patches(self, size: int, patches: int, threads: int) -> NDArray[np.uint8]:
-        """Masks in `size` pixels, cut into patches that tile it: uint8 [images, patches, p]."""
+        """The `size` x `size` nearest pixels of masks, in patches: uint8 [images, patches, p]."""
         grid = math.isqrt(patches)
         if grid * grid != patches or size % grid:
             raise UserError(f"{patches} patches do not tile {size} x {size} pixels")
@@ -243,19 +243,14 @@ class MaskSplit:
         out = np.empty((len(self.rows), patches, p * p), np.uint8)
 
         def cut(number: int) -> None:
-            mask = nearest_pixels(self.read(number), size)
-            cells = mask.reshape(grid, p, grid, p).transpose(0, 2, 1, 3)
+            mask = Image.fromarray(self.read(number), "L")
+            squeezed = np.asarray(mask.resize((size, size), Image.Resampling.NEAREST))
+            cells = squeezed.reshape(grid, p, grid, p).transpose(0, 2, 1, 3)
             out[number] = cells.reshape(patches, p * p)
 
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(cut, range(len(self.rows))))
         return out
-
-
-def nearest_pixels(mask: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """A mask [height, width] squeezed to [size, size], each pixel the nearest one's number."""
-    squeezed = Image.fromarray(mask, "L").resize((size, size), Image.Resampling.NEAREST)
-    return np.asarray(squeezed)
 
 
 def encoded(context: Context, index: Index, encoding: Encoding) -> Array:

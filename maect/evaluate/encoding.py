@@ -90,13 +90,9 @@ class Encoding:
     def _features(self, images: Tensor) -> Tensor:
         # The norm after the mean is that of the last block, as the final norm would be.
         mean = "mean" if self.pooling in ("fc_norm", "head") else self.pooling
+        norm: Literal["last", "none"] = "last" if self.norm else "none"
         with mixed_precision(self.device, self.precision):
-            features = self.encoder(
-                images,
-                blocks=self._earlier,
-                norm="last" if self.norm else "none",
-                pooling=mean,
-            )
+            features = self.encoder(images, blocks=self._earlier, norm=norm, pooling=mean)
         last = features.tokens.float()  # a mean in full precision
         parts = [features.blocks[number].float() for number in self._earlier]
         parts.append(self.encoder.pool(last, self.pooling if self.norm else mean))

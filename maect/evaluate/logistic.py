@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -54,13 +55,10 @@ class Logistic(RealLabels, ReadsFeatures):
             raise UserError(f"{train.path}: logistic needs two classes and two images of a class")
         given, threads = (train.all(), train.labels), idle_cpus(context)
         identity = digest(self, train.record["encoder_sha256"], train.record["index_digest"])
-
-        def tried_once() -> list[dict[str, float]]:
-            return choose(*given, held, self.penalties, self.max_iterations, threads)
-
+        search = partial(choose, *given, held, self.penalties, self.max_iterations, threads)
         # A weak penalty may not converge, nor need to.
         with threadpool_limits(1), warnings.catch_warnings(action="ignore"):
-            tried = job.once(context, identity, tried_once)
+            tried = job.once(context, identity, search)
             chosen = best(tried)
             classes = fitted(*given, chosen, self.max_iterations)(test.all())
         correct = classes == test.labels

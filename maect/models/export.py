@@ -111,7 +111,11 @@ def export_run(
             shutil.copyfile(source, temporary)
         sha256 = checksum
     else:
-        classes = _write_classifier(source, head, out / MODEL)
+        tensors, metadata = load_tensors(source)
+        classifier, texts = load_tensors(head)
+        tensors |= {f"{HEAD}{name}": value for name, value in classifier.items()}
+        save_tensors(out / MODEL, tensors, metadata)
+        classes = json.loads(texts["classes"])
         config |= {"num_classes": len(classes), "label_names": classes}
         config["pretrained_cfg"] |= {"num_classes": len(classes), "label_names": classes}
         sha256 = sha256_file(out / MODEL)
@@ -133,15 +137,6 @@ def export_run(
     text = model_card(record, encoder, pooling, resize, checksum, call, card, config["num_classes"])
     write_text(out / "README.md", text)
     return call
-
-
-def _write_classifier(encoder: Path, head: Path, out: Path) -> list[str]:
-    """Write an encoder and its linear classifier as one model; returns the names of the classes."""
-    tensors, metadata = load_tensors(encoder)
-    classifier, texts = load_tensors(head)
-    tensors |= {f"{HEAD}{name}": value for name, value in classifier.items()}
-    save_tensors(out, tensors, metadata)
-    return json.loads(texts["classes"])
 
 
 def export_onnx(folder: Path) -> Path:

@@ -130,6 +130,10 @@ class VisionEncoder(VisionTransformer):
         """
         if unknown := set(blocks) - set(range(len(self.blocks))):
             raise ValueError(f"no block {min(unknown)} of {len(self.blocks)}")
+        (height, width), patch = images.shape[2:], self.settings.patch_size
+        if height % patch or width % patch:
+            raise ValueError(f"images of {height} x {width} pixels: patches have {patch}")
+        grid = height // patch, width // patch
         kept: dict[int, Tensor] = {}
 
         def keep(number: int, x: Tensor) -> None:
@@ -138,7 +142,6 @@ class VisionEncoder(VisionTransformer):
                 kept[number] = x if pooling is None else self.pool(x, pooling)
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen_blocks):
-            grid = self.grid_of(images)
             x = embed_patches(self.patch_embed, images)
             positions = self.positions(*grid)
             x = x + positions[:, self.num_prefix_tokens :]
@@ -158,14 +161,6 @@ class VisionEncoder(VisionTransformer):
             keep(number, x)
         x = x if norm == "none" else self.norm(x)
         return EncoderOutput(x, kept, self.num_prefix_tokens, grid)
-
-    def grid_of(self, images: Tensor) -> tuple[int, int]:
-        """Rows and columns of patches of images [b, C, H, W]; a ValueError if none fit."""
-        height, width = images.shape[2:]
-        patch = self.settings.patch_size
-        if height % patch or width % patch:
-            raise ValueError(f"images of {height} x {width} pixels: patches have {patch}")
-        return height // patch, width // patch
 
     def positions(self, rows: int, columns: int) -> Tensor:
         """Position table [1, P + rows * columns, D] of a grid.
