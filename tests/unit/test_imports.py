@@ -115,11 +115,12 @@ def test_vectors_are_written_and_read_without_torch_or_pandas() -> None:
 import sys, tempfile
 from pathlib import Path
 import numpy as np
-from maect.answers.vectors import Vectors
+from maect.answers.vectors import Vectors, write_vectors
 values = np.arange(6, dtype=np.float32).reshape(3, 2)
 with tempfile.TemporaryDirectory() as place:
     path = Path(place) / "v.parquet"
-    Vectors(["a", "\u00fc", "c"], values, ["x", "y", "x"], {"run": "r"}).write(path)
+    given = Vectors(["a", "\u00fc", "c"], values, ["x", "y", "x"], {"run": "r"})
+    write_vectors(path, [given], 3)
     back = Vectors.read(path)
 print(back.files, back.labels, back.about, np.array_equal(back.values, values))
 print("torch" in sys.modules, "pandas" in sys.modules)
