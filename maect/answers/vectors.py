@@ -386,7 +386,7 @@ class _Work:
 
     @cached_property
     def changed(self) -> dict[str, int | None]:
-        """When the file of each image was changed last, in ns, by its name; None: unknown."""
+        """Times of the last change of each image's file, in ns, by its name; None: unknown."""
         found = {}
         for entry in self.entries:
             paths = (self.source.root / entry.path, self.source.path)
