@@ -97,8 +97,7 @@ class Slurm(Cluster):
         if job.id in answer.jobs and answer.jobs[job.id][2] == job.name:
             self._missing_since.pop(job.id, None)
             word, reason, _ = answer.jobs[job.id]
-            # srun asks the controller once to end the other ranks, which wait if that is away.
-            if word == "RUNNING" and TASK_ENDED.search(_attempt_log(folder, job)):
+            if word == "RUNNING" and _lost_a_rank(folder, job):
                 since = self._broken_since.setdefault(job.id, time.monotonic())
                 if answer.time - since > BROKEN_GRACE and self._is_that_attempt(folder, job):
                     return Notice("ended", "it lost a rank, and SLURM did not end it")
@@ -264,6 +263,14 @@ class Slurm(Cluster):
 def passes(error: str) -> bool:
     """Return whether a submission failed for a reason that goes away by itself."""
     return any(text in error for text in SUBMISSION_FAILURES_THAT_PASS)
+
+
+def _lost_a_rank(folder: Path, job: Job) -> bool:
+    """Return whether srun said that a rank of this attempt ended badly.
+
+    It asks the controller only once to end the others, which keep waiting if that is away.
+    """
+    return TASK_ENDED.search(_attempt_log(folder, job)) is not None
 
 
 def _attempt_log(folder: Path, job: Job) -> bytes:

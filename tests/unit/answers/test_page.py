@@ -39,7 +39,8 @@ def test_the_page_works_word_for_word(
     probe = {name: torch.ones(encoder.width) for name in ("mean", "var")}
     probe |= {"weight": torch.ones(2, encoder.width), "bias": torch.zeros(2)}
     left = tmp_path / "results/birds/evaluations/ct_min/linear_probe.safetensors"
-    save_tensors(left, probe, {"class_names": '["a", "b"]', "encoder_sha256": encoder.sha256})
+    texts = {"encoder_sha256": encoder.sha256, "resize": str(encoder.resize)}
+    save_tensors(left, probe, {"class_names": '["a", "b"]', **texts})
     names: dict[str, Any] = {}
     for command, code in _blocks(PAGE.read_text(encoding="utf-8")):
         if command:
