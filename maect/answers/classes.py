@@ -98,6 +98,8 @@ def read_classifier(path: Path) -> VectorClassifier:
         encoder = encoder_checksum(path.parent)
         return VectorClassifier(weight, bias, json.loads(texts["classes"]), encoder, prepared=False)
     if fitted := texts.get("maect") == _KIND:
+        if "resize" not in texts:
+            raise UserError(f"{path}: says no resize of its images; fit it again with --labelled")
         arrays, _ = read_arrays(path)  # which compares the checksum
         weight, bias = arrays["weight"], arrays["bias"]
     else:

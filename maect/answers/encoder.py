@@ -185,7 +185,7 @@ class ImageEncoder:
         Args:
             file: its name is that of the encoder and the images; none: nothing is kept.
         """
-        if file is not None and (known := seek_kept(file)) is not None:
+        if file is not None and (known := seek_kept(file, "vectors")) is not None:
             return known[0]["vectors"], dict(json.loads(known[1]["faults"]))
         size = batch_size or self.batch_size
         values, faults = self.readable(

@@ -64,7 +64,7 @@ class Vectors:
 
     @classmethod
     def read(cls, path: Path) -> "Vectors":
-        """Read a parquet file that `write` wrote, or raise a UserError: another one, or damaged."""
+        """Read a parquet file of `write_vectors`, or raise a UserError: another one, or damaged."""
         import pyarrow as pa
         from pyarrow import parquet
 

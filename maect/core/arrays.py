@@ -49,12 +49,16 @@ def read_kept(file: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     return arrays, texts
 
 
-def seek_kept(file: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]] | None:
-    """Return what `write_kept` wrote; None if it is missing or damaged, and is made again."""
+def seek_kept(file: Path, *needed: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]] | None:
+    """Return what `write_kept` wrote, to be made again (None) if it is missing or damaged.
+
+    Likewise if one of the arrays `needed` is not in it: another version has kept it.
+    """
     try:
-        return read_kept(file)
+        known = read_kept(file)
     except (UserError, OSError):
         return None
+    return known if known[0].keys() >= set(needed) else None
 
 
 def sort_metadata(path: Path) -> None:

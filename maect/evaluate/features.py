@@ -103,7 +103,7 @@ def extract(
         for number in range(len(part_ranges(index.n)))
     ]
     with distributed.process_group(context):
-        todo = [number for number, file in enumerate(files) if seek_kept(file) is None]
+        todo = [number for number, file in enumerate(files) if seek_kept(file, "features") is None]
         todo = distributed.from_rank_0(todo)
         mine = np.array_split(np.array(todo, int), context.world_size)[context.rank]
         missing = sum(len(part_ranges(index.n)[number]) for number in todo)

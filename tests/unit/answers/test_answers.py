@@ -15,6 +15,7 @@ from maect.answers.classes import read_classifier
 from maect.answers.cluster_page import around, write_clusters
 from maect.answers.vectors import Vectors, nearest, write_vectors
 from maect.cli import main
+from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError
 from maect.evaluate.clusters import (
     GRAINS,
@@ -295,6 +296,11 @@ def test_predict_by_what_was_fitted_and_kept(
     assert classifier.resize == 20
     with pytest.raises(UserError, match=r"a shorter side of 20 pixels, not 30; load .* resize=20"):
         classifier.check(maect.load(run, resize=30), kept)
+    arrays, texts = read_arrays(kept)
+    del texts["resize"]
+    write_arrays(tmp_path / "older.safetensors", arrays, texts)
+    with pytest.raises(UserError, match="says no resize of its images; fit it again"):
+        read_classifier(tmp_path / "older.safetensors")
     other = tmp_path / "other"
     other.mkdir()
     for name in ("encoder.safetensors", "config.yaml"):

@@ -12,6 +12,7 @@ import torch
 
 from maect.answers.encoder import ImageEncoder
 from maect.cli import main
+from maect.core.arrays import read_arrays, write_kept
 from maect.core.files import sha256_file
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.records import RunRecord
@@ -128,6 +129,10 @@ def test_an_interrupted_comparison_resumes_and_a_damaged_file_is_made_again(
     kept.write_bytes(data)
     assert main([*words, "--out", str(out)]) == 0
     assert len(calls) == 6 and (out / "compare.csv").read_bytes() == whole
+    # Of this name, but as another version kept it.
+    write_kept(kept, {"features": np.zeros((46, 8), np.float32)})
+    assert main([*words, "--out", str(out)]) == 0
+    assert len(calls) == 2 + 3 + 2 and "vectors" in read_arrays(kept)[0]
 
 
 def test_what_one_encoder_cannot_read_is_left_out_for_all(
