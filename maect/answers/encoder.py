@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, pairwise
 from os import PathLike, cpu_count, fspath
 from pathlib import Path
 from typing import Any, get_args
@@ -241,7 +240,9 @@ class ImageEncoder:
 
         batches = [range(n)[start : start + batch_size] for start in range(0, n, batch_size)]
         with ThreadPoolExecutor(threads or cpu_count() or 1) as pool:
-            begun = ((batch, [pool.submit(one, number) for number in batch]) for batch in batches)
-            # The next batch is decoded while the device has this one.
-            for (batch, tasks), _ in pairwise(chain(begun, [(range(0), [])])):
+            ahead = [pool.submit(one, number) for number in range(n)[:batch_size]]
+            for batch in batches:
+                following = range(n)[batch.stop : batch.stop + batch_size]
+                # The next batch is decoded while the device has this one.
+                tasks, ahead = ahead, [pool.submit(one, number) for number in following]
                 yield batch, [task.result() for task in tasks]

@@ -242,10 +242,10 @@ class ReadsFeatures(Protocol):
     _raw = model_validator(mode="after")(check_blocks)
 
     reads: ClassVar[tuple[str, ...]] = ("train", "test")
-    """Of which splits."""
+    """The splits whose features it reads."""
 
     def inputs(self) -> Mapping[str, Input]:
-        """Features of the splits that it reads."""
+        """Features of these splits."""
         return {name: self.read(getattr(self, f"{name}_split")) for name in self.reads}
 
     def read(self, split: str) -> Features:

@@ -145,10 +145,10 @@ class LarsProbe(Trainee, Group):
 
     def score(self) -> None:
         """Encode the test images each time: the tokens of all would not fit into memory."""
-        if self.is_best("accuracies", self._accuracy(self, self.trial.test, self.real)):
+        if self.add_scores("accuracies", self._accuracy(self, self.trial.test, self.real)):
             self.keep(self, (*self.trained, "mean", "var"))
         if self.held is not None:
-            self.is_best("held_out", self._accuracy(self.groups["twin"], self.held))
+            self.add_scores("held_out", self._accuracy(self.groups["twin"], self.held))
 
     def _accuracy(self, probe: LarsProbe, index: Index, real: Real | None = None) -> float:
         """In percent; that by ReaL's labels is recorded beside it."""

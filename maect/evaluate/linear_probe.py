@@ -161,7 +161,7 @@ class _Forms(Trainee):
         for part in self.scored:
             for name in self.columns:
                 accuracies = self._accuracies(name, part)
-                if self.is_best(name + part, accuracies) and not part:
+                if self.add_scores(name + part, accuracies) and not part:
                     self._keep(name, accuracies.index(max(accuracies)))
 
     def metrics(self) -> dict[str, Any]:
@@ -254,7 +254,10 @@ def affine(
     """
     needed = {"weight", "bias", "mean", "var", "class_names", "encoder_sha256", "resize"}
     if not needed <= tensors.keys() | texts.keys():
-        raise UserError(f"{path}: holds no single linear probe; evaluate linear_probe again")
+        raise UserError(
+            f"{path}: no linear probe of one representation, with the resize of its images; "
+            "evaluate linear_probe again"
+        )
     scale = torch.rsqrt(tensors["var"] + BN_EPS)
     # BatchNorm is affine in the features: it becomes part of the linear layer.
     weight = tensors["weight"] * scale

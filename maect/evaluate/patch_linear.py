@@ -221,9 +221,9 @@ class Segmenter(Trainee):
         if settings.held_out:
             self.held = trial.held_out(settings.held_out, settings.seed)
         width, device = trial.encoding.settings.width, trial.encoding.device
+        names = ["head"] if self.held is None else ["head", "twin"]
         self.groups = {
-            name: PatchHead(width, len(self.classes), settings, device)
-            for name in ("head", "twin")[: 1 if self.held is None else 2]
+            name: PatchHead(width, len(self.classes), settings, device) for name in names
         }
 
     def drawn(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
@@ -255,13 +255,13 @@ class Segmenter(Trainee):
         mean, each, accuracy = self._iou("head", self.test, range(self.trial.test.n))
         details = self.record.setdefault("details", {})
         details["last"] = {"classes": each, "accuracy": accuracy}
-        if self.is_best("miou", mean):
+        if self.add_scores("miou", mean):
             details["best"] = details["last"]
             self.keep(self.groups["head"], (*PatchHead.NAMES, "mean", "var"))
         if self.held is not None:
             held = np.isin(self.trial.train.rows[:, ID], self.held.rows[:, ID])
             found = self._iou("twin", self.train, np.flatnonzero(held).tolist())
-            self.is_best("held_out", found[0])
+            self.add_scores("held_out", found[0])
 
     def _iou(
         self, group: str, split: MaskSplit, rows: range | list[int]

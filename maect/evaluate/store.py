@@ -230,11 +230,13 @@ def write_features(
         record: what to say about the file's making; `sha256` is added.
     """
     names = np.frombuffer("\n".join(keys).encode(), np.uint8)
-    n, offset, tensors = len(labels), 0, {}
-    kinds = {"features": ("F32", 4), "labels": ("I64", 8), "keys": ("U8", 1)}
-    for (name, (dtype, size)), shape in zip(
-        kinds.items(), ([n, width], [n], [len(names)]), strict=True
-    ):
+    n, offset, tensors = len(labels), 0, dict[str, Any]()
+    kinds: tuple[tuple[str, str, int, list[int]], ...] = (
+        ("features", "F32", 4, [n, width]),
+        ("labels", "I64", 8, [n]),
+        ("keys", "U8", 1, [len(names)]),
+    )
+    for name, dtype, size, shape in kinds:
         end = offset + size * math.prod(shape)
         tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
         offset = end

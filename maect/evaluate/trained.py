@@ -319,7 +319,7 @@ class Trainee(ABC):
     def score(self) -> None:  # noqa: B027
         """Score after an epoch; called on every rank."""
 
-    def is_best(self, name: str, scores: float | list[float]) -> bool:
+    def add_scores(self, name: str, scores: float | list[float]) -> bool:
         """Add scores to those after each epoch; return whether the best one so far is of them."""
         history = self.record.setdefault(name, [])
         history.append(scores)

@@ -167,8 +167,9 @@ def check_tensors(
         real = isinstance(value, Tensor) and value.is_floating_point()
         if not real and (not isinstance(value, Tensor) or expected[name].is_floating_point()):
             raise UserError(f"{where}: {prefix}{name} is no tensor of real numbers")
-        if (there := list(value.shape)) != (wanted := list(expected[name].shape)):
-            raise UserError(f"{where}: {prefix}{name} is {there} and should be {wanted}")
+        found, wanted = list(value.shape), list(expected[name].shape)
+        if found != wanted:
+            raise UserError(f"{where}: {prefix}{name} is {found} and should be {wanted}")
     if missing := next((name for name in expected if name not in tensors), None):
         raise UserError(f"{where}: {prefix}{missing} is missing")
 

@@ -24,8 +24,11 @@ def table_of(name: str, shown: Sequence[str] = ()) -> str:
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of nested mappings joined by dots."""
-    nested = ((k, v if isinstance(v, Mapping) else {"": v}) for k, v in values.items())
-    return {f"{key}.{inner}".rstrip("."): v for key, of in nested for inner, v in of.items()}
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping)
+        flat |= {f"{key}.{inner}": one for inner, one in value.items()} if nested else {key: value}
+    return flat
 
 
 if __name__ == "__main__":

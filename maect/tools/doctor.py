@@ -235,7 +235,8 @@ def _request(
     )
     if code == 0:
         return Finding("ok", what)
-    reason = [f"sbatch ended with status {code}", *stderr.splitlines()][-1]
+    said = stderr.splitlines()
+    reason = said[-1] if said else f"sbatch ended with status {code}"
     reason = reason.removeprefix("allocation failure: ")
     if is_the_most:
         return Finding("note", f"too much: {what}: {reason}", "lower the upper end of `nodes`")

@@ -114,7 +114,7 @@ def test_what_does_not_belong_together_is_refused(
     with pytest.raises(UserError, match="not those that the probe was trained on"):
         settings.evaluate(rank, given(probed, probe=other))
     save_tensors(other, {"concat_1.weight": tensors["weight"]}, texts)
-    with pytest.raises(UserError, match="holds no single linear probe"):
+    with pytest.raises(UserError, match="no linear probe of one representation"):
         settings.evaluate(rank, given(probed, probe=other))
     tensors["bias"][3] = torch.nan
     save_tensors(other, tensors, texts)

@@ -216,9 +216,7 @@ def test_metrics_cut_off_in_the_middle_of_a_line(job, tmp_path, whole):
 def test_refusals(job, tmp_path, whole):
     log = tmp_path / "log"
     assert "not a multiple of 3 ranks" in run(3, job("a", "mae"), log=log)
-    assert "larger than its 40 images" in run(
-        1, job("b", "mae", batch_size=64), log=log
-    )
+    assert "larger than its 40 images" in run(1, job("b", "mae", batch_size=64), log=log)
     assert "needs a run to start from" in run(1, job("c", "head_min"), log=log)
     assert "is not finished" in run(1, job("d", "head_min", "nowhere"), log=log)
     other = job("e", "ct_min", whole / "head_min", head={"embedding": 4})
