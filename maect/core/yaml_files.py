@@ -102,6 +102,17 @@ def read_yaml(path: Path) -> Any:
     return parse_yaml(read_yaml_text(path), str(path))
 
 
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """Read a YAML file of keys and values; a UserError that says what it is, if there is none."""
+    try:
+        values = read_yaml(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such {what} file") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a mapping of keys to values")
+    return values
+
+
 def read_yaml_text(path: Path) -> str:
     """The text of a YAML file, raises as `read_yaml`."""
     try:

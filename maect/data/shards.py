@@ -17,7 +17,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -519,6 +519,8 @@ def _is_indexed(out: Path, plan: dict[str, Any]) -> bool:
         s["sha256"] for s in index["shards"]
     ]:
         return False  # one was written again, of images that were edited
-    with suppress(UserError):
-        return open_index(out).n > 0
-    return False
+    try:
+        open_index(out)
+    except UserError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from typing import Any, cast
 from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.files import PIPELINE
 from maect.core.settings import validated
-from maect.core.yaml_files import read_yaml
+from maect.core.yaml_files import read_mapping, read_yaml
 from maect.data.config import ShardsConfig
 from maect.data.sources.changes import Changes, changes
 from maect.data.sources.image_files import Unlabelled
@@ -362,12 +362,7 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
             else:
                 hint = did_you_mean(name_or_path, names())
             raise UserError(f"unknown experiment {name_or_path!r}; {hint}")
-    try:
-        values = read_yaml(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such experiment file") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: an experiment is a mapping of keys to values")
+    values = read_mapping(path, "experiment")
     check_names("--config", changes, expand.CHANGES)
     values |= {key: changes[key] for key in expand.REPLACED if key in changes}
     where = str(path)

@@ -16,7 +16,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from maect.core.errors import UserError, did_you_mean, entry
 from maect.core.settings import Settings, validated
-from maect.core.yaml_files import read_yaml
+from maect.core.yaml_files import read_mapping, read_yaml
 
 if TYPE_CHECKING:  # it imports this module
     from maect.recipes.cost import Cost, HeadInputs
@@ -411,12 +411,7 @@ def _own(path: Path, *heirs: Path) -> dict[str, Any]:
     """
     if path in heirs:
         raise UserError(f"{path}: a recipe that is its own base")
-    try:
-        own = read_yaml(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such recipe file") from None
-    if not isinstance(own, dict):
-        raise UserError(f"{path}: a recipe is a mapping of keys to values")
+    own = read_mapping(path, "recipe")
     base = own.pop("base", None)
     if base is None:
         return own

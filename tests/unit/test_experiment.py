@@ -123,7 +123,7 @@ def test_a_recipe_of_ones_own_lies_beside_the_experiment(
     ("text", "message"),
     [
         (None, "own.yaml: no such recipe file"),
-        ("- base", "own.yaml: a recipe is a mapping of keys to values"),
+        ("- base", "own.yaml: not a mapping of keys to values"),
         ("base: ct_mim", "own.yaml: recipes: unknown base 'ct_mim'; did you mean 'ct_min'?"),
         ("base: own.yaml", "own.yaml: a recipe that is its own base"),
         ("epochs: 3", "own.yaml: write `base`, the recipe that it starts from, or `stage`"),
