@@ -67,7 +67,8 @@ def be_deterministic() -> None:
     """Let GPUs compute the same bits at every start; to be called before they are used.
 
     PyTorch then sums in a fixed order (also in attention's backward pass), or raises where it
-    cannot; cuBLAS has one workspace a stream, and NCCL adds up in rings, not inside switches.
+    cannot; cuBLAS has one workspace a stream, NCCL adds up in rings, not inside switches, and the
+    compiler chooses kernels by rules, not by their times.
 
     Raises:
         UserError: the environment says otherwise.
@@ -80,6 +81,7 @@ def be_deterministic() -> None:
         ("CUBLAS_WORKSPACE_CONFIG", workspaces),
         ("NCCL_ALGO", sums),
         ("NVIDIA_TF32_OVERRIDE", tf32),
+        ("TORCHINDUCTOR_DETERMINISTIC", ("1",)),  # read when the compiler is imported
     ):
         said = os.environ.setdefault(name, allowed[0])
         if said not in allowed:

@@ -12,7 +12,10 @@ from torch.nn import functional as F
 log = logging.getLogger(__name__)
 
 Backend = Literal["sdpa", "packed", "flash_attn"]
-"""PyTorch's choice, its memory-efficient kernel with one gradient, the optional package's."""
+"""PyTorch's choice; its memory-efficient kernel with one gradient, for short sequences; the
+optional package's."""
+SHORT = 64
+"""Tokens for which the memory-efficient kernel is faster than cuDNN's on Hopper (docs/gpu.md)."""
 
 
 class FusedAttention(Attention):
@@ -27,7 +30,7 @@ class FusedAttention(Attention):
         flash = flash_kernel() if self.backend == "flash_attn" else None
         if flash is not None and qkv.dtype != torch.float32 and qkv.is_cuda:
             out = flash(qkv, deterministic=torch.are_deterministic_algorithms_enabled())
-        elif self.backend == "packed" and qkv.is_cuda:
+        elif self.backend == "packed" and qkv.is_cuda and n <= SHORT:
             out = packed_attention(qkv)
         else:
             out = fused_attention(qkv)

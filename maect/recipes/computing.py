@@ -14,10 +14,11 @@ class Computing(Settings):
     zero_stage: Literal[0, 1, 2, 3] = 1
     accumulation: int = Field(default=1, gt=0)
     """Forward passes per optimizer step. Batch statistics forbid it in contrastive stages."""
-    compile: bool = False
-    """The transformer blocks."""
+    compile: bool | None = None
+    """The transformer blocks. None: on GPUs, of ViT-B and larger, except in fine-tuning."""
     activation_checkpointing: bool = False
     attention: Literal["sdpa", "packed", "flash_attn"] = "sdpa"
+    """PyTorch's choice; a kernel with one gradient for short sequences; the package's."""
     deterministic: bool = False
     """The same bits at every start also on GPUs; on CPUs they are so anyway."""
 

@@ -1,6 +1,7 @@
 """The self-supervised stages as modules: from a batch of views to a loss."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, cast
 
 import numpy as np
@@ -63,7 +64,7 @@ class ViewsObjective(Objective):
             encoder.requires_grad_(False).eval()
         self.sizes = views_by_size(self.view_settings, encoder.settings.image_size)
 
-    @property
+    @cached_property
     def queue_heads(self) -> dict[str, QueueHead]:
         """All heads, by their names in this module."""
         return {name: part for name, part in self.named_modules() if isinstance(part, QueueHead)}

@@ -23,7 +23,7 @@ from maect.train.run_folder import noted, origin, write_noted
 VARIABLES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
     "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
-    "NCCL_ALGO",
+    "NCCL_ALGO", "TORCHINDUCTOR_DETERMINISTIC",
 )  # fmt: skip
 """Of the environment: each changes which instructions, or which order of sums, libraries take."""
 
@@ -46,7 +46,7 @@ class Attempt(Settings):
     environment: dict[str, str]
     """Those of `VARIABLES` that are set."""
     compiled: bool
-    """Whether the blocks are compiled, which `compile: true` asks for."""
+    """Whether the blocks are compiled."""
     computing: Computing
     """What is asked for."""
 

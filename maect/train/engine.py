@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from timm.layers import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
@@ -38,6 +39,8 @@ from maect.train.stage import Training
 _BUCKET = 50_000_000
 GRAPHS = 32
 """Compiled forms of a transformer block, at most."""
+WIDE = 768
+"""Values of a token, from which blocks are compiled by default."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Mark = Any
 """A moment of a device: an event of a GPU, or seconds."""
@@ -98,7 +101,7 @@ class Engine(ABC):
     Attributes:
         module: what is trained; call the engine itself to run it.
         shards: what this rank owns, and saves.
-        not_compiled: why the blocks are not `compiled` although the settings ask for it.
+        not_compiled: why the blocks are not `compiled` although they were to be.
     """
 
     def __init__(
@@ -119,8 +122,9 @@ class Engine(ABC):
         use_attention(module, computing.attention)
         for part in cast_parts(module):
             part.checkpointing = computing.activation_checkpointing
-        self.not_compiled = compile_blocks(module, device) if computing.compile else ""
-        self.compiled = computing.compile and not self.not_compiled
+        asked = is_to_be_compiled(module, settings, device, computing)
+        self.not_compiled = compile_blocks(module, device) if asked else ""
+        self.compiled = asked and not self.not_compiled
         self._peaks, self._multiplier = [group["peak_lr"] for group in groups], 0.0
         self._pieces, self._in_parts = computing.accumulation, computing.accumulation > 1
         names = {id(p): name for name, p in module.named_parameters()}
@@ -289,10 +293,16 @@ class Replicated(Engine):
         )
         self._wrap(_as_updated(groups, self._exchange), settings, {"stage": 0})
         self._engine.enable_backward_allreduce = False
+        self._parameters = list(self.module.parameters())
+        self._engine.zero_grad = self._forget_gradients  # its own looks for them in every module
         self._create_moments(piece.weights for piece in self._exchange.pieces)
         self._replicas: list[Shard] = []  # updated here too, but saved by another rank
         for piece in self._exchange.pieces:
             self._share_out(piece)
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _share_out(self, piece: Piece) -> None:
         """Shards of a piece: what lies in this rank's slice is its own to save, the rest is not."""
@@ -498,6 +508,17 @@ def _as_updated(groups: list[ParameterGroup], exchange: Exchange) -> list[Parame
         found.setdefault(piece.group, {**groups[piece.group], "params": []})
         found[piece.group]["params"].append(piece.weights)
     return list(found.values())
+
+
+def is_to_be_compiled(
+    module: nn.Module, settings: Training, device: torch.device, computing: Computing
+) -> bool:
+    """Whether blocks are compiled: as asked, or where it was measured to be faster."""
+    if computing.compile is not None:
+        return computing.compile
+    widths = (part.qkv.in_features for part in module.modules() if isinstance(part, Attention))
+    wide = max(widths, default=0) >= WIDE
+    return device.type == "cuda" and wide and not settings.labelled
 
 
 def compile_blocks(module: nn.Module, device: torch.device) -> str:

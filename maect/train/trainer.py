@@ -158,7 +158,7 @@ def train(
         said += note_attempt(folder, attempt)
         without = "computed without, which may change the last bits"
         if engine.not_compiled:
-            said.append(f"compile: true is not possible here ({engine.not_compiled}): {without}")
+            said.append(f"nothing can be compiled here ({engine.not_compiled}): {without}")
         if computing.attention == "flash_attn" and flash_kernel() is None:
             said.append(f"attention: flash_attn is not installed here: {without}")
         for sentence in said:

@@ -144,7 +144,7 @@ def test_a_compiler_that_is_gone(
     """Audit 6: `compile: true` where nothing compiles: recorded, said, and said at the resume."""
     told = stopped[1]("mae", "mae", folder=tmp_path / "runs", compile=True)
     told["function"] = uncompiled
-    assert "compile: true is not possible here (no compiler): computed without" in resume(
+    assert "nothing can be compiled here (no compiler): computed without" in resume(
         told, tmp_path / "log"
     )
     (entry,) = read_record(tmp_path / "runs/mae/recipe.json")["attempts"]
@@ -180,7 +180,8 @@ def test_tf32_by_the_environment(monkeypatch: pytest.MonkeyPatch, value: str | N
     monkeypatch.setattr(distributed, "uses_gpus", lambda: True)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVIDIA_TF32_OVERRIDE"):
+    asked = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVIDIA_TF32_OVERRIDE")
+    for name in (*asked, "TORCHINDUCTOR_DETERMINISTIC"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     if value is not None:

@@ -256,13 +256,12 @@ def trainer_of(
     here: Here, stage: Any, encoder: Any, steps: int, context: Any = None, how: Any = None
 ) -> Iterator[Any]:
     """A trainer around a new engine that saves nothing."""
-    from maect.recipes.computing import PLAIN
+    from maect.recipes.computing import Computing
     from maect.train.timing import trainer_alone
 
+    how = how or Computing(compile=False)
     objective = objective_of(stage, encoder, built=here.built)
-    with trainer_alone(
-        stage, objective, context or Alone(), here.device, steps, how or PLAIN
-    ) as trainer:
+    with trainer_alone(stage, objective, context or Alone(), here.device, steps, how) as trainer:
         yield trainer
 
 
@@ -277,7 +276,9 @@ def step_times(here: Here, stage: Any, encoder: Any, steps: int, **how: Any) -> 
         gc.collect()  # engines before this one are held in circles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with trainer_of(here, stage, encoder, steps, how=Computing(**how)) as trainer:
+    with trainer_of(
+        here, stage, encoder, steps, how=Computing(**{"compile": False} | how)
+    ) as trainer:
         if trainer.engine.not_compiled:
             raise Needs(f"what compiles: {trainer.engine.not_compiled}")
         lengths = step_seconds(trainer, steps)
@@ -298,6 +299,7 @@ def environment(here: Here) -> Outcome:
 
     import torch
 
+    from maect.core.distributed import driver
     from maect.train.engine import start  # before DeepSpeed, which chooses its device once
 
     assert start
@@ -318,7 +320,7 @@ def environment(here: Here) -> Outcome:
     free, total = torch.cuda.mem_get_info()
     values |= {
         "device": torch.cuda.get_device_name(), "capability": f"{major}.{minor}",
-        "driver": torch._C._cuda_getDriverVersion(), "nccl": torch.cuda.nccl.version(),
+        "driver": driver(), "nccl": torch.cuda.nccl.version(),
         "bf16": torch.cuda.is_bf16_supported(), "free_gib": free / 2**30, "gib": total / 2**30,
     }  # fmt: skip
     # Kernels for a GPU run on later ones of its generation.
@@ -336,12 +338,16 @@ import sys; sys.path[:0] = {path!r}
 import os
 import torch
 from first_day import Alone
+from maect.core.distributed import device_of
 from maect.stages import load_recipe
 from maect.train.engine import build_engine, start
 os.environ.update(RANK="0", LOCAL_RANK="3", WORLD_SIZE="1")
 rank = Alone(gpus={gpus})
 rank.local_rank = 3
+chosen = device_of(rank)
+rank.local_rank = 0  # whoever joins alone is the first of its node
 device = start(rank)
+assert device == chosen
 layer = torch.nn.Linear(8, 8).to(device)
 group = {{"params": list(layer.parameters()), "peak_lr": 1e-3, "weight_decay": 0.0}}
 engine = build_engine(layer, load_recipe("mae", "base", {{"batch_size": 4}}), [group], device)
@@ -393,7 +399,7 @@ def gradients(objective: Any, batch: Any, device: Any, kind: Any) -> tuple[float
     loss, _ = objective(inputs)
     loss.backward()
     found = [p.grad for p in objective.parameters() if p.grad is not None]
-    return float(loss), torch.cat([g.detach().double().cpu().flatten() for g in found])
+    return float(loss.detach()), torch.cat([g.detach().double().cpu().flatten() for g in found])
 
 
 def numerics(here: Here) -> Outcome:
@@ -666,7 +672,7 @@ def speed_of(here: Here, recipe: str, size: str, batch: int, how: str) -> dict[s
     join(here)
     torch._dynamo.reset()  # which kernel attention takes is no part of what graphs are kept for
     batch, steps = (8, 4) if here.small else (batch, 12)
-    changes = {"compile": how == "compiled", "attention": "packed" if how == "packed" else "sdpa"}
+    changes = {"compile": "compiled" in how, "attention": "packed" if "packed" in how else "sdpa"}
     stage, encoder = stage_of(here, recipe, size, batch)
     order = [
         SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
@@ -782,6 +788,7 @@ def same_bits(here: Here) -> Outcome:
     import torch
 
     from maect.core.distributed import be_deterministic
+    from maect.recipes.computing import Computing
     from maect.train.timing import packed, random_batch
 
     be_deterministic()
@@ -791,7 +798,7 @@ def same_bits(here: Here) -> Outcome:
         stage, encoder = stage_of(here, recipe, "base", 16)
         found = []
         for _ in range(2):
-            with trainer_of(here, stage, encoder, 4) as trainer:
+            with trainer_of(here, stage, encoder, 4, how=Computing()) as trainer:
                 batch = random_batch(stage, encoder, 16)
                 batch = packed(batch, trainer.objective.draw, here.cuda)
                 trainer.run(iter([batch] * 4))

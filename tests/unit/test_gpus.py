@@ -115,7 +115,7 @@ def test_the_same_bits_at_every_start(
     monkeypatch.setattr(distributed, "uses_gpus", lambda: True)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: asked.append(on))
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "TORCHINDUCTOR_DETERMINISTIC"):
         monkeypatch.setenv(name, "")  # so that it is as it was afterwards
         monkeypatch.delenv(name)
     if algorithm:

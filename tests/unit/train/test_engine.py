@@ -16,12 +16,14 @@ from tiny_runs import ENCODER, losses, metrics
 from maect.models.attention import attend, flash_kernel, packed_attention, use_attention
 from maect.models.precision import mixed_precision
 from maect.models.vit import build_encoder, seeded
+from maect.recipes import load_encoder
 from maect.recipes.computing import Computing
 from maect.records import RunRecord
 from maect.stages import load_recipe
+from maect.stages.fine_tune import FineTune
 from maect.train import checkpoint
 from maect.train.checkpoint import Saver, saved
-from maect.train.engine import cast_parts, compile_blocks
+from maect.train.engine import cast_parts, compile_blocks, is_to_be_compiled
 from maect.train.fence import Fence
 from maect.train.objective import Objective
 
@@ -59,6 +61,20 @@ def test_compiled_blocks_compute_the_same(frozen):
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-7)
+
+
+def test_what_is_compiled_where_nothing_is_asked():
+    def compiled(recipe: str, size: str, device: str, asked: bool | None = None) -> bool:
+        tune = {"mixup": 0, "cutmix": 0}
+        stage = FineTune.model_validate(tune) if not recipe else load_recipe(recipe, size)
+        with torch.device("meta"):
+            encoder = build_encoder(load_encoder(size))
+        return is_to_be_compiled(encoder, stage, torch.device(device), Computing(compile=asked))
+
+    assert compiled("mae", "base", "cuda") and compiled("ct_min", "large", "cuda")
+    assert not compiled("mae", "small", "cuda") and not compiled("mae", "base", "cpu")
+    assert not compiled("", "base", "cuda")  # fine-tuning, which was not measured
+    assert compiled("mae", "small", "cpu", True) and not compiled("mae", "base", "cuda", False)
 
 
 def test_blocks_are_compiled_for_more_shapes_than_eight(monkeypatch):
