@@ -513,7 +513,7 @@ def _as_updated(groups: list[ParameterGroup], exchange: Exchange) -> list[Parame
 def is_to_be_compiled(
     module: nn.Module, settings: Training, device: torch.device, computing: Computing
 ) -> bool:
-    """Whether blocks are compiled: as asked, or where it was measured to be faster."""
+    """Return whether to compile the blocks: as asked, or where that was measured to be faster."""
     if computing.compile is not None:
         return computing.compile
     widths = (part.qkv.in_features for part in module.modules() if isinstance(part, Attention))

@@ -56,7 +56,7 @@ class Machine:
 
     gpu: str = "A100"
     rate: float = 0.0
-    launch: float = 20e-6
+    launch: float = 50e-6
     node: int = 4
     inside: float = 200e9
     between: float = 80e9

@@ -662,7 +662,6 @@ def times_by_hand(here: Here, stage: Any, encoder: Any, steps: int) -> dict[str,
 def speed_of(here: Here, recipe: str, size: str, batch: int, how: str) -> dict[str, float]:
     """Step, memory and model FLOP utilisation from batches on the CPU."""
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from maect.core.distributed import be_deterministic
     from maect.recipes.flops import peak_flops
@@ -670,19 +669,13 @@ def speed_of(here: Here, recipe: str, size: str, batch: int, how: str) -> dict[s
     if how == "deterministic":
         be_deterministic()
     join(here)
-    torch._dynamo.reset()  # which kernel attention takes is no part of what graphs are kept for
     batch, steps = (8, 4) if here.small else (batch, 12)
     changes = {"compile": "compiled" in how, "attention": "packed" if "packed" in how else "sdpa"}
     stage, encoder = stage_of(here, recipe, size, batch)
-    order = [
-        SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]  # fmt: skip
     if how == BY_HAND:
         found = times_by_hand(here, stage, encoder, steps)
     else:
-        with sdpa_kernel(order, set_priority=True) if how == "cuDNN" else nullcontext():
-            found = step_times(here, stage, encoder, steps, **changes)
+        found = step_times(here, stage, encoder, steps, **changes)
     found["images_per_second"] = batch / found["step_ms"] * 1e3
     flops = stage.flops_per_image(encoder) * found["images_per_second"]
     found["tflops"] = flops / 1e12

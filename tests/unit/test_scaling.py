@@ -11,8 +11,8 @@ from maect.stages import load_recipe
 sys.path[:0] = [str(Path(__file__).parents[1] / "benchmarks")]
 
 
-@pytest.mark.parametrize(("gpu", "least"), [("A100", 0.42), ("H100", 0.33)])
-def test_what_16_gpus_reach_in_pretraining(gpu, least):
+@pytest.mark.parametrize(("gpu", "ranks", "least"), [("A100", 16, 0.42), ("H100", 8, 0.33)])
+def test_what_gpus_reach_in_pretraining(gpu, ranks, least):
     """Of the peak of a data sheet, with the buckets and waits of the engine."""
     from fake_gpu import GPUS
     from scaling import Machine, buckets, step, terms
@@ -22,6 +22,6 @@ def test_what_16_gpus_reach_in_pretraining(gpu, least):
     parts, _ = buckets(stage, encoder)
     # What is waited for before anything is computed, no rank has to get from another.
     assert [part.everywhere for part in parts if part.read < 0] == [True]
-    seconds = step(terms(stage, encoder, 16, Machine(gpu)))
-    flops = stage.flops_per_image(encoder) * stage.batch_size / 16
+    seconds = step(terms(stage, encoder, ranks, Machine(gpu)))
+    flops = stage.flops_per_image(encoder) * stage.batch_size / ranks
     assert flops / seconds / GPUS[gpu].peak >= least

@@ -167,15 +167,15 @@ def test_what_the_end_of_the_hour_cuts_off_is_no_fault(tmp_path):
         assert (line["status"], line["must"]) == (status, status == "too slow")
 
 
-def test_the_rehearsal_on_record():
+def test_the_hour_on_record():
     """Its page is made of its report, says what it is, and hides no fault."""
     import hour
 
-    folder = GPU.parents[1] / "docs" / "results" / "gpu_rehearsal"
+    folder = GPU.parents[1] / "docs" / "results" / "gpu_hour"
     lines = report(folder)
     said = hour.page(lines)
     assert (folder / "README.md").read_text() == said
-    assert said.startswith("# The hour on a GPU, rehearsed on a CPU\n\nShapes are tiny")
+    assert said.startswith("# An hour on NVIDIA H200")
     for line in lines:
         known = line["status"] in ("passed", "missed", "goes on", "killed", "out of time")
         assert known or line["status"].startswith("needs "), line
