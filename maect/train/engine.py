@@ -518,7 +518,8 @@ def is_to_be_compiled(
         return computing.compile
     widths = (part.qkv.in_features for part in module.modules() if isinstance(part, Attention))
     wide = max(widths, default=0) >= WIDE
-    return device.type == "cuda" and wide and not settings.labelled
+    whole = computing.zero_stage < 2  # DeepSpeed's hooks on what a block has were not tried
+    return device.type == "cuda" and wide and whole and not settings.labelled
 
 
 def compile_blocks(module: nn.Module, device: torch.device) -> str:

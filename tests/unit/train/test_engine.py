@@ -64,15 +64,17 @@ def test_compiled_blocks_compute_the_same(frozen):
 
 
 def test_what_is_compiled_where_nothing_is_asked():
-    def compiled(recipe: str, size: str, device: str, asked: bool | None = None) -> bool:
+    def compiled(recipe: str, size: str, device: str, asked: bool | None = None, zero: int = 1):
         tune = {"mixup": 0, "cutmix": 0}
         stage = FineTune.model_validate(tune) if not recipe else load_recipe(recipe, size)
         with torch.device("meta"):
             encoder = build_encoder(load_encoder(size))
-        return is_to_be_compiled(encoder, stage, torch.device(device), Computing(compile=asked))
+        computing = Computing(compile=asked, zero_stage=zero)
+        return is_to_be_compiled(encoder, stage, torch.device(device), computing)
 
     assert compiled("mae", "base", "cuda") and compiled("ct_min", "large", "cuda")
     assert not compiled("mae", "small", "cuda") and not compiled("mae", "base", "cpu")
+    assert not compiled("mae", "base", "cuda", zero=3)
     assert not compiled("", "base", "cuda")  # fine-tuning, which was not measured
     assert compiled("mae", "small", "cpu", True) and not compiled("mae", "base", "cuda", False)
 
