@@ -258,16 +258,20 @@ def stage_seconds(
 ) -> list[float]:
     """Seconds of each of the trainer's own steps of a stage (`maect.train.timing`).
 
-    `plain_attention`: by matrix products instead of one fused kernel.
+    `plain_attention`: by matrix products instead of one fused kernel. Blocks are not compiled, as
+    those of compared methods; compiled ones would keep the kernel that they were compiled with.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from maect.recipes.computing import Computing
     from maect.train.timing import step_seconds, trainer_alone
 
     settings = stage.model_copy(update={"batch_size": batch})
     rank = SingleRank(gpus=device.type == "cuda")
     with (
-        trainer_alone(settings, objective, rank, device, steps) as trainer,
+        trainer_alone(
+            settings, objective, rank, device, steps, Computing(compile=False)
+        ) as trainer,
         sdpa_kernel(SDPBackend.MATH) if plain_attention else nullcontext(),
     ):
         return step_seconds(trainer, steps)

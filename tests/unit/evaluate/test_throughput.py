@@ -149,8 +149,12 @@ def test_a_gpu_tells_how_much_of_a_batch_fits(
 def test_plain_attention_is_used_where_it_is_asked_for(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage, used = load_recipe("mae", "tiny"), []
-    kernel = torch.nn.attention.sdpa_kernel
+    """And no block is compiled: compiled ones would keep the kernel of the first measurement."""
+    stage, used, asked = load_recipe("mae", "tiny"), [], []
+    kernel, decide = torch.nn.attention.sdpa_kernel, engine.is_to_be_compiled
+    monkeypatch.setattr(
+        engine, "is_to_be_compiled", lambda *given: asked.append(given[3].compile) or decide(*given)
+    )
 
     def noted(backend):
         used.append(backend)
@@ -162,6 +166,7 @@ def test_plain_attention_is_used_where_it_is_asked_for(
         with engine.alone(rank) as device:
             throughput.stage_seconds(stage, objective, device, 2, 1, plain_attention=plain)
         assert used == [torch.nn.attention.SDPBackend.MATH] * plain
+    assert asked == [False, False]
 
 
 def test_steps_train_what_the_stage_trains(rank: Rank) -> None:
