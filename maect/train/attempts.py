@@ -131,7 +131,8 @@ def note_attempt(folder: Path, attempt: Attempt) -> list[str]:
 def _flat(attempt: Attempt) -> dict[str, Any]:
     parts = "versions", "environment", "computing"
     values = attempt.model_dump(mode="json", exclude={"step", *parts})
-    return values | attempt.versions | attempt.environment | attempt.computing.model_dump()
+    how = attempt.computing.model_dump(exclude={"compile"})  # `compiled` is what came of it
+    return values | attempt.versions | attempt.environment | how
 
 
 def _cpu_name() -> str:

@@ -58,6 +58,8 @@ def test_another_machine_between_kill_and_resume(
     """Audit 6: another revision, version, CPU, limit, threads, compiler or setting: one line."""
     write_record(tmp_path / "recipe.json", {"fingerprint": "f"})
     assert note_attempt(tmp_path, attempt()) == []
+    same = SEEN["computing"] | {"compile": True}  # asked for, and so compiled as before
+    assert note_attempt(tmp_path, attempt(step=4, computing=same)) == []
     assert note_attempt(tmp_path, attempt(step=5)) == []
     (line,) = note_attempt(tmp_path, attempt(step=9, **changes))
     assert line.startswith(said) and "\n" not in line
