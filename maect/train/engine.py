@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from timm.layers import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
@@ -293,16 +292,11 @@ class Replicated(Engine):
         )
         self._wrap(_as_updated(groups, self._exchange), settings, {"stage": 0})
         self._engine.enable_backward_allreduce = False
-        self._parameters = list(self.module.parameters())
-        self._engine.zero_grad = self._forget_gradients  # its own looks for them in every module
+        self._engine.zero_grad = _without_gradients([*self.module.parameters()])
         self._create_moments(piece.weights for piece in self._exchange.pieces)
         self._replicas: list[Shard] = []  # updated here too, but saved by another rank
         for piece in self._exchange.pieces:
             self._share_out(piece)
-
-    def _forget_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
 
     def _share_out(self, piece: Piece) -> None:
         """Shards of a piece: what lies in this rank's slice is its own to save, the rest is not."""
@@ -510,20 +504,32 @@ def _as_updated(groups: list[ParameterGroup], exchange: Exchange) -> list[Parame
     return list(found.values())
 
 
+def _without_gradients(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    """DeepSpeed's `zero_grad`, which looks for parameters in every module each time."""
+
+    def forget() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    return forget
+
+
 def is_to_be_compiled(
     module: nn.Module, settings: Training, device: torch.device, computing: Computing
 ) -> bool:
     """Return whether to compile the blocks: as asked, or where that was measured to be faster."""
     if computing.compile is not None:
         return computing.compile
-    widths = (part.qkv.in_features for part in module.modules() if isinstance(part, Attention))
-    wide = max(widths, default=0) >= WIDE
+    widths = (cast(Any, block).attn.qkv.in_features for block in _blocks(module))
+    wide: bool = max(widths, default=0) >= WIDE
     whole = computing.zero_stage < 2  # DeepSpeed's hooks on what a block has were not tried
     return device.type == "cuda" and wide and whole and not settings.labelled
 
 
 def compile_blocks(module: nn.Module, device: torch.device) -> str:
     """Compile the transformer blocks on every rank, or on none; return why not."""
+    if not (blocks := _blocks(module)):
+        return "it has no blocks with their norms in front"
     private_caches()
     # All blocks of a process share these: sizes of views, learning and frozen ones, online
     # evaluations, and their last batches. Beyond PyTorch's 8, blocks would run uncompiled
@@ -536,9 +542,13 @@ def compile_blocks(module: nn.Module, device: torch.device) -> str:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
     if any_rank(bool(reason)):
         return reason or "another rank cannot"
-    for block in module.modules():
-        if isinstance(block, Block):
-            # Encoder and decoder share the code of a block: each gets one for its own shapes. The
-            # hooks of a block are not compiled: one waits for its weights.
-            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+    for block in blocks:
+        # Encoder and decoder share the code of a block: each gets one for its own shapes. The
+        # hooks of a block are not compiled: one waits for its weights.
+        block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
     return ""
+
+
+def _blocks(module: nn.Module) -> list[Block]:
+    """Return what can be compiled: all blocks but data2vec's, with norms behind the sums."""
+    return [part for part in module.modules() if isinstance(part, Block)]

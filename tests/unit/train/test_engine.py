@@ -64,11 +64,11 @@ def test_compiled_blocks_compute_the_same(frozen):
 
 
 def test_what_is_compiled_where_nothing_is_asked():
-    def compiled(recipe: str, size: str, device: str, asked: bool | None = None, zero: int = 1):
+    def compiled(recipe, size, device, asked=None, zero=1, norm="pre"):
         tune = {"mixup": 0, "cutmix": 0}
         stage = FineTune.model_validate(tune) if not recipe else load_recipe(recipe, size)
         with torch.device("meta"):
-            encoder = build_encoder(load_encoder(size))
+            encoder = build_encoder(load_encoder(size).model_copy(update={"norm": norm}))
         computing = Computing(compile=asked, zero_stage=zero)
         return is_to_be_compiled(encoder, stage, torch.device(device), computing)
 
@@ -76,6 +76,7 @@ def test_what_is_compiled_where_nothing_is_asked():
     assert not compiled("mae", "small", "cuda") and not compiled("mae", "base", "cpu")
     assert not compiled("mae", "base", "cuda", zero=3)
     assert not compiled("", "base", "cuda")  # fine-tuning, which was not measured
+    assert not compiled("ct_min", "base", "cuda", norm="post")  # data2vec's, which cannot be
     assert compiled("mae", "small", "cpu", True) and not compiled("mae", "base", "cuda", False)
 
 
