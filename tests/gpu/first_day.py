@@ -777,29 +777,56 @@ def resume(here: Here) -> Outcome:
     return Outcome(values, should=same) if here.cuda else Outcome(values, same)
 
 
-def same_bits(here: Here) -> Outcome:
-    """Two starts of each stage with `deterministic: true`, bit for bit."""
+ANEW = """
+import sys; sys.path[:0] = {path!r}
+from first_day import leave_weights
+leave_weights({device!r}, {small}, {out!r})
+"""
+
+
+def leave_weights(kind: str, small: bool, out: str) -> None:
+    """Write the weights of each stage after four steps, computed as it is by default."""
     import torch
 
     from maect.core.distributed import be_deterministic
     from maect.recipes.computing import Computing
     from maect.train.timing import packed, random_batch
 
+    if kind == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        torch.set_num_threads(max(1, Alone.cpus))
     be_deterministic()
+    here = Here(torch.device(kind), small, Path(out).parent)
     join(here)
-    must = {}
+    found = {}
     for recipe in ("mae", "head_min", "ct_aug", "fine_tune"):
         stage, encoder = stage_of(here, recipe, "base", 16)
-        found = []
-        for _ in range(2):
-            with trainer_of(here, stage, encoder, 4, how=Computing()) as trainer:
-                batch = random_batch(stage, encoder, 16)
-                batch = packed(batch, trainer.objective.draw, here.cuda)
-                trainer.run(iter([batch] * 4))
-                weights = [p.detach().flatten() for p in trainer.objective.parameters()]
-                found.append(torch.cat(weights).cpu())
-        must[recipe] = torch.equal(*found)
-    return Outcome({"deterministic": torch.are_deterministic_algorithms_enabled()}, must)
+        with trainer_of(here, stage, encoder, 4, how=Computing()) as trainer:
+            batch = random_batch(stage, encoder, 16)
+            batch = packed(batch, trainer.objective.draw, here.cuda)
+            trainer.run(iter([batch] * 4))
+            weights = [p.detach().flatten() for p in trainer.objective.parameters()]
+            found[recipe] = torch.cat(weights).cpu()
+    torch.save(found, out)
+
+
+def same_bits(here: Here) -> Outcome:
+    """Two starts of each stage with `deterministic: true`, each compiling anew, bit for bit."""
+    import torch
+
+    left = []
+    for name in ("first", "second"):
+        out = here.folder / name
+        code = ANEW.format(
+            path=sys.path[:3], device=here.device.type, small=here.small, out=str(out)
+        )
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{out}.graphs", "TRITON_CACHE_DIR": f"{out}.kernels"}
+        subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **caches})
+        left.append(torch.load(out, weights_only=True))
+    first, second = left
+    return Outcome(
+        {}, must={recipe: torch.equal(first[recipe], second[recipe]) for recipe in first}
+    )
 
 
 def leak(here: Here) -> Outcome:

@@ -437,12 +437,12 @@ def page(lines: list[dict[str, Any]]) -> str:
     for line in lines:
         missed = ", ".join([*line.get("failed", []), *line.get("missed", [])])
         numbers = {
-            key: round(value, 3)
+            key: f"{value:.3g}" if value < 1 else f"{round(value, 3):,}"
             for key, value in values_of(line).items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
         what = [missed] if missed else []
-        what += [f"{key} {value:,}" for key, value in numbers.items()]
+        what += [f"{key} {value}" for key, value in numbers.items()]
         seconds = f"{line.get('seconds', 0):.0f}"
         status = line.get("status", "under way")
         out.append(f"| {line['name']} | {seconds} | {status} | {'; '.join(what)} |")
