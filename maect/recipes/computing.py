@@ -15,8 +15,8 @@ class Computing(Settings):
     accumulation: int = Field(default=1, gt=0)
     """Forward passes per optimizer step. Batch statistics forbid it in contrastive stages."""
     compile: bool | None = None
-    """The transformer blocks. None: where it was measured, on GPUs, of ViT-B and larger, under ZeRO
-    0 and 1, except in fine-tuning."""
+    """The transformer blocks. None: on GPUs, of ViT-B and larger, under ZeRO 0 and 1, except in
+    fine-tuning."""
     activation_checkpointing: bool = False
     attention: Literal["sdpa", "packed", "flash_attn"] = "sdpa"
     """PyTorch's choice; a kernel with one gradient for short sequences; the package's."""

@@ -517,7 +517,7 @@ def _without_gradients(parameters: list[nn.Parameter]) -> Callable[[], None]:
 def is_to_be_compiled(
     module: nn.Module, settings: Training, device: torch.device, computing: Computing
 ) -> bool:
-    """Return whether to compile the blocks: as asked, or where that was measured to be faster."""
+    """Return whether to compile the blocks: as asked, or by default (`Computing.compile`)."""
     if computing.compile is not None:
         return computing.compile
     widths = (cast(Any, block).attn.qkv.in_features for block in _blocks(module))

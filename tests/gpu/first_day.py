@@ -1115,14 +1115,14 @@ CHECKS: list[tuple[Callable[[Here], Outcome], int]] = [
     (memory, 60),
     (speed, 120),
     (compilation, 15),
-    (resume, 40),
+    (resume, 60),
     (leak, 20),
     (too_large, 15),
     (saving, 15),
     (features, 40),
     (loading, 30),
     (several_ranks, 25),
-    (same_bits, 30),
+    (same_bits, 60),
 ]
 """With the seconds that each may be expected to take."""
 FIRST = (0, 1, 2, 5, 10, 9, 16, 3, 4, 15, 6, 7, 14, 8, 12, 13, 11)
