@@ -26,7 +26,6 @@ from torch import Tensor
 
 from maect.recipes import Encoder, load_encoder
 from maect.stages import Stage, load_recipe
-from maect.stages.head import Head
 from maect.stages.pretrain import Pretrain
 from maect.stages.run import RunConfig
 from maect.train.engine import cast_parts, readers
@@ -152,15 +151,14 @@ def exposed(
 
 
 @cache
-def passes(stage: Stage, encoder: Encoder, gpu: str) -> tuple[float, float]:
-    """Seconds of forward and backward pass: those of no images, and of each one more."""
+def passes(stage: Stage, encoder: Encoder, gpu: str) -> tuple[float, float, int]:
+    """Forward and backward pass: seconds of no images and of each one more, and the kernels."""
     few, many = 64, 128
-    seconds = [
-        sum(work.seconds(GPUS[gpu]) for work in count(stage, encoder, n, lent=True).work)
-        for n in (few, many)
-    ]
+    counted = [count(stage, encoder, n, lent=True) for n in (few, many)]
+    seconds = [sum(work.seconds(GPUS[gpu]) for work in step.work) for step in counted]
     image = (seconds[1] - seconds[0]) / (many - few)
-    return max(0.0, seconds[0] - few * image), image
+    kernels = sum(part.total() for part in (counted[0].forward, counted[0].backward))
+    return max(0.0, seconds[0] - few * image), image, kernels
 
 
 def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[str, float]:
@@ -168,14 +166,10 @@ def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[
     m, images = machine, stage.batch_size / ranks
     bandwidth = GPUS[m.gpu].bandwidth if m.gpu else math.inf
     if m.gpu:
-        fixed, image = passes(stage, encoder, m.gpu)
+        fixed, image, kernels = passes(stage, encoder, m.gpu)
         compute = fixed + image * images
     else:
-        compute = stage.flops_per_image(encoder) * images / m.rate
-    blocks = encoder.depth + (encoder.decoder_depth if isinstance(stage, Pretrain) else 0)
-    frozen = encoder.depth if isinstance(stage, Head) else getattr(stage, "frozen_blocks", 0)
-    # As tests/gpu/counting.py counts them, without compilation.
-    kernels = 20 * frozen + 37 * (blocks - frozen) + (430 if getattr(stage, "head", None) else 90)
+        compute, kernels = stage.flops_per_image(encoder) * images / m.rate, 0
     others = (ranks - 1) / ranks
     bus = m.inside if ranks <= m.node else m.between
     latency = m.latency * math.log2(ranks) if ranks > 1 else 0.0

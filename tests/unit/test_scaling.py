@@ -25,3 +25,17 @@ def test_what_gpus_reach_in_pretraining(gpu, ranks, least):
     seconds = step(terms(stage, encoder, ranks, Machine(gpu)))
     flops = stage.flops_per_image(encoder) * stage.batch_size / ranks
     assert flops / seconds / GPUS[gpu].peak >= least
+
+
+def test_launches_are_those_of_what_learns():
+    """A frozen block has no backward pass: tuning launches more kernels than the head's stage."""
+    from scaling import Machine, terms
+
+    encoder = load_encoder("large")
+    head, tune, mae = (
+        terms(load_recipe(name, "large", {}), encoder, 16, Machine())["launches"]
+        for name in ("head_min", "ct_min", "mae")
+    )
+    # In tuning half of the 24 blocks learn: 37 kernels each, in place of 12.
+    assert 12 * 20 < (tune - head) / Machine().launch < 12 * 37
+    assert tune < mae
