@@ -181,7 +181,7 @@ def probe(full: bool, folder: Path) -> None:
         heads = Heads(384, 1000, [0.1] * rates, 0.9, 0, torch.device("cpu")) if rates else None
         for _ in range(steps):
             with torch.inference_mode():
-                features = encoder(images).tokens
+                features = encoder(images)
             if heads is not None:
                 heads.step(features, labels, 0.5)
 
