@@ -25,7 +25,9 @@ from maect.records import EvaluationRecord, RunRecord
 from maect.stages.run import RunConfig
 from maect.train.run_folder import fingerprint
 
-ONLINE = ("online_knn", "online_rank_me", "online_uniformity", "online_alignment")
+ONLINE = tuple(
+    f"online_{name}" for name in ("knn", "neighbors", "rank_me", "uniformity", "alignment")
+)
 Pair = tuple[str, str]
 
 

@@ -81,8 +81,10 @@ def collect(name: str) -> None:
         done = {pair: path for pair, path in results.items() if path.exists()}
         runs = _runs(here, published)
         _write(runs, out / "runs.csv")
+        curves = _curves(merged, published)
         columns = ["run", "step", "epoch", "loss", *ONLINE, "lookup_accuracy"]
-        _write(_curves(merged, published), out / "curves.csv", columns)
+        logged = set[str]().union(*curves) or columns
+        _write(curves, out / "curves.csv", [column for column in columns if column in logged])
         _write(_measured(done), out / "measured.csv", ["run", "evaluation", "metric", "value"])
         missing = _tables(merged, pd.DataFrame(runs), out)
         shown = _figures(here, merged, published.shown, out)
