@@ -25,9 +25,6 @@ from maect.records import EvaluationRecord, RunRecord
 from maect.stages.run import RunConfig
 from maect.train.run_folder import fingerprint
 
-ONLINE = tuple(
-    f"online_{name}" for name in ("knn", "neighbors", "rank_me", "uniformity", "alignment")
-)
 Pair = tuple[str, str]
 
 

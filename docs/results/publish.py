@@ -23,7 +23,6 @@ from typing import Any
 
 import pandas as pd
 from merge import (
-    ONLINE,
     Here,
     Published,
     counts,
@@ -82,9 +81,9 @@ def collect(name: str) -> None:
         runs = _runs(here, published)
         _write(runs, out / "runs.csv")
         curves = _curves(merged, published)
-        columns = ["run", "step", "epoch", "loss", *ONLINE, "lookup_accuracy"]
-        logged = set[str]().union(*curves) or columns
-        _write(curves, out / "curves.csv", [column for column in columns if column in logged])
+        online = dict.fromkeys(key for one in curves for key in one if key.startswith("online_"))
+        columns = ["run", "step", "epoch", "loss", *online, "lookup_accuracy"]
+        _write(curves, out / "curves.csv", columns)
         _write(_measured(done), out / "measured.csv", ["run", "evaluation", "metric", "value"])
         missing = _tables(merged, pd.DataFrame(runs), out)
         shown = _figures(here, merged, published.shown, out)
@@ -293,7 +292,7 @@ def _curves(experiment: Experiment, published: Published) -> list[dict[str, Any]
         if run in published.runs:
             lines += published.curves[run]
         elif (path := experiment.folder(run) / "metrics.jsonl").exists():
-            lines += [{"run": run} | step for step in entries(path) if ONLINE[0] in step]
+            lines += [{"run": run} | step for step in entries(path) if "online_rank_me" in step]
     return lines
 
 
