@@ -17,8 +17,6 @@ from maect.stages.run import RunConfig
 def run_config(experiment: Experiment, name: str) -> RunConfig:
     """The config of a training or an import."""
     run = experiment.runs[name]
-    scored = run.scored_by is not None
-    stated = experiment.datasets[run.dataset].resize
     return RunConfig(
         run=name,
         stage=run.stage,
@@ -28,8 +26,8 @@ def run_config(experiment: Experiment, name: str) -> RunConfig:
         shards=experiment.shards(run.dataset, run.split) if run.settings.trains else None,
         source=experiment.folder(run.source) if run.source else None,
         weights=run.weights,
-        test=scored_on(experiment, run) if scored else None,
-        resize=resize(experiment, str(run.source), run.dataset) if scored else stated,
+        test=scored_on(experiment, run) if run.scored_by is not None else None,
+        resize=resize(experiment, name, run.dataset),
         encoder=run.encoder,
         settings=run.settings,
         computing=run.computing if run.settings.trains else None,
@@ -61,12 +59,15 @@ def evaluation_config(experiment: Experiment, run: str, name: str) -> Evaluation
 def resize(experiment: Experiment, run: str, dataset: str) -> int | None:
     """Shorter side of a dataset's images, where it says none that of what the run is trained on.
 
-    One that is trained for an evaluation sees images as its source does.
+    Where neither does, that of the public encoder which the run is or began with; none: 256/224 of
+    its image size. One that is trained for an evaluation sees images as its source does.
     """
     about = experiment.runs[run]
     trained_on = experiment.runs[str(about.source)] if about.scored_by else about
-    own = experiment.datasets[trained_on.dataset].resize
-    return experiment.datasets[dataset].resize or own
+    stated = experiment.datasets[dataset].resize or experiment.datasets[trained_on.dataset].resize
+    while stated is None and about.encoder.resize is None and about.source is not None:
+        about = experiment.runs[about.source]
+    return stated or about.encoder.resize
 
 
 def precision(experiment: Experiment, run: str) -> Literal["fp32", "tf32", "bf16"]:

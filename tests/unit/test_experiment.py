@@ -28,6 +28,7 @@ from maect.experiment.start import missing_images
 from maect.records import RunRecord
 from maect.report.configs import Row
 from maect.stages import Training, load_recipe
+from maect.stages.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 DATASET = {"splits": {"train": {"images": "/images/train"}, "val": {"images": "/images/val"}}}
@@ -199,6 +200,32 @@ def test_features_say_how_images_are_resized(tmp_path: Path) -> None:
     config = files[Path("r/features/ct_min_tiny/mine-val.before_norm.last_4.yaml")]
     assert isinstance(config, FeaturesConfig)
     assert config.how == {"precision": "fp32", "resize": 18, "norm": False, "blocks": 4}
+
+
+def test_every_evaluation_crops_images_as_the_public_encoder_does(tmp_path: Path) -> None:
+    """Those that run the encoder as those that read features; also of what is tuned from it."""
+    weights = tmp_path / "weights.safetensors"
+    weights.touch()
+    runs = {
+        "dino": {"timm": "vit_base_patch16_224.dino", "weights": str(weights)},
+        "dinov3": {"timm": "vit_base_patch16_dinov3.lvd1689m", "weights": str(weights)},
+        "ct": {"recipe": "ct_min", "size": "base", "from": "dino"},
+    }
+    asked = [{"runs": list(runs), "protocols": ["knn", "linear_probe", "fine_tune"]}]
+    asked[0]["runs"].remove("dinov3")
+    asked += [{"runs": ["dinov3"], "protocols": ["knn", "linear_probe", "knn_per_block"]}]
+    experiment = load(write(tmp_path, runs=runs, evaluate=asked, storage="r"))
+    usual = {"dino": 248, "ct": 248, "dinov3": 256}
+    found: dict[str, set[int | None]] = {name: set() for name in runs}
+    for _, config in resolve.files(experiment):
+        if isinstance(config, (EvaluationConfig, FeaturesConfig)):
+            found[config.run.name].add(config.resize)
+        elif isinstance(config, RunConfig):
+            found[config.run.partition(".")[0]].add(config.resize)
+    assert found == {name: {side} for name, side in usual.items()}
+    stated = {"mine": DATASET | {"resize": 260}}
+    experiment = load(write(tmp_path, runs=runs, evaluate=asked, storage="r", datasets=stated))
+    assert {resolve.resize(experiment, name, "mine") for name in runs} == {260}
 
 
 def test_what_a_job_reads(tmp_path: Path) -> None:
