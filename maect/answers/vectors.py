@@ -55,12 +55,15 @@ class Vectors:
         about: what made them: `encoder_sha256`, `run`, `pooling`, `image_size`, `resize`,
             `precision`, `pixels` unless they are as the paper's, and `images` and `kind`, which the
             files are found by.
+        stamps: int64 [n], of the size and times of each image's file; 0: unknown. Another one says
+            that the file has changed.
     """
 
     files: list[str]
     values: Array
     labels: list[str] | None = None
     about: dict[str, Any] = field(default_factory=dict)
+    stamps: NDArray[np.int64] | None = None
 
     @classmethod
     def read(cls, path: Path) -> "Vectors":
@@ -83,7 +86,10 @@ class Vectors:
             flat = np.asarray(np.from_dlpack(column.flatten()), np.float32)
             values = flat.reshape(-1, column.type.list_size)
             labels = table["label"].to_pylist() if "label" in table.column_names else None
-            found = cls(table["file"].to_pylist(), values, labels, about)
+            stamps = None
+            if "stamp" in table.column_names:
+                stamps = np.asarray(np.from_dlpack(table["stamp"].combine_chunks()), np.int64)
+            found = cls(table["file"].to_pylist(), values, labels, about, stamps)
             promised = (file.metadata.metadata or {})[_CHECKSUM]
             sound = _Content().add(found).digest() == promised
         except (
@@ -116,9 +122,9 @@ class Vectors:
 def write_vectors(path: Path, parts: Iterable[Vectors], n: int) -> None:
     """Write vectors as the suffix says, one part in memory at a time.
 
-    A parquet file has the columns `file`, `vector` (a list of float32) and, where there are
-    classes, `label`; `about` is JSON under the key `maect` of its metadata. A .csv has a column for
-    each number, with as many digits as give it back. Beside X.npy lies X.files.csv.
+    A parquet file has the columns `file`, `vector` (a list of float32) and, where they are given,
+    `label` and `stamp`; `about` is JSON under the key `maect` of its metadata. A .csv has a column
+    for each number, with as many digits as give it back. Beside X.npy lies X.files.csv.
     """
     check_format(path)
     write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[path.suffix]
@@ -146,6 +152,9 @@ def _write_parquet(path: Path, first: Vectors, parts: Iterable[Vectors], n: int)
         columns = {"file": texts(part.files), "vector": floats(part.values)}
         if part.labels is not None:
             columns["label"] = texts(part.labels)
+        if part.stamps is not None:
+            numbers = pa.py_buffer(np.ascontiguousarray(part.stamps, np.int64))
+            columns["stamp"] = pa.Array.from_buffers(pa.int64(), part.stamps.size, [None, numbers])
         return pa.table(columns).replace_schema_metadata({"maect": json.dumps(part.about)})
 
     content, schema = _Content(), table(first).schema
@@ -160,13 +169,15 @@ class _Content:
     """Checksum of all that a file has: names, numbers, labels, and what made them."""
 
     def __init__(self) -> None:
-        self._parts = {name: hashlib.sha256() for name in ("file", "vector", "label")}
+        self._parts = {name: hashlib.sha256() for name in ("file", "vector", "label", "stamp")}
         self._about: dict[str, Any] = {}
         self._shape = [0, 0]
 
     def add(self, part: Vectors) -> "_Content":
         """Add a part that comes next."""
         self._parts["vector"].update(np.ascontiguousarray(part.values).data)
+        if part.stamps is not None:
+            self._parts["stamp"].update(np.ascontiguousarray(part.stamps).data)
         for name, texts in (("file", part.files), ("label", part.labels or [])):
             for text in texts:
                 self._parts[name].update(json.dumps(text).encode())
@@ -320,9 +331,9 @@ def embed_into(
     """Write the vectors of all images to a file; what is there already is not computed again.
 
     The file keeps the vectors of images that it has, if the same encoder made them of the same
-    folder and their files are older than it (.parquet only). A second call after a break goes on:
-    what it had computed waits beside the file. Memory holds one part of `PART` images and, while
-    images are added, the vectors of before.
+    folder and the images' files have the size and times that they had then (.parquet only). A
+    second call after a break goes on: what it had computed waits beside the file. Memory holds one
+    part of `PART` images and, while images are added, the vectors of before.
 
     Args:
         out: .parquet, .csv or .npy.
@@ -343,6 +354,20 @@ def embed_into(
     shutil.rmtree(folder, ignore_errors=True)
     kept = sum(entry.name in work.known for entry in work.entries)
     return Embedded(count, encoder.width, kept, work.left_out)
+
+
+UNKNOWN = 0
+"""Stamp of an image that is no file, and is computed every time."""
+
+
+def stamp_of(file: Path) -> int:
+    """Return a number of a file's size and times, which differs once the file is another one.
+
+    The time of its content alone would not do: `mv`, `cp -p`, `rsync -a` and archives keep it.
+    """
+    about = file.stat()
+    facts = f"{about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}".encode()
+    return int.from_bytes(hashlib.blake2b(facts, digest_size=8).digest(), signed=True) or 1
 
 
 PART = 512
@@ -377,20 +402,21 @@ class _Work:
         if before.about != self.about:
             log.info("%s: made otherwise or of other images; it is made again", out)
             return
-        written = out.stat().st_mtime_ns
-        rows = {name: number for number, name in enumerate(before.files)}
+        rows = {name: row for row, name in enumerate(before.files)}
         for entry in self.entries:
-            changed = self.changed[entry.name]
-            if entry.name in rows and changed is not None and changed < written:
-                self.known[entry.name] = before.values[rows[entry.name]]
+            stamp = self.stamps[entry.name]
+            if entry.name in rows and before.stamps is not None and stamp != UNKNOWN:
+                row = rows[entry.name]
+                if before.stamps[row] == stamp:
+                    self.known[entry.name] = before.values[row]
 
     @cached_property
-    def changed(self) -> dict[str, int | None]:
-        """Times of the last change of each image's file, in ns, by its name; None: unknown."""
+    def stamps(self) -> dict[str, int]:
+        """Stamp of each image's file by its name, of the moment before anything is read."""
         found = {}
         for entry in self.entries:
             paths = (self.source.root / entry.path, self.source.path)
-            found[entry.name] = next((p.stat().st_mtime_ns for p in paths if p.is_file()), None)
+            found[entry.name] = next((stamp_of(p) for p in paths if p.is_file()), UNKNOWN)
         return found
 
     def parts(self, folder: Path | None = None) -> Iterator[Vectors]:
@@ -403,7 +429,7 @@ class _Work:
             todo = [entry for entry in entries if entry.name not in self.known]
             file = None
             if folder is not None:
-                facts = [[entry.name, self.changed[entry.name]] for entry in todo]
+                facts = [[entry.name, self.stamps[entry.name]] for entry in todo]
                 file = folder / f"{digest(self.about, facts)}.safetensors"
 
             def say(done: int, start: int = start) -> None:
@@ -420,7 +446,9 @@ class _Work:
             labels = (
                 [self.named[e.label] for e in entries if e.name in found] if self.named else None
             )
-            yield Vectors(names, rows.reshape(-1, self.encoder.width), labels, self.about)
+            stamped = np.array([self.stamps[name] for name in names], np.int64)
+            values = rows.reshape(-1, self.encoder.width)
+            yield Vectors(names, values, labels, self.about, stamped)
 
     def check(self, count: int) -> None:
         """Refuse a folder of which nothing can be read, with the first reason."""

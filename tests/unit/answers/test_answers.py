@@ -42,7 +42,7 @@ def test_each_format_has_the_names_and_the_bits(
     names = sorted(str(p.relative_to(photographs)) for p in photographs.rglob("No*"))
     encoded = maect.load(run).encode([photographs / name for name in names])
     frame = pd.read_parquet(index)
-    assert list(frame.columns) == ["file", "vector"] and list(frame["file"]) == names
+    assert list(frame.columns) == ["file", "vector", "stamp"] and list(frame["file"]) == names
     np.testing.assert_array_equal(np.stack(frame["vector"].to_list()), encoded)
     for suffix in ("csv", "npy"):
         out = tmp_path / f"deep/all.{suffix}"
