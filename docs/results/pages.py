@@ -11,7 +11,7 @@ import pandas as pd
 
 from maect.core.files import read_json
 from maect.core.seeds import seedless
-from maect.report.claims import beyond_chance
+from maect.report.claims import LEVEL, chance_of
 from maect.report.registry import FIGURES, TABLES
 from maect.report.render import MISSING, printed, render, verdicts
 from maect.report.tables import paper_value, read_table
@@ -241,7 +241,7 @@ def _gain(tuned: str, key: tuple[str, str], values: Values, runs: pd.DataFrame) 
         return MISSING
     sets = [_added(tuned, (key[0], f"{key[1]}_splits/{n}"), values, runs) for n in range(3)]
     tests = [added, [statistics.fmean(one) for one in sets if one]]
-    decided = [beyond_chance(one) for one in tests if len(one) > 1]
+    decided = [chance_of(one) <= LEVEL for one in tests if len(one) > 1]
     cell = f"{statistics.fmean(added):+.1f}"
     cell += f" ± {statistics.stdev(added):.1f}" if len(added) > 1 else ""
     return cell if all(decided) else f"{cell}, undecided"
@@ -376,9 +376,10 @@ independent values decide: a model of one seed has the largest that models of it
 same metric, and the binomial error of an accuracy on so many images beside it. Where no seed says
 how much a training varies, that error is the least there is (*or more*), and *one seed, which
 cannot tell* stands beside what exceeds it. *Not comparable*: models of the statement were
-pre-trained for different numbers of epochs, so that it has no verdict. A statement may have many
-comparisons, of which chance decides one in twenty. No ± is printed where nothing is random, as in
-operations. Which statements were not measured is in `claims.csv`."""
+pre-trained for different numbers of epochs, so that it has no verdict. Of many comparisons some
+fail by chance: the more a statement has, the surer one that fails has to be (Hochberg's procedure).
+No ± is printed where nothing is random, as in operations. Which statements were not measured is in
+`claims.csv`."""
 
 
 def _runs_table(runs: pd.DataFrame) -> str:

@@ -76,8 +76,8 @@ class Comparison:
     """To print the difference with."""
     limit: bool = False
     """Whether the right side is a number, so that the left one is printed."""
-    beyond: bool | None = None
-    """Whether the difference is more than chance; None where its error is not known."""
+    chance: float = math.nan
+    """How probable it is that chance makes such a difference; NaN where its error is not known."""
     exact: bool = False
     """Whether nothing in it is random."""
     of_sets: tuple[float, ...] = ()
@@ -88,9 +88,11 @@ class Comparison:
     @property
     def significant(self) -> bool | None:
         """Return whether the difference is more than chance; None where that is not known."""
-        if self.holds is None or (self.beyond and self.at_least):
+        if self.holds is None or math.isnan(self.chance):
             return None
-        return self.beyond
+        if self.chance > LEVEL:
+            return False
+        return None if self.at_least else True
 
 
 @dataclass(frozen=True)
@@ -105,16 +107,28 @@ class Verdict:
         """`holds` if all comparisons do, `fails` if one does not, else `not measured`.
 
         `within noise` where that rests on a difference that chance may have made: one that had to
-        hold, or all those that do not. `not comparable` if models differ in their pre-training.
+        hold, or all those that do not. Of many comparisons some fail by chance: Hochberg
+        (Biometrika 75, 1988) says how small a probability has to be. `not comparable` if models
+        differ in their pre-training.
         """
         if any(one.epochs for one in self.comparisons):
             return UNEQUAL
-        failing = [one for one in self.comparisons if one.holds is False]
-        if failing:
-            return NOISE if all(one.significant is False for one in failing) else FAILS
+        if any(one.holds is False for one in self.comparisons):
+            return NOISE if all(map(self._by_chance, self._failing)) else FAILS
         if any(one.holds is None for one in self.comparisons):
             return OPEN
         return NOISE if any(one.significant is False for one in self.comparisons) else HOLDS
+
+    @property
+    def _failing(self) -> list[Comparison]:
+        return [one for one in self.comparisons if one.holds is False]
+
+    def _by_chance(self, failing: Comparison) -> bool:
+        """Return whether chance may have made a failing comparison, being one of so many."""
+        known = sorted(one.chance for one in self._failing if not math.isnan(one.chance))
+        # Those that hold have a probability of 1 to fail like this, and come last.
+        beyond = [p for k, p in enumerate(known) if p * (len(self.comparisons) - k) <= LEVEL]
+        return failing.chance > max(beyond, default=0.0)
 
     @property
     def significant(self) -> str:
@@ -125,6 +139,8 @@ class Verdict:
         if self.result in (OPEN, UNEQUAL, NOISE):
             return "no" if self.result == NOISE else ""
         decide = [one for one in self.comparisons if one.holds is (self.result == HOLDS)]
+        if self.result == FAILS:
+            decide = [one for one in decide if not self._by_chance(one)]
         if all(one.exact for one in decide):
             return ""
         known = [one.significant or one.exact for one in decide]  # one is enough to fail
@@ -144,7 +160,10 @@ class Verdict:
             spread = "" if math.isnan(one.std) else f" ± {one.std:.{one.decimals}f}"
             spread += " or more" if one.at_least and spread else ""
             marks = [] if one.holds or one.epochs else ["fails"]
-            marks += ["within noise"] if one.significant is False and not one.epochs else []
+            if one.significant is False and not one.epochs:
+                marks.append("within noise")
+            elif one.holds is False and self._by_chance(one) and not one.epochs:
+                marks.append(f"within noise of {len(self.comparisons)} comparisons")
             if one.of_sets:
                 of_each = ", ".join(f"{value:+.1f}" for value in one.of_sets)
                 marks.append(f"by sets of labels {of_each}")
@@ -203,13 +222,24 @@ def _is_trained(tables: Tables, key: Key) -> bool:
     return architecture in _architectures(tables, TRAINED, method)
 
 
-def beyond_chance(differences: Sequence[float]) -> bool:
-    """Return whether the mean of paired differences is not zero, by a t-test at `LEVEL`."""
+def chance_of(differences: Sequence[float]) -> float:
+    """Probability of such a mean of paired differences if it were zero, by a two-sided t-test."""
     from scipy.stats import t as student  # takes a while
 
-    mean, error = statistics.fmean(differences), statistics.stdev(differences)
-    most = student.ppf(1 - LEVEL / 2, len(differences) - 1) * error / math.sqrt(len(differences))
-    return abs(mean) > max(float(most), TOLERANCE)
+    mean, error = abs(statistics.fmean(differences)), statistics.stdev(differences)
+    if mean <= TOLERANCE:
+        return 1.0
+    if error == 0:
+        return 0.0
+    return 2 * float(student.sf(mean / error * math.sqrt(len(differences)), len(differences) - 1))
+
+
+def _chance_of(difference: float, std: float) -> float:
+    """That of one difference, where `DEVIATIONS` of its standard deviations are `LEVEL`."""
+    if abs(difference) <= DEVIATIONS * std:
+        return 1.0
+    of = statistics.NormalDist().cdf
+    return LEVEL * of(-abs(difference) / std) / of(-DEVIATIONS) if std else 0.0
 
 
 def _error_of_images(key: Key, value: float, images: Mapping[str, int]) -> float:
@@ -269,10 +299,10 @@ def compare(
     margin = left - right if sign.startswith(">") else right - left
     few = [k for k in values if not all(math.isnan(_look_up(s, k, "")) for s in sets.values())]
     of_sets = [one - other for one, other in (both(values | own) for own in _in_common(few, sets))]
-    std, at_least, beyond = math.nan, False, None
+    std, at_least, chance = math.nan, False, math.nan
     if len(of_seeds) > 1:
         differences = [one - other for one, other in of_seeds]
-        std, beyond = statistics.stdev(differences), beyond_chance(differences)
+        std, chance = statistics.stdev(differences), chance_of(differences)
     elif not suffix:
         known = {}
         for key, value in values.items():
@@ -281,9 +311,10 @@ def compare(
         if any(known.values()):
             one, other = both(values | {k: ufloat(values[k], e) for k, e in known.items() if e})
             std, at_least = std_dev(one - other), any(map(math.isnan, varying.values()))
-            beyond = abs(margin) > DEVIATIONS * std
-    if len(of_sets) > 1 and not beyond_chance(of_sets):
-        beyond = False
+            chance = _chance_of(margin, std)
+    by_labels = chance_of(of_sets) if len(of_sets) > 1 else math.nan
+    if by_labels > LEVEL or not math.isnan(chance):
+        chance = max(p for p in (chance, by_labels) if not math.isnan(p))
     return Comparison(
         label,
         margin >= -TOLERANCE if sign.endswith("=") else margin > TOLERANCE,
@@ -295,7 +326,7 @@ def compare(
         (),
         decimals=_decimals(margin, values.values()),
         limit=not VALUE.search(sides[2]),
-        beyond=beyond,
+        chance=chance,
         exact=math.isnan(std) and all(key[0] == COST for key in values),
         of_sets=tuple(of_sets),
         epochs=() if suffix else _epochs(tables, values),

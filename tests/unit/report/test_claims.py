@@ -207,6 +207,18 @@ def test_what_the_seeds_do_not_decide_is_within_noise(tables, limits, expected):
     assert more.result == "not measured"
 
 
+def test_of_many_comparisons_some_fail_by_chance(tables):
+    """62 ± 2 against 67.4 is 2.7 deviations: one comparison decides it, one of five does not."""
+    holding = [f"clustering.tiny.ct_min.accuracy > {limit}" for limit in (50, 51, 52, 53)]
+    close, far = (f"clustering.tiny.ct_min.accuracy > {limit}" for limit in (67.4, 69))
+    assert verdict(tables, close).result == "fails"
+    found = verdict(tables, close, *holding)
+    assert (found.result, found.significant) == ("within noise", "no")
+    assert "> 67.4: 62.00 ± 2.00 (fails; within noise of 5 comparisons)" in found.numbers
+    assert verdict(tables, far, *holding).result == "fails"  # 3.5 deviations
+    assert verdict(tables, close, close).result == "fails"  # both as surely as one
+
+
 def test_one_seed_is_no_surer_than_three(tables, result, evaluations):
     result("ct_k1", "clustering", accuracy=64.0, silhouette=3.0)
     result("ibot", "clustering", accuracy=64.0, silhouette=3.0)
