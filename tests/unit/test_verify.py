@@ -1,6 +1,7 @@
 """`maect verify`: published numbers, made again by a pipeline that is written here."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -103,6 +104,17 @@ def test_deviations_over_seeds_come_first() -> None:
     assert tolerance(several, False, 500)[0] == pytest.approx(1.25)
     assert tolerance(several, True, 500)[0] == pytest.approx(0.6)
     assert json.dumps(tolerance(cell, False, 500)[1])  # in words
+
+
+def test_of_one_seed_only_accuracies_are_judged() -> None:
+    found = {cell.name: cell for cell in cells(PUBLISHED, load("digits"))}
+    knn, silhouette = found[KNN], found["clustering.mae.silhouette"]
+    right = Checked(knn.table, knn.row, knn.metric, 100.0, math.nan)
+    assert 0 < tolerance(right, False, 500)[0] < 1
+    for same in (False, True):
+        assert math.isinf(tolerance(silhouette, same, 500)[0])
+    several = Checked(silhouette.table, silhouette.row, silhouette.metric, -12.0, 0.5)
+    assert tolerance(several, False, 500)[0] == pytest.approx(1.25)
 
 
 def test_seeds_that_are_not_published_are_not_made(tmp_path: Path) -> None:
