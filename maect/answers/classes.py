@@ -125,9 +125,14 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
     else:
         features = open_features(labelled)
         check(features)
-        values, labels = features.all(), features.labels
-        class_names = [*features.record["class_names"]]
         about = features.record
+        if not about.get("norm", True) or about.get("blocks", 1) > 1:
+            raise UserError(
+                f"{labelled}: not the features that images get here, behind the final norm: give "
+                "those of the split without an ending"
+            )
+        values, labels = features.all(), features.labels
+        class_names = [*about["class_names"]]
     penalty = LowShot().l2 / len(labels)
     weight, _ = fit(prepare(values), labels, len(class_names), penalty, LowShot().solver)
     bias, made_by = np.zeros(len(class_names)), about["encoder_sha256"]

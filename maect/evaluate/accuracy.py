@@ -263,7 +263,7 @@ class FineTuned:
             hashed.update(name.encode())
             hashed.update(value.contiguous().numpy().data)
         found = self.predicted(context, test, resize)
-        real = settings.reassessed(test.keys, test.class_names)
+        real = settings.reassessed(test.keys, test.class_names, test.labels)
         return {
             **({} if real is None else {"real": real.accuracy(found)}),
             "accuracy": 100 * int((found == test.labels).sum()) / test.n,

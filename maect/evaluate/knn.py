@@ -70,7 +70,10 @@ class Knn(RealLabels, ReadsFeatures):
         train, test = job.both()
         if self.k > train.n:
             raise UserError(f"knn: k {self.k} is more than the {train.n} samples of {train.path}")
-        pairs, real = self.pairs(train.n), self.reassessed(test.names, test.record["class_names"])
+        pairs, real = (
+            self.pairs(train.n),
+            self.reassessed(test.names, test.record["class_names"], test.labels),
+        )
         one_in = max(ONE_IN, -(-train.n // test.n))
         held = held_out(train.labels, train.names(), one_in)
         ids, queries = np.flatnonzero(~held), train.take(np.flatnonzero(held))

@@ -49,12 +49,12 @@ class Logistic(RealLabels, ReadsFeatures):
         with `real_labels` also `logistic_real`.
         """
         train, test = job.both()
-        real = self.reassessed(test.names, test.record["class_names"])
+        real = self.reassessed(test.names, test.record["class_names"], test.labels)
         held = held_out(train.labels, train.names(), self.one_in)
         if len(np.unique(train.labels)) < 2 or not held.any():
             raise UserError(f"{train.path}: logistic needs two classes and two images of a class")
         given, threads = (train.all(), train.labels), idle_cpus(context)
-        identity = digest(self, train.record["encoder_sha256"], train.record["index_digest"])
+        identity = digest(self, train.record["sha256"])
         search = partial(choose, *given, held, self.penalties, self.max_iterations, threads)
         # A weak penalty may not converge, nor need to.
         with threadpool_limits(1), warnings.catch_warnings(action="ignore"):

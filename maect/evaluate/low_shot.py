@@ -106,7 +106,7 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
                 "train on are of one; extract features of a split with more"
             )
         queries = prepare(test.all())
-        real = self.reassessed(test.names, test.record["class_names"])
+        real = self.reassessed(test.names, test.record["class_names"], test.labels)
 
         def accuracy(name: Any) -> tuple[NDArray[np.bool_], bool, float]:
             ids = subsets[name]

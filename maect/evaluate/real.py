@@ -16,6 +16,11 @@ from maect.core.settings import Settings
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?:\.\w+)?$")
 
 
+LEAST = 50.0
+"""Percent of ImageNet's own labels that are ReaL's at the least, where classes have one order: of
+the whole split 90 are."""
+
+
 class RealLabels(Settings):
     """Settings of what is scored by ImageNet-ReaL's labels, too."""
 
@@ -32,15 +37,19 @@ class RealLabels(Settings):
         return sha256_file(path)
 
     def reassessed(
-        self, keys: Callable[[], Sequence[str]], class_names: Sequence[str] = ()
+        self,
+        keys: Callable[[], Sequence[str]],
+        class_names: Sequence[str] = (),
+        labels: NDArray[np.int64] | None = None,
     ) -> Real | None:
         """The labels of the images of some keys; None if they are not asked for.
 
-        Keys end with `ILSVRC2012_val_` and a number. Without `class_names` none are compared.
+        Keys end with `ILSVRC2012_val_` and a number. Without `class_names`, and without the images'
+        own `labels`, int64 [n], none are compared.
         """
         if self.real_labels is None:
             return None
-        return Real(_path(self.real_labels), keys(), class_names)
+        return Real(_path(self.real_labels), keys(), class_names, labels)
 
 
 def is_imagenets(key: str) -> bool:
@@ -51,10 +60,16 @@ def is_imagenets(key: str) -> bool:
 class Real:
     """ReaL's labels of some images."""
 
-    def __init__(self, path: Path, keys: Sequence[str], class_names: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        keys: Sequence[str],
+        class_names: Sequence[str] = (),
+        labels: NDArray[np.int64] | None = None,
+    ) -> None:
         """Find them by the images' names; a UserError if these, classes or file are others."""
-        labels = read_real(path)
-        classes = 1 + max((number for each in labels for number in each), default=-1)
+        given = read_real(path)
+        classes = 1 + max((number for each in given for number in each), default=-1)
         if class_names and classes > len(class_names):
             raise UserError(
                 f"{path}: labels of {classes} classes, the images have {len(class_names)}; ReaL's "
@@ -64,15 +79,21 @@ class Real:
         self._right = np.zeros((len(keys), classes + 1), bool)
         for row, key in enumerate(keys):
             match = _NUMBER.search(key)
-            if match is None or not 1 <= int(match[1]) <= len(labels):
+            if match is None or not 1 <= int(match[1]) <= len(given):
                 raise UserError(
-                    f"real_labels: {key!r} is none of the {len(labels)} images of "
+                    f"real_labels: {key!r} is none of the {len(given)} images of "
                     f"{path}, which are called ILSVRC2012_val_ and a number"
                 )
-            self._right[row, labels[int(match[1]) - 1]] = True
+            self._right[row, given[int(match[1]) - 1]] = True
         self.counted = self._right.any(axis=1)
         if not self.counted.any():
             raise UserError(f"{path}: gives no label to any of the test images")
+        if labels is not None and (agree := self.accuracy(labels)) < LEAST:
+            raise UserError(
+                f"{path}: only {agree:.0f} % of the images' own labels are among ReaL's, which are "
+                "numbers of ImageNet's classes in the order of their WordNet ids: name the class "
+                "folders by these"
+            )
 
     def right(self, predicted: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether each predicted class, int64 [n], is right: bool, of images with labels."""

@@ -59,13 +59,26 @@ def intervals(
     return low, high
 
 
+def wilson(
+    scores: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Replace the ends of columns, [n, measures], that are 0 alone or 100 alone, by Wilson's."""
+    n, z = len(scores), 1.96
+    width = 100 * z**2 / (n + z**2)
+    low = np.where((scores == 100).all(axis=0), 100 - width, low)
+    return low, np.where((scores == 0).all(axis=0), width, high)
+
+
 def ends(correct: Mapping[str, NDArray[Any]]) -> dict[str, float]:
     """Return the ends of the 95 % interval of accuracies as metrics, `NAME_low` and `NAME_high`.
+
+    Where all or none are, the bootstrap has nothing to draw from: Wilson's interval.
 
     Args:
         correct: by metric, which test images are classified correctly, bool [n] or 0 to 1.
     """
-    low, high = intervals(100.0 * np.stack([*correct.values()], axis=1))
+    scores = 100.0 * np.stack([*correct.values()], axis=1)
+    low, high = wilson(scores, *intervals(scores))
     found: dict[str, float] = {}
     for name, *both in zip(correct, low.tolist(), high.tolist(), strict=True):
         found |= {f"{name}_low": both[0], f"{name}_high": both[1]}

@@ -241,7 +241,8 @@ class Trial:
 
     def reassessed(self, settings: RealLabels) -> Real | None:
         """Return ReaL's labels of the test images; None if the settings ask for none."""
-        return settings.reassessed(lambda: self.test.keys(), self.test.class_names)
+        test = self.test
+        return settings.reassessed(lambda: test.keys(), test.class_names, test.labels)
 
     def checked(self, features: Tensor) -> Tensor:
         """Return the features, or raise a UserError if one is not finite."""

@@ -222,7 +222,8 @@ def _names(folder: ImageFolder, which: NDArray[np.bool_]) -> list[str]:
 
 def real_of(folder: ImageFolder, which: NDArray[np.bool_], labels: RealLabels) -> Real | None:
     """ReaL's labels of some images of a folder; UserError if these are not ImageNet's."""
-    return labels.reassessed(lambda: _names(folder, which), folder.parts[0].class_names)
+    own = None if folder.labels is None else folder.labels[which]
+    return labels.reassessed(lambda: _names(folder, which), folder.parts[0].class_names, own)
 
 
 def measured(

@@ -3,7 +3,6 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,8 +279,8 @@ def knn_per_block(shown: ShownConfig) -> Figure:
     most = 0
     for number, row in enumerate(shown.rows):
         lines = list[list[float]]()
-        paths = (shown.evaluations / run / "knn_per_block.json" for run in row.runs)
-        for path in filter(Path.exists, paths):
+        paths = (tables.result_file(shown.evaluations, run, "knn_per_block") for run in row.runs)
+        for path in filter(None, paths):
             values = tables.read_metrics(path).get("knn_standardized")
             if not isinstance(values, list) or len(values) != len([*lines, values][0]):
                 raise UserError(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import maect
-from maect.answers.classes import read_classifier
+from maect.answers.classes import fit_classifier, read_classifier
 from maect.answers.cluster_page import around, write_clusters
 from maect.answers.vectors import Vectors, nearest, write_vectors
 from maect.cli import main
@@ -26,6 +26,7 @@ from maect.evaluate.clusters import (
     scale_of,
     shared_neighbours,
 )
+from maect.evaluate.store import write_features
 from maect.models.weights import load_encoder_weights, save_encoder, save_tensors
 
 
@@ -311,6 +312,18 @@ def test_predict_by_what_was_fitted_and_kept(
     capsys.readouterr()
     assert main(["predict", str(other), *predict[2:]]) == 2
     assert "another encoder" in capsys.readouterr().err
+
+
+def test_only_features_behind_the_norm_are_fitted(tmp_path: Path) -> None:
+    for change in ({"norm": False}, {"blocks": 4}):
+        path = tmp_path / "val.before_norm.safetensors"
+        record = {"encoder_sha256": "e", "class_names": ["a", "b"], "resize": 16} | change
+        labels = np.arange(6) % 2
+        values = np.eye(6, dtype=np.float32)
+        keys = [str(n) for n in range(6)]
+        write_features(path, [values], width=6, labels=labels, keys=keys, record=record)
+        with pytest.raises(UserError, match="not the features that images get here"):
+            fit_classifier(path)
 
 
 def test_predict_by_a_linear_probe(run: Path, photographs: Path, tmp_path: Path) -> None:

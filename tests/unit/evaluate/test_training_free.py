@@ -8,10 +8,13 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
-from maect.evaluate.logistic import PENALTIES, best, choose, fitted
-from maect.evaluate.sampling import held_out, intervals
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.logistic import PENALTIES, Logistic, best, choose, fitted
+from maect.evaluate.sampling import ends, held_out, intervals
 from maect.evaluate.training_free import KNN_BEST, KNN_HELD_OUT, with_labels, without_labels
 from maect.recipes import KNN_K, KNN_TEMPERATURE
+
+from .conftest import blobs, given, store
 
 
 def clouds(n: int, seed: int, spread: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
@@ -47,6 +50,17 @@ def test_intervals_are_those_of_scipy() -> None:
     assert high[0] - low[0] < high[1] - low[1]  # nearer to 100 is surer
     both = intervals(np.stack([scores[:, 0], scores[:, 0] - 1.0], axis=1))
     np.testing.assert_allclose(both[0][0] - both[0][1], 1.0)  # resampled together
+
+
+def test_where_all_are_right_the_interval_is_wilsons() -> None:
+    right = np.arange(20) < 13
+    found = ends({"all": np.ones(20, bool), "none": np.zeros(20, bool), "some": right})
+    for name, count in (("all", 20), ("none", 0)):
+        theirs = stats.binomtest(count, 20).proportion_ci(method="wilson")
+        mine = found[f"{name}_low"], found[f"{name}_high"]
+        assert mine == pytest.approx((100 * theirs.low, 100 * theirs.high), abs=0.01)
+    low, high = intervals(100.0 * right[:, None])
+    assert (found["some_low"], found["some_high"]) == (low[0], high[0])
 
 
 def test_measures_are_those_of_a_second_implementation() -> None:
@@ -113,3 +127,16 @@ def test_spread_needs_no_labels() -> None:
     spread, flat = without_labels(values), without_labels(line)
     assert flat["rank_me"].value < 1.1 < spread["rank_me"].value <= 8.01
     assert spread["uniformity"].value < flat["uniformity"].value
+
+
+def test_a_choice_is_of_the_features_that_it_was_made_on(tmp_path, rank) -> None:
+    """A killed evaluation kept it; since then images are resized otherwise."""
+    inputs = {"test": store(tmp_path / "test.safetensors", *blobs(90, 12, 6, 1))}
+    job = EvaluationJob(tmp_path / "run", tmp_path / "out.json", inputs)
+    first = store(tmp_path / "16.safetensors", *blobs(300, 12, 6, 0, spread=0.2))
+    Logistic().evaluate(rank, given(job, train=first))
+    second = store(tmp_path / "20.safetensors", *blobs(300, 12, 6, 0, spread=3.0), resize=20)
+    test = store(tmp_path / "test20.safetensors", *blobs(90, 12, 6, 1), resize=20)
+    found = Logistic().evaluate(rank, given(job, train=second, test=test))
+    alone = EvaluationJob(tmp_path / "run", tmp_path / "alone.json", inputs)
+    assert found == Logistic().evaluate(rank, given(alone, train=second, test=test))

@@ -279,6 +279,16 @@ def test_knn_per_block_is_a_mean_over_seeds(results, result):
     # The deviation of 60 and 62 is the root of 2, to either side.
     (low, high) = several[2][0].get_segments()[0][:, 1]
     assert (low, high) == pytest.approx((61 - 2**0.5, 61 + 2**0.5))
+    # One of an encoder that the run no longer has is left out, as in the tables.
+    record = {"metrics": {"knn_standardized": [9.0] * 3}, "provenance": {"encoder_sha256": "old"}}
+    write_record(results / "ct_tiny-s1" / "knn_per_block.json", record)
+    sums = {"encoder.safetensors": "new"}
+    write_record(
+        results.parent / "runs/ct_tiny-s1/run.json",
+        {"run": "ct_tiny-s1", "stage": "tune", "sha256": sums},
+    )
+    _, alone = knn_per_block(asked).axes[0].containers
+    assert alone[0].get_ydata().tolist() == [60.0, 70.0, 80.0]
     result("ct_tiny-s1", "knn_per_block", knn_standardized=[62.0, 74.0])
     with pytest.raises(UserError, match="a value for each block"):
         knn_per_block(asked)
