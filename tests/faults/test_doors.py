@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import yaml
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +102,23 @@ def test_a_plan_takes_nothing_from_the_working_folder(trap: Callable[[], list[st
     done = maect("plan", "shards", "--experiment", "digits")
     assert done.returncode == 0, done.stderr
     assert trap() == []
+
+
+def test_the_report_takes_nothing_from_the_working_folder(
+    tmp_path: Path, trap: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`report_html`, which starts a Snakemake of its own: it would take `default` for a profile."""
+    file = tmp_path / "mine.yaml"
+    about = {
+        "storage": str(tmp_path / "results"),
+        "datasets": {"mine": {"splits": {"train": {"images": str(tmp_path)}}}},
+        "runs": {"mae": {"recipe": "mae", "size": "tiny"}},
+    }
+    file.write_text(yaml.safe_dump(about))
+    monkeypatch.setenv("SNAKEMAKE_PROFILE", str(Path("local").absolute()))
+    done = maect("run", str(file), str(tmp_path / "results/report.html"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert trap() == [] and (tmp_path / "results/report.html").exists()
 
 
 def test_python_m_maect_takes_nothing_from_the_working_folder(

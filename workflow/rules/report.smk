@@ -88,6 +88,8 @@ rule report_html:
     message:
         "Report {output}"
     shell:
-        "snakemake --snakefile {params.snakefile:q} --config {params.changes:q}"
+        "{sys.executable:q} -P -m maect.tools.start_snakemake"
+        " --profile none --workflow-profile none"
+        " --snakefile {params.snakefile:q} --config {params.changes:q}"
         " --nolock --report {output} --report-stylesheet {params.style:q}"
         " --cores 1 {input} 2> {log}"
