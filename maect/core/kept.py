@@ -92,6 +92,8 @@ def _restore(folder: Path) -> None:
 def _is_of_last_recipe(run: Path) -> bool:
     """Return whether no training by another recipe has begun since a run was finished."""
     made, begun = (seek_record(run / name) for name in (RUN, "recipe.json"))
+    if not begun and made.get("stage") == "import":  # which has none
+        return True
     return made.get("fingerprint") == begun.get("fingerprint")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.files import seek_record
-from maect.core.kept import forget, keep, restore, set_aside, tidy
+from maect.core.kept import forget, keep, restore, set_aside, standing, tidy
 from maect.core.settings import SettingsFile
 from maect.data.config import CONFIG
 from maect.data.sources.base import is_there
@@ -26,13 +26,9 @@ from maect.stages import STAGES
 from maect.stages.run import RunConfig
 
 SHARDING = ("plan_shards", "write_shard", "index_shards")
-CHECKS_FIRST = {
-    *(name for name, stage in STAGES.items() if stage.trains),
-    *PROTOCOLS,
-    "features",
-    *SHARDING,
-}
-"""Rules whose jobs check whether what Snakemake deleted is what they are asked for."""
+KEPT = {*STAGES, *PROTOCOLS, "features", *SHARDING}
+"""Rules whose outputs have backups: their jobs check whether what Snakemake deleted is what they
+are asked for, and what was imported is put back if a new import fails."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,10 @@ def faults(experiment: Experiment, jobs: Sequence[PendingJob]) -> list[str]:
                 if pair not in planned or _is_finished(experiment.shards(*pair))
             ],
         ),
-        *missing_images(experiment, planned),
-        *missing_weights(experiment, [job.wildcards["run"] for job in jobs if job.rule in STAGES]),
+        *missing_images(experiment, _read_again(jobs), again=True),
+        *missing_weights(
+            experiment, [job.wildcards["run"] for job in jobs if job.rule in STAGES], again=True
+        ),
         *missing_lists(experiment, evaluations),
     ]
 
@@ -87,7 +85,7 @@ def prepare(experiment: Experiment, jobs: Sequence[PendingJob]) -> None:
         if job.config is not None:
             _config(experiment, job).write(job.config)
         # What Snakemake deletes now, the job may find to be what it is asked for.
-        if job.rule in CHECKS_FIRST:
+        if job.rule in KEPT:
             if job.forced and job.rule in STAGES:
                 set_aside(job.outputs)
             (forget if job.forced else keep)(job.outputs)
@@ -125,14 +123,33 @@ def _sharded(jobs: Iterable[PendingJob], rules: Sequence[str] = SHARDING) -> lis
     )
 
 
+def _read_again(jobs: Iterable[PendingJob]) -> list[tuple[str, str]]:
+    """(dataset, split) whose images are listed, or read for tars that are not there or forced."""
+    return _sharded(
+        (
+            job
+            for job in jobs
+            if job.rule == "plan_shards"
+            or job.forced
+            or not all(standing(path).exists() for path in job.outputs)
+        ),
+        ["plan_shards", "write_shard"],
+    )
+
+
 def missing_images(
-    experiment: Experiment, splits: Iterable[tuple[str, str]] | None = None
+    experiment: Experiment,
+    splits: Iterable[tuple[str, str]] | None = None,
+    again: bool = False,
 ) -> list[str]:
-    """Return what a start would not find of the images (of `splits`, or all): a sentence each."""
+    """Return what a start would not find of the images (of `splits`, or all): a sentence each.
+
+    Not of shards that are finished, unless they are made `again`.
+    """
     missing = []
     for name, split in experiment.splits if splits is None else splits:
         given = experiment.datasets[name].splits[split]
-        if _is_finished(experiment.shards(name, split)):
+        if not again and _is_finished(experiment.shards(name, split)):
             continue
         where, images = f"{experiment.file}: datasets: {name}", experiment.images(name, split)
         if given.images is not None and not is_there(images):
@@ -145,7 +162,9 @@ def missing_images(
     return missing
 
 
-def missing_weights(experiment: Experiment, runs: Iterable[str] | None = None) -> list[str]:
+def missing_weights(
+    experiment: Experiment, runs: Iterable[str] | None = None, again: bool = False
+) -> list[str]:
     """Likewise, a sentence a file of weights that is to be imported, for runs or for all."""
     chosen = [experiment.runs[name] for name in (experiment.runs if runs is None else runs)]
     return [
@@ -153,7 +172,7 @@ def missing_weights(experiment: Experiment, runs: Iterable[str] | None = None) -
         "correct `weights` there or fetch them (maect retrieve, docs/weights.md)"
         for run in chosen
         if run.weights is not None
-        and not is_finished(experiment.folder(run.name))
+        and (again or not is_finished(experiment.folder(run.name)))
         and not run.weights.is_file()
     ]
 

@@ -9,6 +9,7 @@ from pydantic import field_validator
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import read_json, sha256_file
+from maect.core.kept import forget
 from maect.core.settings import digest
 from maect.models.layouts import LAYOUTS
 from maect.recipes import Pixels
@@ -131,6 +132,7 @@ def import_weights(
         finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **origin(),
     ).write(record)
+    forget([folder / ENCODER, record])
     return layout, new
 
 

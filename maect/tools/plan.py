@@ -456,13 +456,13 @@ def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
         given = job.wildcards
         if job.rule == "plan_shards":
             pair = given["dataset"], given["split"]
-            faults = starting.missing_images(experiment, [pair])
+            faults = starting.missing_images(experiment, [pair], again=True)
             note(faults, " ".join(pair), experiment.images(*pair))
         elif "evaluation" in given:
             pairs.append((given["run"], given["evaluation"]))
         elif job.rule in STAGES:
             run = experiment.runs[given["run"]]
-            faults = starting.missing_weights(experiment, [run.name])
+            faults = starting.missing_weights(experiment, [run.name], again=True)
             note(faults, f"weights of {run.name}", run.weights)
     by_variable = [
         f"${' and $'.join(names)}: not set, export it: {', '.join(sorted(what))}"

@@ -7,9 +7,10 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
+from maect.core.kept import restore
 from maect.experiment import Experiment, load
 from maect.experiment.resolve import run_config
-from maect.experiment.start import missing_weights
+from maect.experiment.start import PendingJob, faults, missing_images, missing_weights, prepare
 from maect.records import RunRecord
 
 RUNS: dict[str, Any] = {
@@ -85,6 +86,66 @@ def test_missing_weights_are_named_until_they_are_imported(
         "/mae_l.pth, as PUBLIC is not set: export it; correct"
         in missing_weights(experiment(tmp_path))[0]
     )
+
+
+def job(rule: str, files: list[Path], forced: bool, **given: str) -> PendingJob:
+    return PendingJob(rule, given, [], files, None, forced)
+
+
+def test_a_finished_import_that_runs_again_needs_its_weights(tmp_path: Path) -> None:
+    """Snakemake would delete its encoder first: nothing but the encoder is left of it."""
+    found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]})
+    folder = found.folder("ijepa")
+    files = [folder / "encoder.safetensors", RunRecord.path(folder)]
+    folder.mkdir(parents=True)
+    for path in files:
+        path.touch()
+    assert missing_weights(found, ["ijepa"]) == []
+    again = job("import", files, False, run="ijepa")
+    assert "no weights at" in faults(found, [again])[0]
+    assert faults(found, []) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "forced", "is_there", "needed"),
+    [
+        ("write_shard", True, True, True),
+        ("write_shard", False, False, True),
+        ("write_shard", False, True, False),  # it puts back the tar that is there
+        ("plan_shards", False, True, True),
+        ("index_shards", True, True, False),
+    ],
+)
+def test_finished_shards_that_are_made_again_need_their_images(
+    tmp_path: Path, rule: str, forced: bool, is_there: bool, needed: bool
+) -> None:
+    found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]}, datasets={
+        "mine": {"splits": {"train": {"images": "/no/images"}}}
+    })  # fmt: skip
+    folder = found.shards("mine", "train")
+    folder.mkdir(parents=True)
+    (folder / "index.json").touch()
+    if is_there:
+        (folder / "output").touch()
+    again = job(rule, [folder / "output"], forced, dataset="mine", split="train")
+    said = faults(found, [again])
+    assert len(said) == needed and all("no images at /no/images" in line for line in said)
+    assert missing_images(found) == []
+
+
+def test_a_failed_import_leaves_what_was_imported_before(tmp_path: Path) -> None:
+    """Snakemake has deleted it; it is put back when the pipeline ends."""
+    found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]})
+    folder = found.folder("ijepa")
+    files = [folder / "encoder.safetensors", RunRecord.path(folder)]
+    folder.mkdir(parents=True)
+    files[0].write_text("weights")
+    RunRecord(run="ijepa", stage="import", fingerprint="1").write(files[1])
+    prepare(found, [job("import", files, False, run="ijepa")])
+    for path in files:
+        path.unlink()
+    restore(tmp_path)
+    assert files[0].read_text() == "weights" and RunRecord.of(folder).fingerprint == "1"
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def parts_of(wildcards):
 
 def weights_file(wildcards):
     """Passed as a resource, not in `params`: weights that moved re-run nothing."""
-    warn(starting.missing_weights(experiment, [wildcards.run]))
+    warn(starting.missing_weights(experiment, [wildcards.run], again=True))
     return str(experiment.runs[wildcards.run].weights)
 
 

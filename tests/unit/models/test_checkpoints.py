@@ -22,6 +22,7 @@ from maect import recipes
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
+from maect.core.kept import keep, kept
 from maect.models.checkpoints import convert, find_layout, read_checkpoint
 from maect.models.layouts import LAYOUTS
 from maect.models.vit import build_encoder
@@ -439,6 +440,16 @@ def test_safetensors_are_read_too(tmp_path):
     layout, actual = import_weights(tmp_path / "dino.safetensors", tmp_path / "run")
     assert layout == "dino"
     assert torch.equal(actual.tensors["norm.bias"], weights["norm.bias"])
+
+
+def test_an_import_gives_up_the_backups_of_the_one_before(tmp_path):
+    """They would be put back beside its files one day."""
+    save_file(plain_vit.learned(), tmp_path / "dino.safetensors")
+    run = tmp_path / "run"
+    import_weights(tmp_path / "dino.safetensors", run)
+    assert keep([run / "encoder.safetensors", run / "run.json"])
+    import_weights(tmp_path / "dino.safetensors", run, image_size=32)
+    assert kept(run) == []
 
 
 def cubic(x):
