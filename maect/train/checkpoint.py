@@ -46,6 +46,7 @@ PARAM, AVERAGE = "param", "ema"
 KEPT = 2
 # The ranks whose files rank 0 waits for may wait for it in an exchange meanwhile.
 _WAIT_FOR_RANKS = STEP_TIMEOUT.total_seconds() / 2
+SAY_AGAIN = 3600.0  # seconds after which people are told once more that nothing is saved
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Saver:
         self._fence = fence
         self.rank, self.world_size = context.rank, context.world_size
         self.error: str | None = None
+        self._said_at = float("-inf")
         self._number = 0
         self._is_noted = False
         self._thread: threading.Thread | None = None
@@ -134,6 +136,10 @@ class Saver:
                     # Its file stays: it may be of a save of this step that is complete.
                     note = {"error": str(error), "save": self._number}
                     write_record(folder / f"rank-{self.rank:04d}.json", note)
+            if time.monotonic() - self._said_at >= SAY_AGAIN:
+                self._said_at = time.monotonic()
+                with suppress(OSError):  # the next report has it too
+                    self.context.say(f"{self.error}: what is trained since is lost if the job ends")
         finally:
             self.context.saving(False)
 

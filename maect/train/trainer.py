@@ -443,7 +443,7 @@ class Trainer:
         """Save this step's state, in the background unless asked to wait.
 
         Raises:
-            UserError: it was to be waited for, and failed.
+            OSError: it was to be waited for, and failed; the next attempt may save it.
         """
         if self.replay:
             return
@@ -466,7 +466,7 @@ class Trainer:
             # Rank 0 knows the cause; the others' errors may come of its having cleaned up.
             error = from_rank_0(self.saver.error)
             if error:
-                raise UserError(error)
+                raise OSError(error)
 
     def _log(self, values: dict[str, float], norm: float, always: bool = False) -> None:
         """Show the step, add it to its epoch's loss and, if its turn has come, to the metrics."""

@@ -1,5 +1,6 @@
 """Settings that change how a step is computed but not what, and what a run leaves behind."""
 
+import errno
 import json
 import platform
 import subprocess
@@ -312,6 +313,33 @@ def test_a_second_save_of_a_step_that_fails_spoils_nothing(tmp_path, monkeypatch
     (state,) = saved(tmp_path / "state")
     for rank in range(2):
         checkpoint.check_files(state, checkpoint.state_record(state, "ours"), rank, 2)
+
+
+def test_people_are_told_that_nothing_is_saved(tmp_path, monkeypatch):
+    """At once, once an hour as long as it lasts, and whatever becomes of their message."""
+    place, said = Place(0, 0, 1), []
+
+    def say(sentence):
+        said.append(sentence)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    def full(*_):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(place, "say", say)
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    saver = Saver(tmp_path, place, Fence(tmp_path / "state", place))
+
+    def save(step):
+        saver.save(step, {"param|0|x": torch.zeros(3)}, {})
+        saver.wait()
+        return len(said)
+
+    assert [save(step) for step in (1, 2, 3)] == [1, 1, 1]
+    assert "state of step 1 not saved" in said[0] and "quota exceeded" in said[0]
+    monkeypatch.setattr(checkpoint, "SAY_AGAIN", 0.0)
+    assert save(4) == 2 and "state of step 4" in said[1]
+    assert "state of step 4" in saver.error
 
 
 def test_training_does_not_wait_for_a_save(tmp_path):

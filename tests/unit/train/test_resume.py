@@ -194,7 +194,7 @@ def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, whole, rank
     size = (Path(full["folder"]) / "state/step-000000003/rank-0000.safetensors").stat().st_size
     log.write_text("")
     failed = run(2, full, log=log, file_limit=size // 2, limited=ranks)
-    assert "UserError" in failed and "File too large" in failed
+    assert "OSError" in failed and "File too large" in failed
     text = log.read_text()
     assert "state of step 4 not saved" in text and "the one before it stays" in text
     assert steps_saved(full["folder"]) == before
