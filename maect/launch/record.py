@@ -9,7 +9,7 @@ A file has one writer; what would have two, on machines without a lock in common
     jobs/NAME/submission.log  what that process says
     jobs/NAME/rank-N.json     rank N: since when, where it runs, how it ended; rank 0 also its last
                               report, the last step saved, the verdict
-    jobs/NAME/alive-N         rank N: the kernel's lock on it says whether it lives
+    jobs/NAME/alive-N         rank N of a local job: the kernel's lock on it says whether it lives
     jobs/NAME/rendezvous-N.json  rank 0 of attempt N: where its ranks meet
     jobs/NAME/*.pkl, *.out    submitit: what the ranks unpickle, and their logs
 
@@ -356,9 +356,16 @@ def rank_file(folder: Path, name: str, rank: int) -> Path:
 
 
 @contextmanager
-def alive(folder: Path, name: str, rank: int) -> Iterator[None]:
-    """Hold the lock that says that a rank lives, in whichever container: the kernel frees it."""
-    with (job_folder(folder, name) / f"alive-{rank}").open("w") as file:
+def alive(folder: Path, job: Job, rank: int) -> Iterator[None]:
+    """Hold the lock that says that a rank lives, in whichever container: the kernel frees it.
+
+    Only of a local job, which nobody else asks for. One of SLURM's begins again under its name, and
+    would wait for an attempt before it that is stuck on a lost node.
+    """
+    if job.cluster != "local":
+        yield
+        return
+    with (job_folder(folder, job.name) / f"alive-{rank}").open("w") as file:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

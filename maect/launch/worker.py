@@ -229,7 +229,7 @@ def run(folder_name: str, name: str) -> None:
         why = f"over: {job.ending}" if job and job.name == name else "replaced by another one"
         log.warning("job %s was %s; nothing to do", name, why)
         return
-    with held(folder) as is_there, record.alive(folder, name, rank):
+    with held(folder) as is_there, record.alive(folder, job, rank):
         _run(environment, job, folder, is_there)
 
 

@@ -1,6 +1,6 @@
 """`job.json`: damaged is damaged, absent is absent, old is read."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,8 @@ from maect.launch import clusters
 from maect.launch.record import (
     Job,
     RankReport,
+    alive,
+    live_ranks,
     make_job_folder,
     new_job,
     progress,
@@ -121,3 +123,13 @@ def test_a_rank_of_another_revision_may_say_more(tmp_path: Path, job: Job) -> No
     write_record(rank_file(tmp_path, job.name, 1), {"rank": 1, "pid": 7, "mood": "good"})
     write_record(rank_file(tmp_path, job.name, 2), {"mood": "good"})
     assert ranks(tmp_path, job) == {1: RankReport(1, pid=7)}
+
+
+def test_only_ranks_of_local_jobs_hold_a_lock(tmp_path: Path, job: Job) -> None:
+    """An attempt of SLURM would wait for one of the same name that is stuck on a lost node."""
+    make_job_folder(tmp_path, job.name)
+    for cluster, live in (("slurm", set[int]()), ("local", {0})):
+        one = replace(job, cluster=cluster)
+        with alive(tmp_path, one, 0):
+            assert live_ranks(tmp_path, one) == live
+    assert live_ranks(tmp_path, one) == set()
