@@ -18,6 +18,7 @@ from maect.launch.state import STOPPED, Cluster, Notice, State, meaning, state_o
 
 TICK = 0.5  # seconds between two reads of the files
 ATTEMPTS = 3  # attempts without progress before giving up
+LONGEST_WAIT = 600.0  # seconds between two submissions while SLURM's limit on jobs is reached
 STOP_PATIENCE = 60.0  # seconds that a job has after Ctrl-C until it saves, at least
 STOP_STEPS = 5  # as long as this many steps: it hears of it in one, and computes the next meanwhile
 
@@ -101,6 +102,8 @@ class _Launch:
     slow: str | None = field(default=None, init=False)  # what was last said of a straggler
     shown: int = field(default=0, init=False)  # sentences of the job's rank 0 that were shown
     broken: int = field(default=0, init=False)  # submissions of which neither id nor refusal came
+    limit: str = field(default="", init=False)  # what SLURM last said of a limit on jobs
+    wait: float = field(default=0.0, init=False)  # seconds that were last waited for that
     clusters: dict[str, Cluster] = field(default_factory=clusters, init=False)
 
     def run(self) -> None:
@@ -123,6 +126,9 @@ class _Launch:
                     return
                 self.leave_before_submission()
                 job, ours = self.submit(job), True
+                if job.state == "ended":
+                    self.wait_for_limit()
+                    continue
             end, seen = self.watch(job)
             if end is None or self.completes(job, end, ours):
                 self.close(job, "done")
@@ -176,7 +182,7 @@ class _Launch:
             raise SystemExit(130)
 
     def submit(self, previous: Job | None) -> Job:
-        """Submit a job, noting it before and after.
+        """Submit a job, noting it before and after; it is ended if SLURM takes no more of them.
 
         Raises:
             LaunchError: refused; or another launcher is at work, on a file system without locks.
@@ -201,13 +207,21 @@ class _Launch:
         record.write_job(self.folder, job)
         answer = submit.submit(self.folder, job, self.leave_submission)
         if "id" in answer:
-            self.broken = 0
+            self.broken, self.wait = 0, 0.0
             job.accepted(answer["id"])
             record.write_job(self.folder, job)
             again = f", attempt {job.attempt}" if job.attempt > 1 else ""
             self.line.say(f"submitted {job} at step {job.step}{again}")
             return job
         error = answer["error"].strip()
+        if job.cluster == "slurm" and answer.get("refused") and slurm.is_limit(error):
+            # There is no such job, nor will there be: the next one has another name.
+            self.close(job, f"not accepted: {error}")
+            record.remove_job_folder(self.folder, job.name)
+            if (said := " ".join(error.split())) != self.limit:
+                self.limit = said
+                self.line.say(f"SLURM takes no more jobs for now; waiting: {said}")
+            return job
         passes = job.cluster == "slurm" and slurm.passes(error)
         self.broken += not passes
         if passes or (not answer.get("refused") and self.broken < ATTEMPTS):
@@ -221,6 +235,15 @@ class _Launch:
             self.spare_nobody = True
             return self.submit(job)
         raise LaunchError(f"{self.line.title}: {job.cluster} job not accepted: {error}")
+
+    def wait_for_limit(self) -> None:
+        """Wait until SLURM may take a job, longer each time; leave if that is asked for."""
+        self.wait = min(max(2 * self.wait, slurm.squeue_seconds()), LONGEST_WAIT)
+        until = time.monotonic() + self.wait
+        while time.monotonic() < until:
+            self.check_place()
+            self.leave_before_submission()
+            time.sleep(TICK)
 
     def leave_submission(self) -> None:
         """Go without waiting for the submission; the next launcher finds the job by its name."""

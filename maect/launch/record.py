@@ -19,6 +19,7 @@ folder is, too: others copy it.
 
 import fcntl
 import os
+import shutil
 import socket
 import stat
 import time
@@ -118,7 +119,7 @@ class Job:
             too.
         suspects: nodes that seem to have ended it, once it is over.
         excluded: nodes that it was submitted without: they ended two jobs before it.
-        earlier: the jobs before this one.
+        earlier: the jobs before this one that the cluster took.
     """
 
     cluster: str
@@ -229,11 +230,12 @@ def new_job(
     # What was reported of a run that was complete, or had other settings, says nothing of this one.
     over = previous is None or "done" in (previous.ending, previous.verdict)
     if previous is not None and not over and previous.computes(identity):
-        attempt, step = previous.attempt + 1, saved_step(folder, previous)
+        attempt = previous.attempt + (previous.id is not None)
+        step = saved_step(folder, previous)
         held = held_seconds(folder, previous)
     if previous is not None:
         last = cast(Past, {key: getattr(previous, key) for key in Past.__annotations__})
-        earlier = [*previous.earlier, last]
+        earlier = [*previous.earlier, *([last] if previous.id is not None else [])]
     # SLURM shows job names to everyone: the folder's own name is enough to recognise it.
     name = f"maect-{folder.name}-{uuid.uuid4().hex[:10]}"
     failures = Counter(node for old in earlier for node in old.get("suspects", ()))
@@ -343,6 +345,11 @@ def make_job_folder(folder: Path, name: str) -> Path:
     path = job_folder(folder, name)
     path.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+def remove_job_folder(folder: Path, name: str) -> None:
+    """Remove what was written for a job that does not exist."""
+    shutil.rmtree(job_folder(folder, name))
 
 
 def log(folder: Path, job: Job, rank: int) -> Path:

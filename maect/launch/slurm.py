@@ -49,9 +49,10 @@ SUBMISSION_FAILURES_THAT_PASS = (
     "Transport endpoint is not connected",
     "temporarily unable to accept job",
     "Resource temporarily unavailable",
-    "MaxSubmitJob",  # of a QOS, a user or an account: until one of the jobs before it has ended
     NO_ANSWER,
 )
+LIMITS = ("MaxSubmitJob", "GrpSubmitJobs")
+"""On jobs in the queue, of a QOS or an account: until one of the jobs before it has ended."""
 ALREADY_OVER = ("Invalid job id", "already completing or completed", "already finished")
 
 
@@ -263,6 +264,11 @@ class Slurm(Cluster):
 def passes(error: str) -> bool:
     """Return whether a submission failed for a reason that goes away by itself."""
     return any(text in error for text in SUBMISSION_FAILURES_THAT_PASS)
+
+
+def is_limit(error: str) -> bool:
+    """Return whether SLURM itself has refused a job, and takes it later."""
+    return any(text in error for text in LIMITS)
 
 
 def _lost_a_rank(folder: Path, job: Job) -> bool:

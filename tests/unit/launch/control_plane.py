@@ -60,7 +60,7 @@ MOMENTS = (
     "rank dies", "node fails", "node fails for good", "node is taken for dead", "preempted",
     "wall limit", "cancelled by a person", "launcher killed", "launcher stopped", "ids begin again",
     "next submission: no answer", "next submission: accepted late", "next submission: refused",
-    "controller forgets what has ended",
+    "next submission: limit", "controller forgets what has ended",
 )  # fmt: skip
 TWO_ARE_INEVITABLE = {
     "node is taken for dead", "files are seen late", "next submission: accepted late",
@@ -430,6 +430,8 @@ class World:
 
         if fault == "next submission: refused":
             return {"error": "Invalid account", "refused": True}
+        if fault == "next submission: limit":
+            return {"error": "sbatch: error: QOSMaxSubmitJobPerUserLimit", "refused": True}
         if self.lasting("controller away") or self.lasting("controller hangs"):
             self.sleep(100)
             return {"error": AWAY, "refused": True}
@@ -501,6 +503,7 @@ def check(faults: Sequence[Fault]) -> World:
             file.path, json.dumps(sealed(value)), "login"
         ),
         (record, "make_job_folder"): record.job_folder,
+        (record, "remove_job_folder"): lambda folder, name: None,
         (record, "where"): lambda folder: {},
         (record, "read_own"): lambda path, anybodys: path.read_text(),
         (files, "read_text"): lambda path: path.read_text(),

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 from launching import finish, wait_for
@@ -10,7 +11,7 @@ from slurm_commands import UNKNOWN
 
 from maect.core.errors import UserError
 from maect.core.files import sealed, write_record
-from maect.launch import record, slurm
+from maect.launch import Resources, Task, launcher, record, slurm
 from maect.launch.record import Job
 from maect.launch.slurm import Slurm
 
@@ -376,18 +377,42 @@ def test_a_limit_on_submitted_jobs_is_waited_for(run, commands):
     commands.fails("sbatch", "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job "
                    "submission failed: Job violates accounting/QOS policy")  # fmt: skip
     launcher = run.start()
-    wait_for(lambda: len(commands.asked("sbatch")) > 1)
-    name = run.job().name
+    wait_for(lambda: len(commands.asked("sbatch")) > 2)
+    launcher.send_signal(signal.SIGINT)
+    words = finish(launcher)
+    assert launcher.returncode == 130 and "no job is running" in words, words
+    assert words.count("SLURM takes no more jobs for now") == 1
+    assert "QOSMaxSubmitJobPerUserLimit" in words and "does not answer" not in words
+    assert run.state() == "ended" and run.job().ending.startswith(
+        "not accepted: sbatch: error: QOS"
+    )
+    assert run.job().earlier == [] and not list((run.folder / "jobs").iterdir())
+    launcher = run.start()
+    wait_for(lambda: len(commands.asked("sbatch")) > 4)
     commands.says("sbatch", "7\n")
-    commands.says("squeue", f"7|RUNNING|None|{name}\n")
     (commands.folder / "sbatch.fails").unlink()
     wait_for(lambda: run.state() == "submitted")
     commands.says("squeue", f"7|RUNNING|None|{run.job().name}\n")
     run.returns("done")
     (run.folder / "done.json").write_text("{}")
     words = finish(launcher)
-    assert launcher.returncode == 0, words
-    assert "QOSMaxSubmitJobPerUserLimit" in words and "gave up" not in words
+    assert launcher.returncode == 0 and "gave up" not in words, words
+    assert run.job().attempt == 1 and run.job().earlier == []
+
+
+def test_each_wait_for_a_limit_is_longer(tmp_path, monkeypatch, clock):
+    """Half a minute, then twice as long each time, up to ten minutes."""
+    monkeypatch.delenv(slurm.INTERVAL_VARIABLE, raising=False)
+    monkeypatch.setattr(launcher, "time", clock)
+    people = SimpleNamespace(stops=0, reason_to_leave=lambda: None)
+    given = Task("a:b"), tmp_path, Resources("slurm"), lambda: False, None, people, lambda: True
+    one, began = launcher._Launch(*given), clock.now
+    waited = []
+    for _ in range(7):
+        one.wait_for_limit()
+        waited.append(round(clock.now - began))
+        began = clock.now
+    assert waited == [30, 60, 120, 240, 480, 600, 600]
 
 
 def test_too_few_nodes_to_exclude_any(run, commands):
