@@ -14,6 +14,10 @@ class UserError(Exception):
     """
 
 
+class MissingFileError(UserError):
+    """A file that is read is not there."""
+
+
 class OtherFormatError(ValueError):
     """A record that another version of maect wrote."""
 

@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
-from maect.core.errors import OtherFormatError, UserError
+from maect.core.errors import MissingFileError, OtherFormatError, UserError
 
 T = TypeVar("T")
 
@@ -206,13 +206,13 @@ def read_json(path: str | Path, missing: Any = None) -> Any:
     """Read a JSON file that is no record; `missing`, unless None, stands for one that is not there.
 
     Raises:
-        UserError: the file is missing, or not JSON.
+        UserError: the file is missing (MissingFileError), or not JSON.
     """
     try:
         return parsed(read_text(path))
     except FileNotFoundError:
         if missing is None:
-            raise UserError(f"{path}: no such file") from None
+            raise MissingFileError(f"{path}: no such file") from None
         return missing
     except OSError as error:
         if error.errno not in FINAL:
@@ -226,7 +226,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
     """Read what `write_record` wrote, without its format and checksum.
 
     Raises:
-        UserError: the file is missing, damaged or of another format.
+        UserError: the file is missing (MissingFileError), damaged or of another format.
     """
     value = read_json(path)
     try:

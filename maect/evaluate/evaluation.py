@@ -9,7 +9,7 @@ from typing import Any
 
 from maect import __version__
 from maect.core.context import Context
-from maect.core.errors import SupersededError, UserError
+from maect.core.errors import MissingFileError, SupersededError, UserError
 from maect.core.files import sha256_file
 from maect.core.kept import keep
 from maect.core.settings import digest
@@ -105,9 +105,10 @@ class Completion:
 
     def is_there(self) -> bool:
         """Return whether it is; cheap to ask again."""
-        if not self._out.exists():
+        try:
+            result = EvaluationRecord.read(self._out)
+        except MissingFileError:
             return False
-        result = EvaluationRecord.read(self._out)
         about, left = result.provenance, self._out.with_suffix(".safetensors")
         if result.left_sha256 and not (left.exists() and sha256_file(left) == result.left_sha256):
             return False  # of a job that was stopped between the two

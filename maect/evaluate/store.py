@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from maect.core.errors import UserError
+from maect.core.errors import MissingFileError, UserError
 from maect.core.files import atomic_write, check_file, parsed, sealed, verified
 from maect.core.lazy import NDArray, np, safetensors
 
@@ -121,7 +121,11 @@ def own_name(path: Path) -> str | None:
 
 
 def open_record(path: str | Path) -> dict[str, Any]:
-    """Return what a features file says about its making, or raise a UserError: it is none."""
+    """Return what a features file says about its making.
+
+    Raises:
+        UserError: it is not there (MissingFileError), or none.
+    """
     with _opened(Path(path)) as (record, _):
         return record
 
@@ -134,7 +138,8 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
         with safetensors.safe_open(path, framework="numpy") as file:
             yield verified(parsed((file.metadata() or {})["maect"])), file
     except (safetensors.SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: not a features file ({error}); extract it again") from None
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else UserError
+        raise kind(f"{path}: not a features file ({error}); extract it again") from None
 
 
 def check(features: FeatureFile, *, labelled: bool = True) -> None:

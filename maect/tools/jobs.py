@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maect.core import kept
-from maect.core.errors import UserError, counted
+from maect.core.errors import MissingFileError, UserError, counted
 from maect.core.files import need, read_record, sha256_file, write_json
 from maect.core.settings import SettingsFile, digest
 from maect.data.index import open_index
@@ -236,7 +236,10 @@ def extract_features(config: FeaturesConfig, path: Path, where: Where) -> None:
     def is_done() -> bool:
         from maect.evaluate.store import open_record
 
-        return out.exists() and wanted.items() <= open_record(out).items()
+        try:
+            return wanted.items() <= open_record(out).items()
+        except MissingFileError:
+            return False
 
     config.write(path)
     task = Task("maect.evaluate.features:features", _given(config, path), digest(wanted))

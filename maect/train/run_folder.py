@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import maect
-from maect.core.errors import UserError
+from maect.core.errors import MissingFileError, UserError
 from maect.core.files import (
     read_record,
     sha256_file,
@@ -68,9 +68,8 @@ def is_finished(folder: Path, identity: str, intact: bool = False) -> bool:
 
     With `intact` weights are read as well: UserError if they are damaged.
     """
-    if not _is_whole(folder) or replaced(folder, identity):
-        return False
-    if RunRecord.of(folder).fingerprint != identity:
+    record = _whole(folder)
+    if record is None or replaced(folder, identity) or record.fingerprint != identity:
         return False
     if intact:
         check_weights(folder)
@@ -84,11 +83,16 @@ def _is_at(name: str, sha256: str, *folders: Path) -> bool:
     )
 
 
-def _is_whole(folder: Path) -> bool:
-    """Return whether there is a completion record with all files that it promises."""
-    if not has_record(folder):
-        return False
-    return all((folder / name).exists() for name in RunRecord.of(folder).files)
+def _whole(folder: Path) -> RunRecord | None:
+    """Return the completion record if it is there with all files that it promises.
+
+    It is read, not looked for: a client of NFS may still see a file that was removed.
+    """
+    try:
+        record = RunRecord.of(folder)
+    except MissingFileError:
+        return None
+    return record if all((folder / name).exists() for name in record.files) else None
 
 
 def remove_states(folder: Path) -> None:
@@ -111,7 +115,7 @@ def replaced(folder: Path, identity: str) -> str | None:
         return None
     before = folder / f"stale-{identity}"
     then = "training starts from step 0"
-    if _is_whole(before):
+    if _whole(before):
         then = f"what stale-{identity} has is put back"
     elif (before / "state").exists():
         then = f"training resumes what stale-{identity} kept"
@@ -163,8 +167,10 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
 
 def noted(folder: Path) -> dict[str, Any]:
     """Return what a run's `recipe.json` says; {} without one, UserError if it is damaged."""
-    path = folder / "recipe.json"
-    return read_record(path) if path.exists() else {}
+    try:
+        return read_record(folder / "recipe.json")
+    except MissingFileError:
+        return {}
 
 
 def write_noted(folder: Path, **values: Any) -> None:

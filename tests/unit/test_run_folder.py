@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from maect.core.errors import UserError
 from maect.core.files import RUN, sha256_file, write_record
 from maect.core.kept import keep, kept, put_back
 from maect.records import RunRecord
@@ -107,3 +108,22 @@ def test_damaged_weights_are_not_put_back(tmp_path: Path) -> None:
     assert not is_finished(tmp_path, "one", intact=True)
     put_back(outputs, lambda: is_finished(tmp_path, "one", intact=True))
     assert kept(tmp_path) == [] and not any(path.exists() for path in outputs)
+
+
+def test_a_file_that_is_gone_although_it_is_seen_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snakemake deletes a record; a client of NFS still sees it. A damaged one is named."""
+    finish(tmp_path, "one")
+    exists, gone = Path.exists, {RUN}
+    monkeypatch.setattr(Path, "exists", lambda path: path.name in gone or exists(path))
+    assert is_finished(tmp_path, "one")
+    (tmp_path / RUN).rename(tmp_path / "aside")
+    assert not is_finished(tmp_path, "one")
+    (tmp_path / "aside").rename(tmp_path / RUN)
+    gone.add("recipe.json")
+    (tmp_path / "recipe.json").unlink()
+    assert is_finished(tmp_path, "one") and run_folder.noted(tmp_path) == {}
+    (tmp_path / RUN).write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        is_finished(tmp_path, "one")

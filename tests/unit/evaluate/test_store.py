@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from maect.core.errors import UserError
+from maect.core.errors import MissingFileError, UserError
 from maect.evaluate.store import check, open_features, open_record, same_encoder, write_features
 
 from .conftest import RECORD, blobs, store
@@ -61,6 +61,8 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
         open_features(path)
     with pytest.raises(UserError, match="no such features file"):
         open_features(tmp_path / "b.safetensors")
+    with pytest.raises(MissingFileError):
+        open_record(tmp_path / "b.safetensors")
 
 
 def test_too_few_rows_leave_no_file(tmp_path: Path) -> None:
