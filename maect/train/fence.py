@@ -26,6 +26,12 @@ PREFIX = "writer-"
 PATIENCE = 60.0  # seconds
 
 
+def check_current(context: Context) -> None:
+    """Refuse to write for a job that the launcher has replaced (SupersededError)."""
+    if not context.is_current():
+        raise SupersededError("the launcher has replaced this job by another one")
+
+
 class Fence:
     """Rank 0's right to write below a folder, taken from any job that had it before."""
 
@@ -33,7 +39,7 @@ class Fence:
         """Take the right; SupersededError if another job has it by the launcher's record."""
         self._context, self._folder = context, folder
         make_folder(folder)
-        self._ask_launcher()
+        check_current(context)
         number = 1
         while True:
             others = self._numbers()
@@ -59,7 +65,7 @@ class Fence:
 
     def check(self) -> None:
         """Make sure that no other job has the right (SupersededError), before writing."""
-        self._ask_launcher()
+        check_current(self._context)
         # Made, not searched for: a search may be answered from this node's memory.
         probe = self._write(self._own / uuid.uuid4().hex[:8], "")
         try:
@@ -90,10 +96,6 @@ class Fence:
             shutil.rmtree(path, ignore_errors=True)
             if time.monotonic() > deadline:
                 raise OSError(f"{path} cannot be removed")
-
-    def _ask_launcher(self) -> None:
-        if not self._context.is_current():
-            raise SupersededError("the launcher has replaced this job by another one")
 
     def _write(self, path: Path, text: str) -> Path:
         try:

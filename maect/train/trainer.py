@@ -39,7 +39,7 @@ from maect.train.checkpoint import (
 from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, Mark, build_engine, seconds_between, start
 from maect.train.evaluations import TrainingEvaluations, first_scores
-from maect.train.fence import Fence
+from maect.train.fence import Fence, check_current
 from maect.train.final_record import described, write_final_record
 from maect.train.metrics import Metrics, usage
 from maect.train.objective import Objective
@@ -118,6 +118,7 @@ def train(
     if context.rank == 0:
         split.check_rows()
         identity = fingerprint(stage.name, stage, run.encoder, run.seed, split.digest, run.source)
+        check_current(context)  # else it would set aside what the newer job has written
         claim(folder, identity, described(run))
         fence = Fence(folder / "state", context)
         remove_incomplete(folder / "state")

@@ -42,6 +42,10 @@ class Place(SingleRank):
     wait_for: str = ""
     meeting: str = ""
     held: float | None = None
+    superseded: bool = False
+
+    def is_current(self):
+        return not self.superseded
 
     @property
     def local_world_size(self):

@@ -101,6 +101,16 @@ def test_a_job_that_the_launcher_has_replaced(tmp_path: Path) -> None:
     fence.check()  # who was refused has taken nothing
 
 
+def test_a_replaced_job_of_other_settings_sets_nothing_aside(job, tmp_path: Path) -> None:
+    """It begins late, in the folder of the job that has replaced it."""
+    newer, older, log = job("run", "mae", base_lr=2e-3), job("run", "mae"), tmp_path / "log"
+    assert run(1, newer, log=log, stop_at=3) == ["requeue"]
+    assert "SupersededError" in run(1, older, log=log, superseded=True)
+    folder = Path(newer["folder"])
+    assert steps_saved(folder) == [3] and not list(folder.glob("stale-*"))
+    assert run(1, newer, log=log) == ["done"]
+
+
 @pytest.mark.parametrize("seen", [[], ["writer-000001"], ["writer-000002"]])
 def test_who_sees_the_folder_as_it_was_takes_over_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[str]
