@@ -53,6 +53,7 @@ SUBMISSION_FAILURES_THAT_PASS = (
 )
 LIMITS = ("MaxSubmitJob", "GrpSubmitJobs")
 """On jobs in the queue, of a QOS or an account: until one of the jobs before it has ended."""
+LAGS = "SLURM is catching up"
 ALREADY_OVER = ("Invalid job id", "already completing or completed", "already finished")
 
 
@@ -186,6 +187,10 @@ class Slurm(Cluster):
         assert job.id is not None
         waited = now - self._missing_since.setdefault(job.id, time.monotonic())
         notice = self._seldom(self._ask_sacct, job)
+        if notice is not None and notice.text == LAGS:
+            known = self._seldom(self._ask_controller, job)
+            if known is not None and known.phase in ("pending", "running"):
+                return known  # another user's, of whom squeue was not asked
         if notice is not None and (notice.phase == "ended" or waited <= FORGOTTEN):
             return notice
         return self._seldom(self._ask_controller, job) or Notice("unknown", "no answer from SLURM")
@@ -224,7 +229,7 @@ class Slurm(Cluster):
             notice = self._word(job.id, words[-1], "sacct", time.monotonic())
             # The two databases contradict each other: one of them is behind.
             lags = notice.phase in ("pending", "running")
-            return Notice("unknown", "SLURM is catching up") if lags else notice
+            return Notice("unknown", LAGS) if lags else notice
         if code in (0, 127) or "disabled" in error:
             return None
         return Notice("unknown", "no answer from sacct")
@@ -233,10 +238,12 @@ class Slurm(Cluster):
         """Return what the controller says about this very id; None if it does not answer."""
         assert job.id is not None
         code, out, error = command("scontrol", "--oneliner", "show", "job", job.id)
-        shown = dict(word.split("=", 1) for word in out.split() if "=" in word)
-        if code == 0 and shown.get("JobName") == job.name:  # no list of jobs that we see has it
-            return self._word(job.id, shown["JobState"], shown.get("Reason", ""), time.monotonic())
-        if not (code == 0 and "JobName" in shown) and "Invalid job id" not in error:
+        # The name may have blanks.
+        name = rf"\bJobName={re.escape(job.name)} "
+        shown = re.search(rf"{name}.*?\bJobState=(\S+)(?: Reason=(\S+))?", out)
+        if code == 0 and shown:  # no list of jobs that we see has it
+            return self._word(job.id, shown[1], shown[2] or "", time.monotonic())
+        if not (code == 0 and "JobName=" in out) and "Invalid job id" not in error:
             return None
         if not self._is_its_cluster(job):
             return None

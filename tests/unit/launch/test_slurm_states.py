@@ -93,6 +93,7 @@ def test_words_of_sacct(tmp_path, commands, job, clock, says, phase, final):
         ("JobId=7 JobName=maect-a-1 UserId=me(1) JobState=RUNNING Reason=None", "running"),
         ("JobId=7 JobName=maect-a-1 UserId=me(1) JobState=FAILED Reason=None", "ended"),
         ("JobId=7 JobName=another UserId=me(1) JobState=RUNNING Reason=None", "ended"),
+        ("JobId=7 JobName=maect-a-12 UserId=me(1) JobState=RUNNING Reason=None", "ended"),
         ("", "unknown"),
     ],
 )
@@ -104,6 +105,37 @@ def test_only_the_controller_knows_that_there_is_no_such_job(
     commands.says("scontrol", scontrol)
     assert Slurm().poll(tmp_path, job).phase == phase
     commands.fails("scontrol", "slurm_load_jobs error: Unable to contact slurm controller")
+    assert Slurm().poll(tmp_path, job).phase == "unknown"
+
+
+def test_a_name_with_blanks_is_read_whole(tmp_path, commands, job):
+    """That of a folder with blanks; accounting is switched off."""
+    job.name = "maect-my JobState=x run-1"
+    commands.says("squeue", "")
+    commands.fails("sacct", "Slurm accounting storage is disabled")
+    (commands.folder / "scontrol.fails").unlink()
+    shown = "JobId=7 JobName={} UserId=me(1) JobState=PENDING Reason=Priority Restarts=0"
+    commands.says("scontrol", shown.format(job.name))
+    notice = Slurm().poll(tmp_path, job)
+    assert (notice.phase, notice.text) == ("pending", "PENDING (Priority)")
+    assert Slurm().waits(tmp_path, job)
+    commands.says("scontrol", shown.format("maect-my JobState=x run-2"))
+    assert Slurm().poll(tmp_path, job).text == "unknown to SLURM"
+
+
+@pytest.mark.parametrize("word, phase", [("RUNNING", "running"), ("PENDING", "pending")])
+def test_a_job_of_another_user(tmp_path, commands, job, clock, word, phase):
+    """squeue was asked about one's own alone; accounting and controller know it."""
+    cluster = Slurm()
+    commands.says("squeue", "")
+    commands.says("sacct", f"{word}|maect-a-1\n")
+    (commands.folder / "scontrol.fails").unlink()
+    commands.says("scontrol", f"JobId=7 JobName=maect-a-1 UserId=b(2) JobState={word} Reason=None")
+    for _ in range(3):
+        assert cluster.poll(tmp_path, job).phase == phase
+    assert len(commands.asked("sacct")) == len(commands.asked("scontrol")) == 1
+    # What it says of an end is accounting's to say.
+    commands.says("scontrol", "JobId=7 JobName=maect-a-1 UserId=b(2) JobState=FAILED Reason=None")
     assert Slurm().poll(tmp_path, job).phase == "unknown"
 
 
