@@ -20,9 +20,10 @@ SAFE_PATH = "PYTHONSAFEPATH"
 def environment() -> dict[str, str]:
     """The environment of processes that import nothing from the working folder."""
     variables = dict(os.environ) | {SAFE_PATH: "1"}
-    # An empty entry, as in `PYTHONPATH=$PYTHONPATH:...`, is the working folder.
-    if paths := [path for path in variables.pop("PYTHONPATH", "").split(os.pathsep) if path]:
-        variables["PYTHONPATH"] = os.pathsep.join(paths)
+    # An empty entry, as in `PYTHONPATH=$PYTHONPATH:...`, is the working folder; `lib` is below it.
+    paths = filter(os.path.isabs, variables.pop("PYTHONPATH", "").split(os.pathsep))
+    if kept := os.pathsep.join(paths):
+        variables["PYTHONPATH"] = kept
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:  # a container's user has a number only: libraries ask for the name

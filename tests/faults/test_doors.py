@@ -129,11 +129,13 @@ def test_python_m_maect_takes_nothing_from_the_working_folder(
     assert trap() == []
 
 
-@pytest.mark.parametrize("end", ["", ":"], ids=["PYTHONPATH", "an empty entry"])
+@pytest.mark.parametrize(
+    "end", ["", ":", ":."], ids=["PYTHONPATH", "an empty entry", "a relative entry"]
+)
 def test_a_job_takes_nothing_from_the_working_folder(
     run: Run, trap: Callable[[], list[str]], end: str
 ) -> None:
-    """Launcher, submission, controller and ranks, also with an empty entry in PYTHONPATH."""
+    """Launcher, submission, controller and ranks, whatever PYTHONPATH has at its end."""
     told = run.environment()
     told["PYTHONPATH"] += end
     command = run.command({"steps": 3}, {"devices": 2})
