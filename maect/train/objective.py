@@ -1,7 +1,8 @@
 """Interface between the trainer and the module that a stage builds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,10 @@ class Objective(nn.Module):
         return {}
 
     def prepare(self, batch: Batch, device: torch.device) -> Any:
-        """The argument of `forward`: images, masks and random draws, on the device."""
+        """The argument of `forward`: images, masks and random draws, on the device.
+
+        Only what `tensors_in` accepts: on a GPU they are made beside the step before.
+        """
         raise NotImplementedError
 
     def forward(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -88,3 +92,25 @@ class Objective(nn.Module):
                 parameter.copy_(reader.full("param", name, parameter.shape))
         for name, value in self.saved_buffers().items():
             value.copy_(reader.buffer(name))
+
+
+def tensors_in(inputs: Any) -> list[Tensor]:
+    """Return the tensors of an objective's inputs, however deep in dataclasses and containers.
+
+    Raises:
+        TypeError: something else is among them, which might have tensors that nobody sees.
+    """
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    if is_dataclass(inputs):
+        inputs = vars(inputs)
+    if isinstance(inputs, Mapping):
+        inputs = [*inputs.values()]
+    if isinstance(inputs, tuple | list):
+        return [tensor for part in inputs for tensor in tensors_in(part)]
+    if inputs is None or isinstance(inputs, bool | int | float | str):
+        return []
+    raise TypeError(
+        f"{type(inputs).__name__} among what `prepare` returned; make it a tensor or a dataclass, "
+        "tuple, list or dict of tensors, which a GPU may keep until they have been read"
+    )

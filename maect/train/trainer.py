@@ -42,7 +42,7 @@ from maect.train.evaluations import TrainingEvaluations, first_scores
 from maect.train.fence import Fence, check_current
 from maect.train.final_record import described, write_final_record
 from maect.train.metrics import Metrics, usage
-from maect.train.objective import Objective
+from maect.train.objective import Objective, tensors_in
 from maect.train.online import OnlineEvaluator
 from maect.train.replay import Replay, part_of
 from maect.train.replicas import compare_replicas
@@ -353,14 +353,16 @@ class Trainer:
     def _prepare(self, batch: Batch) -> Any:
         """Return the objective's inputs; a GPU makes them while it computes the step before."""
         if self._beside is None:
-            return self.objective.prepare(batch, self.device)
+            inputs = self.objective.prepare(batch, self.device)
+            tensors_in(inputs)  # refuses here, too, what would be missed on a GPU
+            return inputs
         with torch.cuda.stream(self._beside):
             inputs = self.objective.prepare(batch, self.device)
         current = torch.cuda.current_stream()
         current.wait_stream(self._beside)
-        for value in vars(inputs).values():
-            if isinstance(value, Tensor):
-                value.record_stream(current)
+        for tensor in tensors_in(inputs):
+            # Later batches are made in other memory until this step has read it.
+            tensor.record_stream(current)
         return inputs
 
     def _update(self, sums: Sums, number: int) -> None:

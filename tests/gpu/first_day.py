@@ -829,6 +829,54 @@ def same_bits(here: Here) -> Outcome:
     )
 
 
+def beside(here: Here) -> Outcome:
+    """Losses with inputs made beside the step before, and without: the same bits.
+
+    The GPU begins each step late. Meanwhile inputs are made of other batches, all at once: they
+    take whatever memory the inputs of this step do not hold.
+    """
+    import torch
+
+    from maect.core.distributed import be_deterministic
+    from maect.train.timing import packed, random_batch
+
+    be_deterministic()
+    join(here)
+    count, steps, others, late = (8, 3, 1, 0) if here.small else (128, 5, 3, 10**9)  # clock cycles
+
+    def losses(stage: Any, encoder: Any, on_side_stream: bool) -> list[float]:
+        found: list[float] = []
+        with trainer_of(here, stage, encoder, steps) as trainer:
+            objective = trainer.objective
+            prepare = objective.prepare
+
+            def with_others(batch: Any, device: Any) -> Any:
+                inputs = prepare(batch, device)
+                more = [prepare(other, device) for other in batches[:others]]
+                del more
+                return inputs
+
+            batches = [random_batch(stage, encoder, count, seed) for seed in range(steps)]
+            batches = [packed(batch, objective.draw, here.cuda) for batch in batches]
+            objective.prepare = with_others
+            if not on_side_stream:
+                trainer._beside = None
+            elif late and here.cuda:
+                objective.register_forward_pre_hook(lambda *_: torch.cuda._sleep(late))
+            trainer._log = lambda values, norm, always=False: found.append(values["loss"])
+            trainer.run(iter(batches))
+        return found
+
+    values, must = {}, {}
+    for recipe in ("mae", "ct_aug", "refine", "fine_tune"):
+        stage, encoder = stage_of(here, recipe, "base", count)
+        values[recipe] = [
+            losses(stage, encoder, on_side_stream) for on_side_stream in (False, True)
+        ]
+        must[recipe] = values[recipe][0] == values[recipe][1] and len(values[recipe][1]) == steps
+    return Outcome(values, must)
+
+
 def leak(here: Here) -> Outcome:
     """Memory after each of four fine-tunings in a row."""
     import torch
@@ -1123,9 +1171,10 @@ CHECKS: list[tuple[Callable[[Here], Outcome], int]] = [
     (loading, 30),
     (several_ranks, 25),
     (same_bits, 60),
+    (beside, 60),
 ]
 """With the seconds that each may be expected to take."""
-FIRST = (0, 1, 2, 5, 10, 9, 16, 3, 4, 15, 6, 7, 14, 8, 12, 13, 11)
+FIRST = (0, 1, 2, 17, 5, 10, 9, 16, 3, 4, 15, 6, 7, 14, 8, 12, 13, 11)
 """In this order: what must hold, then what is measured."""
 
 

@@ -1,11 +1,16 @@
 """What holds on machines with GPUs, as far as it can be seen on one without."""
 
+import io
 import os
+import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +26,15 @@ from maect.evaluate import features
 from maect.launch import Resources, Task, submit
 from maect.launch.record import Job
 from maect.launch.resources import gpu_here
+from maect.models.vit import build_encoder
 from maect.recipes import load_encoder
 from maect.recipes.memory import GIB, gpu_memory
 from maect.stages import load_recipe, run
+from maect.stages.classifier import Classifier
+from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
-from maect.train import trainer
+from maect.train import timing, trainer
+from maect.train.objective import tensors_in
 
 JOB = Job("slurm", "maect-x", 4, 0)
 
@@ -337,3 +346,74 @@ def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(
     with pytest.raises(UserError, match="broken"), distributed.left_in_peace():
         raise UserError("broken")
     assert len(left) == (1 if on_gpus else 2)
+
+
+HEAD = load_recipe("head_min", "tiny").model_dump()["head"]
+PREPARED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "mae": ("mae", {}, 1),
+    "mae with a head": ("mae", {"contrastive": "combined", "head": HEAD}, 1),
+    "head": ("head_min", {}, 1),
+    "tune": ("ct_aug", {}, 1),
+    "refine": ("refine", {}, 2),  # images of two sizes
+    "refine, weighted": ("refine_d2v2", {}, 2),
+    "fine_tune": ("", {"drop_path": 0.1}, 1),
+}
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_whatever_the_side_stream_makes_is_kept_until_the_model_has_read_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator would give it to the next batch while the main stream is behind."""
+    recipe, changes, sizes = PREPARED[name]
+    encoder, objective = load_encoder("tiny"), None
+    if recipe:
+        stage = load_recipe(recipe, "tiny", changes)
+        objective = stage.objective(encoder, 0)  # type: ignore[attr-defined]
+    else:
+        stage = FineTune.model_validate(changes)
+        objective = Classifier(stage, build_encoder(encoder), 10, "cls", 0)
+    calls: list[Any] = []
+    main = SimpleNamespace(wait_stream=lambda side: calls.append(side))
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda self, on: calls.append((id(self), on is main))
+    )
+    given: Any = SimpleNamespace(_beside="side", objective=objective, device=torch.device("cpu"))
+    inputs = trainer.Trainer._prepare(given, timing.random_batch(stage, encoder, 4))
+    made = tensors_of(inputs)
+    assert sum(tensor.ndim >= 4 for tensor in made) == sizes
+    assert calls[0] == "side" and {(id(tensor), True) for tensor in made} == {*calls[1:]}
+
+
+def tensors_of(inputs: object) -> list[torch.Tensor]:
+    """All tensors below an object, as pickle finds them."""
+    found = []
+
+    class Seen(pickle.Pickler):
+        def persistent_id(self, thing: object) -> str | None:
+            if isinstance(thing, torch.Tensor):
+                found.append(thing)
+                return "seen"
+            return None
+
+    Seen(io.BytesIO()).dump(inputs)
+    return found
+
+
+@dataclass
+class Held:
+    """Inputs as somebody's own objective might have them."""
+
+    parts: object
+
+
+def test_tensors_of_inputs_are_found_in_all_containers_or_refused() -> None:
+    one, two, three = map(torch.tensor, (1, 2, 3))
+    assert tensors_in(one) == [one]
+    found = tensors_in(Held([one, {"a": (two, None, 1.5, "b")}, Held((three, True))]))
+    assert [*map(id, found)] == [*map(id, (one, two, three))]
+    for unknown in ({one}, iter([one]), SimpleNamespace(images=one)):
+        with pytest.raises(TypeError, match=f"^{type(unknown).__name__} among what"):
+            tensors_in(Held((two, unknown)))

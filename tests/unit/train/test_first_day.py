@@ -10,7 +10,7 @@ import pytest
 from ranks import run
 
 GPU = Path(__file__).parents[2] / "gpu"
-HERE = (0, 2, 3, 4, 5, 7, 9, 10, 12, 13, 14, 16)
+HERE = (0, 2, 3, 4, 5, 7, 9, 10, 12, 13, 14, 16, 17)
 
 
 def checks(context, out):
@@ -38,6 +38,7 @@ def test_checks_on_a_cpu(tmp_path):
         "resume",
         "leak",
         "same_bits",
+        "beside",
     ):
         assert by_name[name]["status"] == "passed", by_name[name]
     assert by_name["resume"]["values"]["tiny"] == {"twice": 0.0, "resumed": 0.0}
