@@ -108,8 +108,12 @@ class QueueHead(nn.Module):
 
     def newest(self, count: int) -> dict[str, Tensor]:
         """The vectors that entered each queue last, [count, E]: the same on every rank."""
-        end = int(self.pointer) or len(self.queue_ids)
-        return {"": self.queue[end - count : end]}
+        return {"": self._newest(count)}
+
+    def _newest(self, count: int) -> Tensor:
+        """Return them as the queue has them, [..., count, E], also over its end."""
+        back = torch.arange(-count, 0, device=self.pointer.device)
+        return self.queue[..., (self.pointer + back) % len(self.queue_ids), :]
 
     def after_update(self, gathered: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
         """Follow the weights, which are complete within `gathered`."""

@@ -122,9 +122,7 @@ class RefinerHeads(QueueHead):
 
     def newest(self, count: int) -> dict[str, Tensor]:
         """The vectors that entered each queue last, [count, E], by the block: `.16`."""
-        end = int(self.pointer) or len(self.queue_ids)
-        newest = self.queue[:, end - count : end]
-        return {f".{k}": x for k, x in zip(self.numbers, newest, strict=True)}
+        return {f".{k}": x for k, x in zip(self.numbers, self._newest(count), strict=True)}
 
     def forward(
         self,

@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from maect.measures import uniformity
-from maect.models.heads import NNCLRHead
-from maect.models.vit import seeded
+from maect.recipes import load_encoder
 from maect.stages import load_recipe
+from maect.train import timing
 from maect.train.collapse import collapse, effective_rank
 
 
@@ -41,13 +41,24 @@ def test_collapse_is_named():
     assert "on a line" in collapse(spread(line))
 
 
-def test_the_newest_entries_are_the_last_batch():
-    settings = load_recipe(
-        "ct_min", "tiny", {"batch_size": 8, "head": {"queue_size": 16, "topk": 2}}
-    ).head
-    with seeded(0):
-        head = NNCLRHead(6, settings)
-    for _ in range(3):
-        before, nearest = head.queue.clone(), torch.zeros(2, 8, dtype=torch.int64)
-        head(torch.randn(2, 8, 6), torch.arange(8), torch.arange(8), nearest)
-        assert torch.equal(head.newest(8)[""], head.queue[(head.queue != before).any(dim=1)])
+@pytest.mark.parametrize("recipe", ["ct_min", "refine_heads"])
+def test_the_newest_entries_are_the_last_batch(recipe):
+    """Also of a run with larger batches than the one before it, whose batches lie over the end."""
+    stage = load_recipe(recipe, "tiny", {"head": {"queue_size": 32, "topk": 2}, "batch_size": 8})
+    objective = stage.objective(load_encoder("tiny"), 0)
+    (head,) = objective.queue_heads.values()
+    for number, count in enumerate((8, 8, 8, 16, 16, 16)):
+        before, drawn = (
+            head.queue.clone(),
+            timing.random_batch(stage, objective.encoder.settings, count, number),
+        )
+        with torch.no_grad():
+            objective(objective.prepare(drawn, torch.device("cpu")))
+        rows = (head.pointer - count + torch.arange(count)) % 32
+        changed = (head.queue != before).flatten(-1).any(-1).view(-1, 32)
+        assert (changed.nonzero()[:, 1].view(-1, count) == rows.sort().values).all()
+        for vectors, queue in zip(
+            head.newest(count).values(), head.queue.view(-1, 32, 64), strict=True
+        ):
+            assert torch.equal(vectors, queue[rows])
+    assert objective.health(16)[1] is None
