@@ -26,6 +26,8 @@ from maect.data.sources.base import (
 _LARGEST = 1 << 30
 """Bytes of an unpacked image: in a zip, a few can stand for gigabytes."""
 _MOST_CLASSES = 1 << 20
+Member = tuple[str, int, int]
+"""Name, offset and size of a file in a tar."""
 
 
 class Archive(ImageSource):
@@ -119,17 +121,21 @@ class WebDataset(ImageSource):
         for tar in self.tars:
             where = str(tar.relative_to(self.root))
             with open(tar, "rb") as file:
-                grouped = defaultdict(list)
+                grouped = defaultdict[str, list[Member]](list)
                 for name, offset, size in tar_members(file, 0, str(tar)):
                     grouped[sample_key(name)].append((name, offset, size))
-                for members in grouped.values():
+                for key, members in grouped.items():
                     images = [member for member in members if is_image(member[0])]
-                    if not images:
+                    if not images or key.rpartition("/")[2] == "":  # hidden, as for webdataset
                         ignored += [f"{where}/{name}" for name, *_ in members]
                         continue
-                    ignored += [f"{where}/{name}" for name, *_ in images[1:]]
-                    name, offset, size = images[0]
-                    label = _class_of(file, members)
+                    files = [name for name, *_ in members]
+                    if len(set(files)) < len(files):
+                        name = max(files, key=files.count)
+                        raise UserError(f"{tar}: holds {name!r} twice; make it with one of them")
+                    image = name, offset, size = _chosen(images, key, tar, "images")
+                    ignored += [f"{where}/{other[0]}" for other in images if other != image]
+                    label = _class_of(file, members, key, tar)
                     samples.append((name, where, offset, size, label))
         names = [name for name, *_ in samples]
         if len(set(names)) < len(names):
@@ -184,23 +190,40 @@ def _shared_folder(names: list[str]) -> str:
     return "".join(f"{part}/" for part in first[:shared])
 
 
-def _class_of(file: IO[bytes], members: list[tuple[str, int, int]]) -> str | None:
+def _chosen(members: list[Member], key: str, where: Path, what: str) -> Member:
+    """Return the only one of a sample's members of a kind, or the one named KEY.EXTENSION.
+
+    Raises:
+        UserError: there are several, and none or more than one with such a name.
+    """
+    plain = [one for one in members if len(members) == 1 or one[0].count(".", len(key)) == 1]
+    if len(plain) != 1:
+        names = ", ".join(name for name, *_ in members)
+        raise UserError(
+            f"{where}: sample {key!r} has several {what} ({names}); "
+            f"make the tar with one of them, or name that one alone {key}.EXTENSION"
+        )
+    return plain[0]
+
+
+def _class_of(file: IO[bytes], members: list[Member], key: str, where: Path) -> str | None:
     """Return what a sample's .cls says."""
-    for name, offset, size in members:
-        if name.endswith(".cls"):
-            text = os.pread(file.fileno(), min(size, 1000), offset)
-            return text.decode("utf-8", "replace").strip()
-    return None
+    classes = [member for member in members if member[0].endswith(".cls")]
+    if not classes:
+        return None
+    _, offset, size = _chosen(classes, key, where, "classes")
+    text = os.pread(file.fileno(), min(size, 1000), offset)
+    return text.decode("utf-8", "replace").strip()
 
 
-def tar_members(file: IO[bytes], offset: int, where: str) -> list[tuple[str, int, int]]:
+def tar_members(file: IO[bytes], offset: int, where: str) -> list[Member]:
     """Name, offset in `file` and size of each file of a tar that starts at `offset`.
 
     A link is the file that it leads to.
     """
     length = os.fstat(file.fileno()).st_size
     file.seek(offset)
-    members: list[tuple[str, int, int]] = []
+    members: list[Member] = []
     links: list[tuple[str, str]] = []
     try:
         # tarfile counts from where the file stands, so offsets are those of the outer file.

@@ -1,5 +1,6 @@
 """Images in archives, webdatasets and tables: what their folder would give, from where they lie."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -180,8 +181,6 @@ def test_samples_of_a_webdataset(tmp_path: Path, images: Path) -> None:
             ):  # fmt: skip
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
-                import io
-
                 tar.addfile(info, io.BytesIO(data))
     listing = open_source("webdataset", tmp_path / "x-*.tar").listing()
     assert [(e.name, e.label) for e in listing.entries] == [("x-0/0.jpg", 0), ("x-1/0.jpg", 1)]
@@ -194,6 +193,38 @@ def test_samples_of_a_webdataset(tmp_path: Path, images: Path) -> None:
     tar.write_bytes(data)
     with pytest.raises(UserError, match=r"x-1\.tar: checksum differs"):
         verify(tmp_path / "out/train")
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["k.depth.png", "k.jpg", "k.cls"], "k.jpg"),
+        (["._k.jpg", "k.rgb.jpg", "k.fine.cls"], "k.rgb.jpg"),
+        (["k.fine.cls", "k.jpg", "k.cls"], "k.jpg"),
+        (["a.b/k.depth.png", "a.b/k.PNG"], "a.b/k.PNG"),
+        (["k.depth.png", "k.rgb.jpg"], r"'k' has several images \(k.depth.png, k.rgb.jpg\); make"),
+        (["k.png", "k.jpg"], "'k' has several images"),
+        (["k.jpg", "k.fine.cls", "k.coarse.cls"], "'k' has several classes"),
+        (["k.jpg", "k.cls", "l.jpg", "l.cls", "k.jpg"], r"holds 'k.jpg' twice; make it"),
+    ],
+)
+def test_one_image_and_one_class_of_a_sample(names: list[str], found: str, tmp_path: Path) -> None:
+    """Sorted, a depth map comes before the photograph."""
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for number, name in enumerate(names):
+            info = tarfile.TarInfo(name)
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"%d" % number))
+    source = open_source("webdataset", tmp_path / "x.tar")
+    if found not in names:
+        with pytest.raises(UserError, match=rf"x\.tar: .*{found}"):
+            source.listing()
+        return
+    listing = source.listing()
+    (entry,) = listing.entries
+    assert (entry.name, source.read(entry)) == (found, b"%d" % names.index(found))
+    if "k.cls" in names:
+        assert entry.label == names.index("k.cls")
 
 
 def table(images: Path, labels: list[object], paths: bool = True) -> pa.Table:
