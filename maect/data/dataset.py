@@ -23,8 +23,9 @@ from maect.core.errors import UserError, counted
 from maect.core.files import atomic_write
 from maect.data.convert import ARRAY, ready_pixels
 from maect.data.decode import UnreadableError, extension_of
-from maect.data.index import ID, LABEL, SHARD, open_index
+from maect.data.index import ID, LABEL, OFFSET, SHARD, Index, open_index
 from maect.data.order import Order
+from maect.data.sources.archives import is_image, sample_key, tar_members
 from maect.data.sources.base import UNLABELLED
 
 if TYPE_CHECKING:  # it takes a second to import
@@ -200,15 +201,16 @@ class StepSampler(Sampler[list[int]]):
 
 def _known(dataset: ShardDataset, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Samples of the index alone, with its labels, and all of those that a tar should hold."""
-    index = dataset.index
+    index, elsewhere = dataset.index, dataset.index.record.get("in_place")
     shards = np.asarray(index.rows[:, SHARD])
     numbers = {str(path): number for number, path in enumerate(index.shards)}
     for url, found in groupby(samples, lambda sample: sample["__url__"]):
-        rows = {index.key(i): i for i in np.flatnonzero(shards == numbers[url]).tolist()}
+        rows = _rows_of(index, numbers[url], np.flatnonzero(shards == numbers[url]).tolist())
         missing = set(rows)
         for sample in found:
             row = rows.get(sample["__key__"])
-            if row is None:
+            # Members of a sample may lie apart in somebody else's tar; webdataset gives each part.
+            if row is None or (elsewhere and not any(is_image(f"k.{name}") for name in sample)):
                 continue
             missing.discard(sample["__key__"])
             _, _, _, size, label, *_ = index.rows[row].tolist()
@@ -224,3 +226,25 @@ def _known(dataset: ShardDataset, samples: Iterable[dict[str, Any]]) -> Iterator
                 f"{url}: webdataset misses {len(missing)} of {counted(len(rows), 'image')} "
                 f"({min(missing)} first); check the shards with maect shard --verify"
             )
+
+
+def _rows_of(index: Index, shard: int, rows: list[int]) -> dict[str, int]:
+    """Row of each sample of a tar by the key that webdataset gives it.
+
+    Raises:
+        UserError: some are links, which webdataset leaves out.
+    """
+    if not index.record.get("in_place"):
+        return {index.key(i): i for i in rows}
+    path = index.shards[shard]
+    with open(path, "rb") as file:
+        members = tar_members(file, 0, str(path))
+    at = {int(index.rows[i, OFFSET]): i for i in rows}
+    # Where a link leads the file itself lies, which comes before it.
+    keys = {offset: sample_key(name) for name, offset, _ in reversed(members) if offset in at}
+    if len(keys) < len(rows):
+        raise UserError(
+            f"{path}: {counted(len(rows) - len(keys), 'image')} by a link, which webdataset leaves "
+            "out; make the tar with tar --dereference --hard-dereference, and index that"
+        )
+    return {key: at[offset] for offset, key in keys.items()}

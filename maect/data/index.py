@@ -9,7 +9,7 @@ import hashlib
 import mmap
 import os
 from dataclasses import dataclass, field
-from functools import _lru_cache_wrapper, lru_cache
+from functools import _lru_cache_wrapper, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +123,11 @@ class Index:
 
     def key(self, i: int) -> str:
         """The sample's name in its tar, without extension: its name below the source."""
+        if self.record.get("in_place"):
+            # Of somebody else's tar: a header may have half a long name, or a link's target.
+            ids, names, ends = self._listed
+            line = int(np.searchsorted(ids, self.rows[i, ID]))
+            return names[ends[line - 1] + 1 if line else 0 : ends[line]].decode()
         row = self.rows[i]
         file = self._open(int(row[SHARD]))
         header = os.pread(file.number, 100, int(row[OFFSET]) - _BLOCK)
@@ -177,6 +182,10 @@ class Index:
 
     def keys(self) -> list[str]:
         """Names of all samples in order, from the list beside the index."""
+        return self._names().decode().split("\n")[:-1]
+
+    def _names(self) -> bytes:
+        """Return that list."""
         path = self.directory / "keys.txt"
         try:
             with open_file(path) as file:
@@ -188,7 +197,14 @@ class Index:
                 f"{path}: changed since it was written; delete it and index.json and start again: "
                 "both are made again"
             )
-        return data.decode().split("\n")[:-1]
+        return data
+
+    @cached_property
+    def _listed(self) -> tuple[NDArray[np.int64], bytes, NDArray[np.int64]]:
+        """Ids of all samples, which grow, the list of their names, and where each name ends."""
+        ids = np.load(self.directory / "index.npy", mmap_mode="r")[:, ID].copy()
+        names = self._names()
+        return ids, names, np.flatnonzero(np.frombuffer(names, np.uint8) == ord("\n"))
 
 
 def open_index(directory: str | Path) -> Index:

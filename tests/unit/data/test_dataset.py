@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 
 import maect
 from maect.core.errors import UserError
+from maect.data import key_of
 from maect.data.index import open_index
 from maect.data.loader import train_batches
 from maect.data.shards import shard
@@ -230,8 +232,8 @@ def test_the_stock_pipeline_of_a_view(shards: Path, tmp_path: Path) -> None:
     assert set(batch) == ids and max(ids) > 15
 
 
-def write_tar(path: Path, files: list[tuple[str, bytes]]) -> None:
-    with tarfile.open(path, "w") as tar:
+def write_tar(path: Path, files: list[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> None:
+    with tarfile.open(path, "w", format=form) as tar:
         for name, data in files:
             member = tarfile.TarInfo(name)
             member.size = len(data)
@@ -252,6 +254,43 @@ def test_the_stock_pipeline_of_a_webdataset_where_it_lies(images: Path, tmp_path
     assert [s["cls"] for s in found] == [b"0"] * 4 and found[0]["seg.txt"] == b"x"
     assert dataset.extract(tmp_path / "again") == 4
     assert set(files_of(tmp_path / "again").values()) == {s["jpg"] for s in found}
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_names_of_a_webdataset_where_it_lies(form: int, images: Path, tmp_path: Path) -> None:
+    """Long ones have headers of their own; other members may lie apart."""
+    data = [path.read_bytes() for path in sorted(images.rglob("*.jpg"))[:4]]
+    names = [f"{'d' * 60}/{'e' * 60}{number}" for number in range(4)]
+    tar = tmp_path / "x.tar"
+    files = [(f"{name}.jpg", value) for name, value in zip(names, data, strict=True)]
+    classes = [(f"{name}.cls", b"%d" % number) for number, name in enumerate(names)]
+    write_tar(tar, files + classes, form)
+    shard(tar, tmp_path / "out", "webdataset", 1)
+    dataset = maect.shards(tmp_path / "out")
+    index = dataset.index
+    assert [index.key(i) for i in range(4)] == [sample["key"] for sample in dataset] == index.keys()
+    assert sorted(index.keys()) == sorted(key_of(f"{name}.jpg") for name in names)
+    found = {sample["__key__"]: (sample["jpg"], sample["cls"]) for sample in dataset.webdataset()}
+    assert found == {n: (data[i], b"%d" % i) for i, n in enumerate(names)}
+    # A part of them, as a subset or a view has it.
+    assert replace(index, rows=index.rows[2:]).key(1) == index.key(3)
+    class_view(tmp_path / "out", tmp_path / "view", ["1", "3"])
+    view = maect.shards(tmp_path / "view")
+    assert [view.index.key(i) for i in range(2)] == view.index.keys()
+    assert {sample["__key__"] for sample in view.webdataset()} == {names[1], names[3]}
+
+
+def test_a_link_in_a_webdataset_where_it_lies(images: Path, tmp_path: Path) -> None:
+    write_tar(tmp_path / "x.tar", [("a.jpg", (images / "c0/000.jpg").read_bytes())])
+    with tarfile.open(tmp_path / "x.tar", "a") as tar:
+        link = tarfile.TarInfo("b.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "a.jpg"
+        tar.addfile(link)
+    shard(tmp_path / "x.tar", tmp_path / "out", "webdataset", 1)
+    dataset = maect.shards(tmp_path / "out")
+    assert {sample["key"] for sample in dataset} == {"a", "b"}
+    with pytest.raises(UserError, match=r"x\.tar: 1 image by a link, which webdataset leaves out"):
+        next(iter(dataset.webdataset()))
 
 
 def test_unlabelled(images: Path, tmp_path: Path) -> None:
