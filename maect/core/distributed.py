@@ -270,7 +270,8 @@ def moved(values: Tensor, device: torch.device) -> Tensor:
     the host's by itself (Grace Hopper).
     """
     if device.type == "cuda" and values.device.type == "cpu":
-        values = values.pin_memory()
+        # Pinned with gaps, it would be copied by way of memory that is not.
+        values = values.contiguous().pin_memory()
     return values.to(device, non_blocking=True)
 
 

@@ -417,3 +417,13 @@ def test_tensors_of_inputs_are_found_in_all_containers_or_refused() -> None:
     for unknown in ({one}, iter([one]), SimpleNamespace(images=one)):
         with pytest.raises(TypeError, match=f"^{type(unknown).__name__} among what"):
             tensors_in(Held((two, unknown)))
+
+
+def test_a_part_of_a_batch_is_pinned_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA copies nothing else by itself: PyTorch would put memory that is not pinned between."""
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: self)
+    part = torch.arange(24).view(2, 4, 3)[:, :2]  # of two views, two images
+    copied = distributed.moved(part, torch.device("cuda"))
+    assert torch.equal(copied, part) and pinned[0].is_contiguous()
