@@ -99,7 +99,8 @@ class Job:
         name: unique; it is the SLURM job name and, here, in the environment of each process.
         step: last step that was saved before its submission.
         request: what it computes, and how it is submitted.
-        attempt: number of this job since the run was begun or last completed.
+        attempt: number of this job since the run was begun or last completed, of those that the
+            cluster took.
         state: "submitting" until the cluster has given an id, then "submitted", then "ended".
         id: SLURM job id, or the process id of the local controller.
         host: name of the machine that submitted it.

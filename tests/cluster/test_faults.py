@@ -93,7 +93,7 @@ def test_launcher_and_submission_killed_before_the_submission(run):
     run.undisturbed(
         50, "kill -9 of a launcher between writing and submitting", "seen as never submitted"
     )
-    assert len(run.jobs()) == 1 and run.read("job.json")["attempt"] == 2
+    assert len(run.jobs()) == 1 and run.read("job.json")["attempt"] == 1
 
 
 def test_job_whose_id_was_never_noted_is_found_by_its_name(run):

@@ -182,9 +182,12 @@ def test_a_suspended_launcher_does_not_blind_the_others(tmp_path, monkeypatch, c
 
 
 def test_a_full_queue_of_ones_own_passes():
-    full = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nBatch job submission failed: Job violates"
-    assert slurm.passes(f"{full} accounting/QOS policy")
-    assert not slurm.passes("Batch job submission failed: Job violates accounting/QOS policy")
+    failed = "Batch job submission failed: Job violates accounting/QOS policy"
+    for limit in ("QOSMaxSubmitJobPerUserLimit", "AssocGrpSubmitJobsLimit"):
+        refusal = f"sbatch: error: {limit}\n{failed}"
+        assert slurm.is_limit(refusal) and not slurm.passes(refusal), "there is no job to search"
+    assert not slurm.is_limit(failed) and not slurm.passes(failed)
+    assert not slurm.is_limit("sbatch: error: Socket timed out on send/recv operation")
 
 
 def test_answer_older_than_the_question_is_no_verdict(tmp_path, monkeypatch, clock):
