@@ -383,6 +383,20 @@ def barrier() -> None:
     any_rank(False)
 
 
+def meet(where: str) -> None:
+    """Wait for all ranks for as long as `SHARE_TIMEOUT`; collectives of a training end earlier.
+
+    Args:
+        where: a name that a process group meets by once.
+    """
+    rank, size = rank_and_size()
+    if size == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{where}-{rank}", "")
+    store.wait([f"{where}-{other}" for other in range(size)], SHARE_TIMEOUT)
+
+
 def from_rank_0(value: Any) -> Any:
     """Rank 0's value on every rank, as JSON: nothing that arrives is executed.
 

@@ -17,6 +17,7 @@ from maect.core.distributed import (
     barrier,
     be_deterministic,
     from_rank_0,
+    meet,
     sum_on_device,
     sum_scalars,
 )
@@ -202,7 +203,10 @@ def train(
     trainer.evaluations = TrainingEvaluations(trainer, scores, evaluator)
     try:
         if step < last:
-            near = open_index(stage_shards(run.shards, stage_to)) if stage_to else split
+            near = split
+            if stage_to:
+                near = open_index(stage_shards(run.shards, stage_to))
+                meet("staged")  # one node may have all there already, and another one nothing
             batches = train_batches(
                 replace(near, rows=images.rows),
                 global_batch=stage.batch_size,

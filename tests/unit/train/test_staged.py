@@ -2,12 +2,42 @@
 
 import json
 import shutil
+from datetime import timedelta
 from pathlib import Path
 
 from ranks import run
 from tiny_runs import metrics
 
 from maect.records import RunRecord
+
+
+def staged_late(context, **job):
+    """A training on two ranks, of which one copies for as long as the other one waits."""
+    import torch.distributed as dist
+    from ranks import train
+
+    from maect.train import trainer
+
+    stage = trainer.stage_shards
+
+    def late(*given):
+        if context.rank == 1:
+            store = dist.distributed_c10d._get_default_store()
+            store.wait(["staged-0"], timedelta(minutes=1))
+        return stage(*given)
+
+    trainer.stage_shards = late
+    try:
+        return train(context, **job)
+    finally:
+        trainer.stage_shards = stage
+
+
+def test_a_node_that_copies_for_long_is_waited_for(job, tmp_path):
+    """Not in a collective, which would end the training after half an hour."""
+    (tmp_path / "node").mkdir()
+    late = job("late", "mae", epochs=1) | {"stage_to": str(tmp_path / "node")}
+    assert run(2, late | {"function": staged_late}, log=tmp_path / "log") == ["done"]
 
 
 def test_staged_run_is_bit_identical(job, tmp_path, shards, whole):
