@@ -102,7 +102,9 @@ class SlurmRun(Run):
     def small_disk(self, size: str) -> Iterator[None]:
         """The run folder has a file system of its own."""
         self.folder.mkdir()
-        self.slurm.run("mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(self.folder))
+        self.slurm.run(
+            "mount", "-t", "tmpfs", "-o", f"size={size},mode=755", "none", str(self.folder)
+        )
         try:
             yield
         finally:
