@@ -207,7 +207,7 @@ class _Launch:
         record.write_job(self.folder, job)
         answer = submit.submit(self.folder, job, self.leave_submission)
         if "id" in answer:
-            self.broken, self.wait = 0, 0.0
+            self.broken, self.limit, self.wait = 0, "", 0.0
             job.accepted(answer["id"])
             record.write_job(self.folder, job)
             again = f", attempt {job.attempt}" if job.attempt > 1 else ""
@@ -216,9 +216,10 @@ class _Launch:
         error = answer["error"].strip()
         if job.cluster == "slurm" and answer.get("refused") and slurm.is_limit(error):
             # There is no such job, nor will there be: the next one has another name.
-            self.close(job, f"not accepted: {error}")
+            said = " ".join(error.split())
+            self.close(job, f"not accepted: {said}")
             record.remove_job_folder(self.folder, job.name)
-            if (said := " ".join(error.split())) != self.limit:
+            if said != self.limit:
                 self.limit = said
                 self.line.say(f"SLURM takes no more jobs for now; waiting: {said}")
             return job
