@@ -33,9 +33,16 @@ class Settings(BaseModel):
     def is_said_by(self, values: Any) -> bool:
         """Return whether a record says these settings; one that it lacks has its default."""
         try:
-            return type(self).model_validate(values) == self
+            return type(self).model_validate(values).identifying() == self.identifying()
         except ValidationError:
             return False
+
+    def identifying(self) -> dict[str, Any]:
+        """Return what differs from the defaults, as JSON values; where inputs are does not count.
+
+        Of a path it counts only that there is one.
+        """
+        return self.model_dump(mode="json", exclude_defaults=True, context={"paths": None})
 
 
 S = TypeVar("S", bound=Settings)
@@ -92,10 +99,7 @@ def digest(*parts: Any) -> str:
     Of settings it is what differs from their defaults, so that a new one changes no identity. A
     default is therefore a part of the format, and never changes within one.
     """
-    plain = [
-        p.model_dump(mode="json", exclude_defaults=True) if isinstance(p, Settings) else p
-        for p in parts
-    ]
+    plain = [p.identifying() if isinstance(p, Settings) else p for p in parts]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -114,6 +118,15 @@ def _from_file(path: Path, info: SerializationInfo) -> str:
 LocalPath = Annotated[Path, AfterValidator(_to_absolute), PlainSerializer(_from_file)]
 """Absolute in memory; in a file relative to its folder, so that results can be moved as a whole.
 What is outside of the results folder stays absolute."""
+
+
+def _unless_identifying(path: str, info: SerializationInfo) -> str:
+    return "" if "paths" in (info.context or {}) else path
+
+
+ContentPath = Annotated[str, PlainSerializer(_unless_identifying)]
+"""Path of a file or folder, as given, that settings or records identify by a checksum: the same
+content elsewhere is the same input."""
 
 
 STAMP = "# Checked when written: {}. After an edit it is checked again.\n"
@@ -190,7 +203,7 @@ class SettingsFile(Settings):
     @property
     def digest(self) -> str:
         """Identity of what the file says; where inputs are is not part of it."""
-        return digest(self.model_dump(mode="json", exclude_defaults=True, context={"paths": None}))
+        return digest(self.identifying())
 
     def identity(self, path: str | Path) -> str:
         """Identity of what a file at `path` says, with its inputs in the same results folder."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.core.lazy import NDArray, np
-from maect.core.settings import Settings
+from maect.core.settings import ContentPath, Settings
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?:\.\w+)?$")
 
@@ -24,7 +24,7 @@ the whole split 90 are."""
 class RealLabels(Settings):
     """Settings of what is scored by ImageNet-ReaL's labels, too."""
 
-    real_labels: str | None = None
+    real_labels: ContentPath | None = None
     """ReaL's `real.json`: a list of classes for each of ImageNet's 50,000 validation images."""
 
     def real_sha256(self) -> str | None:

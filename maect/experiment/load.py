@@ -194,7 +194,7 @@ class Experiment:
             asked = EvaluationConfig.read(self.root / "evaluations" / run / f"{name}.yaml").settings
         except UserError:
             return settings
-        if isinstance(asked, FewLabels) and asked.subsets == settings.subsets:
+        if isinstance(asked, FewLabels):
             return settings.read_lists(asked.lists_sha256)
         return settings
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.core.settings import Settings
+from maect.core.settings import ContentPath, Settings
 from maect.paper import read_paper
 
 OFFICIAL = read_paper("lists", dict[str, str])
@@ -38,7 +38,7 @@ def _path(folder: str, name: str) -> Path:
 class FewLabels(Settings):
     """Settings of what sees few labels."""
 
-    subsets: str | None = None
+    subsets: ContentPath | None = None
     """Folder of the official lists (`maect retrieve`); none: seeded subsets."""
     lists_sha256: dict[str, str] = Field(default_factory=dict)
     """Of the lists when an experiment was read; nobody writes it by hand. Without it a list is the

@@ -1,5 +1,7 @@
 """Lists of labelled images are part of what identifies a result, by their content."""
 
+import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +77,27 @@ def test_an_edited_list_is_another_evaluation_and_training(tmp_path: Path, lists
     assert changed(before, after) == ["low_shot", "fine_tune_low_shot", RUNS[1]]
     (lists / NAMES[2]).write_text("another\n")
     assert changed(after, identities(experiment(tmp_path, lists))) == ["fine_tune_10pct", RUNS[2]]
+
+
+def test_the_same_lists_in_another_folder_make_nothing_again(tmp_path: Path, lists: Path) -> None:
+    first, elsewhere = experiment(tmp_path, lists), tmp_path / "elsewhere"
+    for name in EVALUATIONS:
+        asked = resolve.evaluation_config(first, "mae_tiny", name)
+        asked.write(first.root / "evaluations" / "mae_tiny" / f"{name}.yaml")
+    shutil.copytree(lists, elsewhere)
+    for folder in (elsewhere, tmp_path / "gone"):  # of lists that are gone, what was known of them
+        second = experiment(tmp_path, folder)
+        assert identities(second) == identities(first)
+        for pair in itertools.product(["mae_tiny"], EVALUATIONS):
+            made = first.evaluation(*pair).model_dump(mode="json")
+            assert second.evaluation(*pair).is_said_by(made)
+            assert not second.evaluation(*pair).is_said_by(made | {"lists_sha256": {}})
+            assert not second.evaluation(*pair).is_said_by(made | {"subsets": None})
+        for name in RUNS:
+            asked, now = (resolve.run_config(each, name) for each in (first, second))
+            assert now.fingerprint("data", {}) == asked.fingerprint("data", {})
+            assert now.settings.is_said_by(asked.settings.model_dump(mode="json"))
+    assert LowShot(subsets="a").identifying() == LowShot(subsets="b").identifying() != {}
 
 
 def test_a_job_refuses_lists_that_it_was_not_prepared_with(

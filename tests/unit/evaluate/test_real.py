@@ -155,6 +155,10 @@ def test_a_result_is_of_the_labels_that_it_was_scored_by(
         settings.evaluate(Rank(patience=6), job)
     file.write_text(json.dumps([[*each, 3] for each in own]))
     assert not Completion(config).is_there() and Completion(config).identity != before
+    # The same labels elsewhere are the same.
+    moved = write(tmp_path / "moved.json", own).real_labels
+    again = resolved(job, settings.model_copy(update={"real_labels": moved}))
+    assert Completion(again).is_there() and Completion(again).identity == before
     metrics = settings.evaluate(Rank(), job)
     fresh = settings.evaluate(Rank(), given(job_of(images, tmp_path / "b.json"), test=imagenet_val))
     assert metrics == fresh
