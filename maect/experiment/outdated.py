@@ -23,7 +23,7 @@ from maect.experiment.chosen_shards import is_made_otherwise
 from maect.experiment.load import Experiment
 from maect.experiment.pages import pages
 from maect.records import ENCODER, EvaluationRecord, RunRecord
-from maect.stages.imported import Import, is_another_file
+from maect.stages.imported import Import, is_another_file, shape_found
 
 
 def outdated(experiment: Experiment) -> list[Path]:
@@ -77,8 +77,8 @@ class _Comparison:
                 return False
             if config.weights is not None and is_another_file(config.weights, weights):
                 return True
-            if settings.layout is None and made.encoder:  # found in the weights, and this with it
-                shape = shape.model_copy(update={"class_token": made.encoder.class_token})
+            if settings.layout is None:  # found in the weights, and this with it
+                shape = shape.model_copy(update=shape_found(weights))
             asked = [(settings.layout, weights.layout), (settings.timm, weights.timm)]
             return made.encoder != shape or any(a not in (None, given) for a, given in asked)
         if (made.encoder, made.seed) != (shape, config.seed) or not settings.is_said_by(

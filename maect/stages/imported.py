@@ -150,6 +150,12 @@ def is_another_file(weights: Path, imported: ImportedFile) -> bool:
         return False
 
 
+def shape_found(imported: ImportedFile) -> dict[str, Any]:
+    """Return what the layout of an imported checkpoint says of the encoder's shape."""
+    found = LAYOUTS.get(str(imported.layout))
+    return {} if found is None else found.shape
+
+
 def _timm_record(new: "Converted") -> dict[str, Any]:
     """Return the record of timm's model: name, version, arguments, reading of images."""
     from importlib.metadata import version

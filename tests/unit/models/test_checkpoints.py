@@ -18,11 +18,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from maect import recipes
+from maect import experiment, recipes
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
 from maect.core.kept import keep, kept
+from maect.experiment.outdated import outdated
+from maect.experiment.resolve import run_config
 from maect.models.checkpoints import convert, find_layout, read_checkpoint
 from maect.models.layouts import LAYOUTS
 from maect.models.vit import build_encoder
@@ -126,6 +128,33 @@ def test_the_record_of_an_import(tmp_path, capsys):
     before = (tmp_path / "runs/ibot/encoder.safetensors").read_bytes()
     assert main([*words, "--layout", "ibot", "--size", "tiny"]) == 0
     assert (tmp_path / "runs/ibot/encoder.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("published", ["mae", "ijepa", "pixio", "capi", "data2vec2", "d2v2refined"])
+def test_an_import_of_a_layout_that_was_detected_is_what_is_asked_for(published, tmp_path):
+    """Also once its file is gone, whatever the layout says of the encoder's shape."""
+    weights, file = tmp_path / f"{published}.pth", tmp_path / "mine.yaml"
+    made = {"d2v2refined": "mim_refiner_post"}.get(published, published)
+    torch.save(getattr(plain_vit, made)()[0], weights)
+
+    def asked(**more):
+        values = {
+            "storage": str(tmp_path / "results"),
+            "datasets": {"digits": {"kind": "digits", "splits": {"train": {}, "val": {}}}},
+            "runs": {"it": {"weights": str(weights), "size": "tiny", **more}},
+            "evaluate": [{"runs": ["it"], "protocols": ["knn"]}],
+        }
+        file.write_text(json.dumps(values))
+        return experiment.load(str(file))
+
+    config = tmp_path / "results/runs/it/config.yaml"
+    run_config(asked(), "it").write(config)
+    assert main(["import", str(config)]) == 0
+    for _ in range(2):
+        assert outdated(asked()) == outdated(asked(layout=made)) == []
+        for other in ({"layout": "msn"}, {"image_size": 32}, {"size": "tiny8"}):
+            assert outdated(asked(**other)) == [RunRecord.path(tmp_path / "results/runs/it")]
+        weights.unlink(missing_ok=True)
 
 
 def thin(width, depth, patch, rows, cls=True):
