@@ -231,10 +231,16 @@ def test_names_and_shapes_are_strict(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "leave out --layout and --size" in caplog.text
 
 
-def test_a_name_without_tag_is_the_first_of_that_name() -> None:
+def test_a_tag_can_be_left_out_where_a_name_has_one() -> None:
+    """`vit_base_patch16_224` is DINO's or MAE's, and CLIP's resize depends on whose weights."""
     assert find_timm("vit_large_patch14_reg4_dinov2").name.endswith(".lvd142m")
-    with pytest.raises(UserError, match=r"other mean and std each: write .*lvd1689m or .*sat493m"):
-        find_timm("vit_large_patch16_dinov3")
+    for name, some in {
+        "vit_large_patch16_dinov3": "lvd1689m or vit_large_patch16_dinov3.sat493m",
+        "vit_base_patch16_224": "dino or vit_base_patch16_224.mae",
+        "vit_base_patch16_clip_224": "openai",
+    }.items():
+        with pytest.raises(UserError, match=rf"^timm: {name} has several weights: .*\.{some}"):
+            find_timm(name)
 
 
 def written(names: list[str]) -> list[dict[str, str]]:
