@@ -68,7 +68,8 @@ class Experiment:
         self.runs = expand.expand_runs(spec, file)
         for run in self.runs.values():
             self._check_names(f"runs: {run.name}: dataset", [run.dataset], spec.datasets)
-            self._check_resize(run.name, run.dataset)
+            if run.settings.trains:
+                self._check_resize(run.name, run.dataset)
         expand.check_sources(self.runs, f"{file}: runs")
         new = [name for name, changes in spec.protocols.items() if "protocol" in changes]
         known = tuple(dict.fromkeys([*evaluation_names(), *new]))

@@ -27,7 +27,7 @@ def run_config(experiment: Experiment, name: str) -> RunConfig:
         source=experiment.folder(run.source) if run.source else None,
         weights=run.weights,
         test=scored_on(experiment, run) if run.scored_by is not None else None,
-        resize=resize(experiment, name, run.dataset),
+        resize=_resize_elsewhere(experiment, run),
         encoder=run.encoder,
         settings=run.settings,
         computing=run.computing if run.settings.trains else None,
@@ -60,14 +60,28 @@ def resize(experiment: Experiment, run: str, dataset: str) -> int | None:
     """Shorter side of a dataset's images, where it says none that of what the run is trained on.
 
     Where neither does, that of the public encoder which the run is or began with; none: 256/224 of
-    its image size. One that is trained for an evaluation sees images as its source does.
+    its image size. One that is trained for an evaluation sees images as its source does. An import
+    is trained on no data set.
     """
     about = experiment.runs[run]
-    trained_on = experiment.runs[str(about.source)] if about.scored_by else about
-    stated = experiment.datasets[dataset].resize or experiment.datasets[trained_on.dataset].resize
+    trained = experiment.runs[str(about.source)] if about.scored_by else about
+    stated = experiment.datasets[dataset].resize
+    if stated is None and trained.settings.trains:
+        stated = experiment.datasets[trained.dataset].resize
     while stated is None and about.encoder.resize is None and about.source is not None:
         about = experiment.runs[about.source]
     return stated or about.encoder.resize
+
+
+def _resize_elsewhere(experiment: Experiment, run: Run) -> int | None:
+    """Likewise of images outside of the experiment: as those of the run's data set.
+
+    An import may be given none of these. Images that are too small for it do not count.
+    """
+    stated = experiment.datasets[run.dataset].resize
+    if not run.settings.trains and stated is not None and stated < run.encoder.image_size:
+        return run.encoder.resize
+    return resize(experiment, run.name, run.dataset)
 
 
 def precision(experiment: Experiment, run: str) -> Literal["fp32", "tf32", "bf16"]:

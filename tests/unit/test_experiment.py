@@ -228,6 +228,50 @@ def test_every_evaluation_crops_images_as_the_public_encoder_does(tmp_path: Path
     assert {resolve.resize(experiment, name, "mine") for name in runs} == {260}
 
 
+def test_a_public_encoder_is_trained_on_none_of_the_data_sets(tmp_path: Path) -> None:
+    """Their order does not say how it crops images, nor those that it is not given its size."""
+    weights = tmp_path / "weights.safetensors"
+    weights.touch()
+    runs = {
+        "dino": {"layout": "dino", "size": "base", "weights": str(weights)},
+        "timms": {"timm": "vit_base_patch16_224.dino", "weights": str(weights)},
+        "ct": {"recipe": "ct_min", "size": "base", "from": "dino", "dataset": "close"},
+    }
+    data = {"close": DATASET | {"resize": 230}, "wide": DATASET}
+    found = []
+    for order in (["close", "wide"], ["wide", "close"]):
+        asked = [
+            {"runs": [*runs], "protocols": ["knn", "fine_tune"], "datasets": ["wide", "close"]}
+        ]
+        datasets = {name: data[name] for name in order}
+        experiment = load(
+            write(tmp_path, datasets=datasets, runs=runs, evaluate=asked, storage="r")
+        )
+        found.append(
+            {(run, of): resolve.resize(experiment, run, of) for run in runs for of in data}
+        )
+        for run in runs:
+            name = experiment.on("fine_tune", "wide")
+            tuned = run_config(experiment, f"{run}.{name}.seed0").resize
+            assert tuned == resolve.evaluation_config(experiment, run, name).resize
+            assert tuned == found[-1][run, "wide"]
+    assert found[0] == found[1]
+    assert [found[0][run, "wide"] for run in runs] == [None, 248, 230]
+    assert {found[0][run, "close"] for run in runs} == {230}
+
+    datasets = {"tiny": DATASET | {"resize": 32}, "wide": DATASET}
+    asked = [{"runs": ["dino"], "protocols": ["knn"], "datasets": ["wide"]}]
+    values = {"datasets": datasets, "runs": {"dino": runs["dino"]}, "storage": "r"}
+    assert run_config(load(write(tmp_path, evaluate=asked, **values)), "dino").resize is None
+    assert run_config(load(write(tmp_path, evaluate=[], **values)), "dino").resize is None
+    asked[0]["datasets"] = ["tiny"]
+    with pytest.raises(UserError, match="tiny: resize 32 is smaller than the 224 pixels that dino"):
+        load(write(tmp_path, evaluate=asked, **values))
+    values["runs"] = {"mae": {"recipe": "mae", "size": "base"}}
+    with pytest.raises(UserError, match="tiny: resize 32 is smaller than the 224 pixels that mae"):
+        load(write(tmp_path, evaluate=[], **values))
+
+
 def test_what_a_job_reads(tmp_path: Path) -> None:
     asked = [{"runs": ["ct_*"], "protocols": ["knn", "linear_probe", "robustness"]}]
     protocols = {"robustness": {"splits": ["val"]}}
