@@ -60,6 +60,9 @@ def planned(
     if only is not None:
         entries = [entry for entry in entries if entry.name in wanted]
         unlisted = len(listing.entries) - len(wanted)
+    if listing.entries and not entries:
+        lists = " and ".join(str(path) for path in (only, exclude) if path is not None)
+        raise UserError(f"{lists}: no image of {source} is left; correct the list")
     made = {} if pixels is None else pixels.files
     tars = []
     if isinstance(images, WebDataset):

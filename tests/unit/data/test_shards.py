@@ -413,6 +413,29 @@ def test_wrong_lists_of_what_to_leave_out(
         shard(images, tmp_path / "out", "folder", 1, exclude=tmp_path / "none.txt")
 
 
+def test_lists_that_leave_no_image_are_named(tmp_path: Path) -> None:
+    source, lists = image_folder(tmp_path / "images"), {}
+    names = sorted(str(path.relative_to(source)) for path in source.rglob("*.jpg"))
+    for name, lines in {
+        "none": [],
+        "gone": ["c0/gone.jpg"],
+        "all": names,
+        "one": names[:1],
+    }.items():
+        lists[name] = tmp_path / f"{name}.txt"
+        lists[name].write_text("".join(f"{line}\n" for line in lines))
+    for said, how in (
+        (r"/none\.txt", {"only": lists["none"]}),
+        (r"/gone\.txt", {"only": lists["gone"], "skip_unreadable": True}),
+        (r"/all\.txt", {"exclude": lists["all"]}),
+        (r"/one\.txt and .*/all\.txt", {"only": lists["one"], "exclude": lists["all"]}),
+    ):
+        with pytest.raises(UserError, match=rf"{said}: no image of {source} is left; correct the"):
+            shard(source, tmp_path / "out", "folder", 1, **how)
+    with pytest.raises(UserError, match="2 shards for 1 images; lower the number"):
+        shard(source, tmp_path / "out", "folder", 2, only=lists["one"])
+
+
 def test_more_shards_than_images(tmp_path: Path) -> None:
     image_folder(tmp_path / "images", 1, 2)
     with pytest.raises(UserError, match="3 shards for 2 images"):
