@@ -9,7 +9,7 @@ from pydantic import ValidationError
 import maect.paper
 from maect.evaluate import load_evaluation
 from maect.evaluate.accuracy import Accuracy as FineTune
-from maect.recipes import load_encoder
+from maect.recipes import load_encoder, sizes
 from maect.report.registry import TABLES
 
 PAPER = Path(maect.paper.__file__).parent / "hyperparameters/fine_tune_10pct.csv"
@@ -105,6 +105,14 @@ def test_the_other_low_shot_recipes_differ_as_the_text_says(letter: str, size: s
     }  # fmt: skip
     last = changes("fine_tune_low_shot_last_block")
     assert last == few | {"frozen_blocks": load_encoder(size).depth - 1}
+
+
+@pytest.mark.parametrize("size", sizes())
+def test_the_last_block_alone_learns_at_every_size(size: str) -> None:
+    encoder = load_encoder(size)
+    for stage, _ in load_evaluation("fine_tune_low_shot_last_block", size)[1].trainings().values():
+        stage.check_encoder(encoder)
+        assert encoder.depth - stage.frozen_blocks == 1
 
 
 @pytest.mark.parametrize(("letter", "size"), COLUMNS)
