@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maect.recipes import Contrastive, Encoder, Refiner, View, views_by_size, visible_patches
+from maect.recipes.timm_encoders import find_timm
 
 FLOAT = 4
 
@@ -148,10 +149,20 @@ def encoder_weights(encoder: Encoder, blocks: int | None = None) -> int:
 
 
 def encode_flops(encoder: Encoder) -> float:
-    """Forward operations of encoding one whole image."""
-    embed = 2 * encoder.patches * _patch_values(encoder) * encoder.width
+    """Forward operations of encoding one whole image.
+
+    Those of timm's models were counted at their own image size: attention grows with the square of
+    the tokens, all else with the tokens.
+    """
     tokens = encoder.prefix_tokens + encoder.patches
-    return embed + encoder.depth * block_flops(tokens, encoder.width)
+    if encoder.timm is None:
+        embed = 2 * encoder.patches * _patch_values(encoder) * encoder.width
+        return embed + encoder.depth * block_flops(tokens, encoder.width)
+    known = find_timm(encoder.timm)
+    counted = encoder.prefix_tokens + (known.image_size // known.patch_size) ** 2
+    attention = 4 * encoder.depth * encoder.width
+    others = (1e9 * known.gflops - attention * counted**2) / counted
+    return tokens * others + attention * tokens**2
 
 
 def encoder_cost(

@@ -32,6 +32,7 @@ class TimmEntry(Settings):
         size: of the encoder sizes here, the one whose recipes hold for it.
         plain: whether it is a ViT of that size exactly, which every stage can start from.
         parameters: in millions.
+        gflops: operations of one image of its size, counted; 10⁹.
     """
 
     name: str
@@ -50,6 +51,7 @@ class TimmEntry(Settings):
     size: str
     plain: bool
     parameters: float
+    gflops: float
     licence: str
 
     def resize_for(self, image_size: int) -> int:

@@ -19,9 +19,10 @@ from maect.core.files import read_record
 from maect.evaluate.encoding import Encoding
 from maect.models.checkpoints import convert_timm
 from maect.models.layouts import FAMILIES
-from maect.models.timm_encoder import create
+from maect.models.timm_encoder import create, create_for
 from maect.models.vit import Uninitialized
 from maect.recipes import load_encoder
+from maect.recipes.cost import encode_flops
 from maect.recipes.timm_encoders import find_timm, timm_encoders
 from maect.records import RunRecord
 from maect.stages import load_import, load_recipe
@@ -264,6 +265,24 @@ def test_rows_of_the_table_are_what_timm_builds() -> None:
     assert set(timm_encoders()) == set(timm_table.wanted())
     for row in timm_encoders().values():
         row.encoder()
+
+
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [
+        ("convnextv2_atto.fcmae", (224, 448)),  # four stages that differ
+        ("resnet50_clip.openai", (224,)),  # bottlenecks, and attention at the end
+        ("vit_small_plus_patch16_dinov3.lvd1689m", (256, 512)),  # an MLP of three products
+        (TINY, (64, 256)),
+    ],
+)
+def test_operations_are_those_that_pytorch_counts(name: str, sides: tuple[int, ...]) -> None:
+    for side in sides:
+        with torch.device("meta"), Uninitialized():
+            module = create_for(name, side).eval()
+        operations = timm_table.counted(module, side)[1]
+        found = encode_flops(find_timm(name).encoder(side))
+        assert found == pytest.approx(operations, rel=0.01), side
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Writes the table of timm's encoders: `python tests/unit/models/timm_table.py`.
 
-Every model is built on the meta device, and its first block runs once there, which takes neither
-weights nor memory.
+Every model is built on the meta device and runs there once, which takes neither weights nor memory.
 """
 
 import csv
@@ -17,6 +16,7 @@ import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from maect.core.files import write_text
 from maect.models.timm_encoder import create
@@ -93,10 +93,7 @@ def _shape(name: str, side: int) -> dict[str, Any]:
         module: Any = create(name).eval()
     parameters, size = sum(p.numel() for p in module.parameters()), plain_size(module)
     depth = len(getattr(module, "blocks", ()))
-    if depth:  # they are alike: one says what all of them give, in a fraction of the time
-        module.blocks = module.blocks[:1]
-    with torch.device("meta"):
-        output = module.forward_features(torch.zeros(1, 3, side, side))
+    output, operations = counted(module, side)
     tokens = output.ndim == 3
     prefix = int(getattr(module, "num_prefix_tokens", 0)) if tokens else 0
     cls = tokens and prefix > 0 and getattr(module, "cls_token", None) is not None
@@ -117,7 +114,17 @@ def _shape(name: str, side: int) -> dict[str, Any]:
         "size": like,
         "plain": _word(size is not None),
         "parameters": f"{parameters / 1e6:.1f}",
+        "gflops": f"{operations / 1e9:.4g}",
     }
+
+
+def counted(module: Any, side: int) -> tuple[torch.Tensor, int]:
+    """What a model on the meta device gives of one image before its head, and all operations."""
+    module.requires_grad_(False)  # the counter's hooks look for gradients otherwise
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        output = module.forward_features(torch.zeros(1, 3, side, side))
+        module.forward_head(output)
+    return output, counter.get_total_flops()
 
 
 def _word(value: bool) -> str:
@@ -199,7 +206,7 @@ def page(made: list[dict[str, Any]]) -> str:
 `maect import --timm NAME FILE RUN` and `timm: NAME` in an experiment take {len(made)} encoders
 of [timm](https://github.com/huggingface/pytorch-image-models). [Public weights](../weights.md)
 says how. `maect/recipes/{data.TABLE}` lists them with image size, patch size, width, blocks,
-pooling, mean, standard deviation and licence. This page sums it up.
+pooling, mean, standard deviation, operations and licence. This page sums it up.
 `python tests/unit/models/timm_table.py` builds every model on torch's meta device, and writes both.
 
 | family | encoders | parameters (10⁶) | image size | pooling | plain | the smallest |
