@@ -11,6 +11,7 @@ from maect.data.config import made_by
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import Features, Shards
+from maect.experiment.resolve import WITHOUT_NORM
 from maect.models.export import Card
 from maect.records import EvaluationRecord, RunRecord, is_finished
 from maect.report.tables import result_file
@@ -157,7 +158,8 @@ def _measured_on(path: Path, result: EvaluationRecord, metric: str) -> tuple[str
     name = metric if metric in inputs else "test"  # several test sets: a metric for each
     kind = inputs.get(name)
     if isinstance(kind, Features):
-        return config.paths(name)[0].stem.removesuffix(f"-{kind.split}"), kind.split
+        stem = config.paths(name)[0].stem.partition(WITHOUT_NORM)[0]
+        return stem.removesuffix(f"-{kind.split}"), kind.split
     if isinstance(kind, Shards):
         return config.paths(name)[0].parent.name, kind.split
     return "", ""

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -10,6 +11,8 @@ from maect.answers.card import results_of
 from maect.cli import main
 from maect.core.files import write_record
 from maect.evaluate import EvaluationConfig, load_evaluation
+from maect.evaluate.base import Features
+from maect.experiment.resolve import ending
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig
@@ -66,6 +69,23 @@ def test_the_card_says_data_training_results_and_licence(root: Path) -> None:
     assert (result.dataset_name, result.dataset_split) == ("owls", "val")
     for word in ("## Intended use", "@inproceedings{lehner2024contrastive,", "{he2022masked,"):
         assert card.count(word) == 1
+
+
+@pytest.mark.parametrize("changes", [{"norm": False}, {"norm": False, "blocks": 4}])
+def test_the_data_set_has_its_name_whatever_was_read_of_the_features(
+    root: Path, changes: dict[str, Any]
+) -> None:
+    settings = load_evaluation("knn", "tiny", changes)[1]
+    file = root / "evaluations/ct/knn.yaml"
+    inputs = {
+        name: root / f"features/ct/owls-{kind.split}{ending(kind)}.safetensors"
+        for name, kind in settings.inputs().items()
+        if isinstance(kind, Features)
+    }
+    config = EvaluationConfig.read(file)
+    config.model_copy(update={"settings": settings, "inputs": inputs}).write(file)
+    (result,) = results_of(root / "runs/ct")
+    assert (result.dataset_name, result.dataset_split) == ("owls", "val")
 
 
 def test_the_hub_reads_the_card(root: Path) -> None:
