@@ -130,25 +130,32 @@ class Device:
         return self.together(processes) / stage.flops_per_image(encoder)
 
 
-def measured(root: Path, stage: str, size: str, encoder: Encoder) -> tuple[float, str] | None:
-    """Images per second of one device in a stage, and the file that says so.
+def measured(
+    root: Path, stage: str, size: str, encoder: Encoder, on_cpu: bool
+) -> tuple[float, str] | None:
+    """Images per second of one device in a stage; the file that says so, and the device.
 
     A finished run with the same encoder comes before a `throughput` result, which has no loader.
+    A CPU's speed is not taken for a GPU's, nor a GPU's for a CPU's.
     """
     for folder in sorted(root.glob("runs/*")):
         record = RunRecord.find(folder)
         if record is None or record.stage != stage or record.encoder != encoder:
             continue
+        if {one.get("threads") is not None for one in record.attempts} != {on_cpu}:
+            continue
         if record.images_per_second and record.world_size:
             speed = record.images_per_second / record.world_size
-            return speed, str(RunRecord.path(folder))
+            return speed, f"{RunRecord.path(folder)} on {record.attempts[-1]['device']}"
     for file in sorted(root.glob("evaluations/*/*.json")):
         if (result := EvaluationRecord.seek(file)) is None:
             continue
         about = result.provenance.get("protocol"), result.settings.get("size")
-        speeds = result.metrics.get("samples_per_second", {})
+        speeds, device = result.metrics.get("samples_per_second", {}), result.metrics.get("device")
+        if device is None or (device == "cpu") != on_cpu:
+            continue
         if about == (Throughput.name, size) and stage in speeds:
-            return speeds[stage], str(file)
+            return speeds[stage], f"{file} on {device}"
     return None
 
 
@@ -324,7 +331,7 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     online = experiment.spec.online_evaluation is not None
     computing, fitted = _fitted(stage, computing, encoder, nodes, devices, gpu, online)
     shards = plan.shards(folder)
-    speed = measured(experiment.root, stage.name, run.size, encoder)
+    speed = measured(experiment.root, stage.name, run.size, encoder, device.name == "cpu")
     begun = experiment.folder(run.name)
     left = 1 - min(1.0, part(record.progress(begun, record.read_job(begun))) or 0.0)
     seconds, source = None, ""

@@ -130,13 +130,17 @@ def test_hours_of_a_training_from_its_operations(here: Path) -> None:
     assert "35% of an A100" in planned.source
 
 
+CPU = {"device": "AMD EPYC", "threads": 1}
+GPU = {"device": "NVIDIA H200", "threads": None}
+
+
 def test_a_measurement_beats_operations(here: Path) -> None:
     experiment, encoder = load("digits"), load_encoder("tiny", None)
     root = experiment.root
-    assert measured(root, "tune", "tiny", encoder) is None
+    assert measured(root, "tune", "tiny", encoder, on_cpu=True) is None
     (root / "evaluations/mae_tiny").mkdir(parents=True)
     throughput = {
-        "metrics": {"samples_per_second": {"tune": 50.0}},
+        "metrics": {"samples_per_second": {"tune": 50.0}, "device": "cpu"},
         "settings": {"size": "tiny"},
         "provenance": {"protocol": "throughput"},
     }
@@ -147,13 +151,22 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     # A finished run of the same kind is nearer, and half of the work is done.
     (root / "runs/ct_aug_tiny").mkdir(parents=True)
     record = {"run": "ct_aug_tiny", "stage": "tune", "world_size": 4, "images_per_second": 100.0}
-    record["encoder"] = encoder.model_dump(mode="json")
+    record |= {"encoder": encoder.model_dump(mode="json"), "attempts": [CPU]}
     write_record(RunRecord.path(root / "runs/ct_aug_tiny"), record)
     (root / "runs/ct_min_tiny").mkdir()
     job = Job("local", "maect-x", 2, 0, progress={"step": 125, "steps": 250})
     write_job(root / "runs/ct_min_tiny", job)
     (planned,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
     assert planned.seconds == pytest.approx(0.5 * 1_297 * 25 / (25.0 * 2))
+    assert "ct_aug_tiny/run.json on AMD EPYC" in planned.source
+    # Neither says how fast a GPU is.
+    (planned,) = plan_of(experiment, Device("H100"), "tune", "1", "2", run="ct_min_tiny").jobs
+    assert planned.source == Device("H100").source
+    (root / "runs/mae_gpu").mkdir()
+    write_record(RunRecord.path(root / "runs/mae_gpu"), record | {"attempts": [GPU]})
+    (planned,) = plan_of(experiment, Device("H100"), "tune", "1", "2", run="ct_min_tiny").jobs
+    assert "mae_gpu/run.json on NVIDIA H200" in planned.source
+    (planned,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
     assert "ct_aug_tiny/run.json" in planned.source
 
 
@@ -161,9 +174,9 @@ def test_a_run_on_images_of_many_channels_is_a_measurement(here: Path) -> None:
     encoder = load_encoder("tiny", None, FIVE)
     record = {"run": "ct", "stage": "tune", "encoder": encoder.model_dump(mode="json")}
     (here / "runs/ct").mkdir(parents=True)
-    speed = {"images_per_second": 100.0, "world_size": 4}
+    speed = {"images_per_second": 100.0, "world_size": 4, "attempts": [CPU]}
     write_record(RunRecord.path(here / "runs/ct"), record | speed)
-    known = measured(here, "tune", "tiny", encoder)
+    known = measured(here, "tune", "tiny", encoder, on_cpu=True)
     assert known is not None and known[0] == 25.0
 
 
