@@ -4,7 +4,6 @@ Most are built at tiny sizes, by timm's own arguments, with random weights; thos
 ViTs have the smallest size that there is.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +69,13 @@ def test_features_are_those_of_timms_module(
     row = find_timm(name)
     if "depth" in arguments:
         heads = arguments.get("num_heads", row.heads)
-        row = replace(row, width=arguments.get("embed_dim", row.width), depth=3, heads=heads)
+        width = arguments.get("embed_dim", row.width)
+        row = row.model_copy(update={"width": width, "depth": 3, "heads": heads})
     elif arguments:
-        row = replace(row, width=32)
+        row = row.model_copy(update={"width": 32})
 
-    def create(name: str, image_size: int | None = None) -> nn.Module:
-        sized = {} if image_size is None else {"img_size": image_size}
-        return timm.create_model(name, pretrained=False, num_classes=0, **sized, **arguments)
+    def create(name: str, **options: Any) -> nn.Module:
+        return timm.create_model(name, pretrained=False, num_classes=0, **options, **arguments)
 
     monkeypatch.setattr(timm_encoder, "create", create)
     monkeypatch.setattr(checkpoints, "find_timm", lambda _: row)
