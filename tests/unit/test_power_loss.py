@@ -267,12 +267,12 @@ def test_what_a_finished_run_leaves(disk: Disk, tmp_path: Path) -> None:
 def test_the_record_of_a_job(disk: Disk, tmp_path: Path) -> None:
     """A job that was submitted is on record: it is never submitted twice."""
     run, job = disk.root / "runs" / "mae", None
-    for _ in range(3):
+    for number in range(3):
         job = record.new_job(run, "slurm", 2, job)
         record.make_job_folder(run, job.name)
         record.write_job(run, job)
         disk.tell(job.name)
-        job.state, job.ending = "ended", "FAILED"
+        job.id, job.state, job.ending = str(number), "ended", "FAILED"
         record.write_job(run, job)
     for folder, told in disk.after_power_loss(tmp_path / "left"):
         found = record.read_job(folder / "runs" / "mae")
