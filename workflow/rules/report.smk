@@ -88,7 +88,7 @@ rule report_html:
     message:
         "Report {output}"
     shell:
-        "{sys.executable:q} -P -m maect.tools.start_snakemake"
+        "python3 -P -m maect.tools.start_snakemake"
         " --profile none --workflow-profile none"
         " --snakefile {params.snakefile:q} --config {params.changes:q}"
         " --nolock --report {output} --report-stylesheet {params.style:q}"
