@@ -59,12 +59,15 @@ def intervals(
     return low, high
 
 
-def wilson(
-    scores: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]
+def accuracy_intervals(
+    scores: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Replace the ends of columns, [n, measures], that are 0 alone or 100 alone, by Wilson's."""
-    n, z = len(scores), 1.96
-    width = 100 * z**2 / (n + z**2)
+    """Return `intervals` of scores in percent, [n, measures].
+
+    Where all are 0, or all 100, the bootstrap has nothing to draw from: Wilson's interval.
+    """
+    low, high = intervals(scores)
+    width = 100 * 1.96**2 / (len(scores) + 1.96**2)
     low = np.where((scores == 100).all(axis=0), 100 - width, low)
     return low, np.where((scores == 0).all(axis=0), width, high)
 
@@ -72,13 +75,10 @@ def wilson(
 def ends(correct: Mapping[str, NDArray[Any]]) -> dict[str, float]:
     """Return the ends of the 95 % interval of accuracies as metrics, `NAME_low` and `NAME_high`.
 
-    Where all or none are, the bootstrap has nothing to draw from: Wilson's interval.
-
     Args:
         correct: by metric, which test images are classified correctly, bool [n] or 0 to 1.
     """
-    scores = 100.0 * np.stack([*correct.values()], axis=1)
-    low, high = wilson(scores, *intervals(scores))
+    low, high = accuracy_intervals(100.0 * np.stack([*correct.values()], axis=1))
     found: dict[str, float] = {}
     for name, *both in zip(correct, low.tolist(), high.tolist(), strict=True):
         found |= {f"{name}_low": both[0], f"{name}_high": both[1]}

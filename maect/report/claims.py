@@ -113,7 +113,7 @@ class Verdict:
         """
         if any(one.epochs for one in self.comparisons):
             return UNEQUAL
-        if any(one.holds is False for one in self.comparisons):
+        if self._failing:
             return NOISE if all(map(self._by_chance, self._failing)) else FAILS
         if any(one.holds is None for one in self.comparisons):
             return OPEN
@@ -138,9 +138,9 @@ class Verdict:
         """
         if self.result in (OPEN, UNEQUAL, NOISE):
             return "no" if self.result == NOISE else ""
-        decide = [one for one in self.comparisons if one.holds is (self.result == HOLDS)]
+        decide: Sequence[Comparison] = self.comparisons
         if self.result == FAILS:
-            decide = [one for one in decide if not self._by_chance(one)]
+            decide = [one for one in self._failing if not self._by_chance(one)]
         if all(one.exact for one in decide):
             return ""
         known = [one.significant or one.exact for one in decide]  # one is enough to fail

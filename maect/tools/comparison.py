@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from maect.core.files import write_table_text, write_text
-from maect.evaluate.sampling import intervals, wilson
+from maect.evaluate.sampling import accuracy_intervals, intervals
 from maect.evaluate.training_free import (
     KNN_HELD_OUT,
     LABEL_SETS,
@@ -52,7 +52,7 @@ def frame_of(matrix: Matrix) -> pd.DataFrame:
                 continue
             columns = np.stack([score.per_image for score in found.values()], axis=1)
             best = columns[:, [int(columns.mean(axis=0).argmax())]]
-            low, high = wilson(columns, *intervals(columns))
+            low, high = accuracy_intervals(columns)
             difference_low, difference_high = intervals(columns - columns[:, :1])
             below_best, _ = intervals(best - columns)
             for number, (name, score) in enumerate(found.items()):

@@ -40,7 +40,7 @@ NAMES = ("queries", "values", "weight", "bias")
 
 def probe_of(width: int, classes: int, settings: EfficientProbe = SETTINGS) -> Probe:
     encoding = SimpleNamespace(settings=SimpleNamespace(width=width), device=CPU)
-    train = SimpleNamespace(class_names=tuple(map(str, range(classes))))
+    train = SimpleNamespace(class_names=tuple(map(str, range(classes))), labels=None)
     trial = Trial(Rank(), None, encoding, train, train, "")  # type: ignore[arg-type]
     return Probe(trial, settings, "queries", "values")
 

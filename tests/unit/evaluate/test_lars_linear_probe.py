@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 def probe_of(width: int, classes: int, settings: LarsLinearProbe = SETTINGS) -> LarsProbe:
     encoding = SimpleNamespace(settings=SimpleNamespace(width=width), device=CPU)
-    train = SimpleNamespace(class_names=tuple(map(str, range(classes))))
+    train = SimpleNamespace(class_names=tuple(map(str, range(classes))), labels=None)
     return LarsProbe(Trial(Rank(), None, encoding, train, train, ""), settings)  # type: ignore[arg-type]
 
 
