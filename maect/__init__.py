@@ -6,7 +6,7 @@ encoder = maect.load("results/birds/runs/ct_min")
 vectors = encoder.encode(["a.jpg", "b.png"])  # float32 [2, encoder.width]
 images = maect.shards("results/birds/shards/birds/train")  # a torch Dataset
 run = maect.train("results/birds/runs/mae/config.yaml")  # Path of its folder
-metrics = maect.evaluate("results/birds/evaluations/ct_min/knn.yaml")  # {"knn": 0.93, ...}
+metrics = maect.evaluate("results/birds/evaluations/ct_min/knn.yaml")  # {"knn": 93.1, ...}
 """
 
 from collections.abc import Callable, Sequence
@@ -83,14 +83,14 @@ def train(
     Args:
         config: the resolved file of the run (`maect resolve EXPERIMENT` writes it).
         changes: `KEY=VALUE` in place of what it says, which makes another run.
-        out: where the resolved file of that is written; results go beside it.
+        out: where to write the changed file; results go beside it.
         **where: options of the command that say where to run, such as `devices=2`.
 
     Returns:
         The run's folder, for `maect.load`.
 
     Raises:
-        maect.core.errors.UserError: what cannot work, with the file and a hint.
+        maect.core.errors.UserError: the input is wrong; names the file and gives a hint.
     """
     from maect.tools.job_commands import Changed, Launching
     from maect.tools.job_commands import train as command

@@ -42,7 +42,7 @@ def embed(
     afresh: bool = False,
     precision: Literal["fp32", "bf16"] = "fp32",
 ) -> None:
-    """Compute a vector for each image; of a file's new images, if it is there.
+    """Compute a vector for each image, or for new images only if the file is there.
 
     Args:
         out: X.parquet, which cluster and search read; X.csv; or X.npy, with X.files.csv (default
@@ -86,8 +86,8 @@ def cluster(
     Args:
         index: a .parquet that maect embed wrote.
         out: folder of the table and the page.
-        groups: how many, by k-means; found in a graph of neighbours if not given.
-        smallest: images in a cluster at least, for hdbscan.
+        groups: how many, by k-means (default: as many as a graph of neighbours has).
+        smallest: fewest images of a group, for hdbscan.
         images: where the images are, if they have moved.
     """
     from maect.answers.cluster_page import write_clusters
@@ -117,7 +117,7 @@ def search(
 
     Args:
         index: a .parquet that maect embed wrote with it.
-        image: what to look for.
+        image: images to find similar ones for.
         count: images to print of each (default 10).
     """
     from maect import load
@@ -147,9 +147,9 @@ def audit(
 
     Args:
         run: folder of a run whose features were extracted.
-        threshold: least cosine of standardised features of a pair (default 0.95).
+        threshold: smallest cosine of a pair's standardised features (default 0.95).
         within: also pairs inside a split.
-        dataset: which, if the run has features of several.
+        dataset: data set to search, if the run has features of several.
         out: folder of the tables and the page; by default RESULTS/audits/RUN.
     """
     from maect.answers.audit import audit as find_pairs
@@ -177,8 +177,8 @@ def duplicates(what: Path, *, out: Path, count: Positive = 50, images: Path | No
     Args:
         what: images, or a .parquet that maect embed wrote.
         out: folder of the tables and the page.
-        count: pairs beside equal files (default 50).
-        images: where those of a .parquet are, if they have moved.
+        count: pairs to list besides equal files (default 50).
+        images: where the images of a .parquet are, if they have moved.
     """
     from maect.answers.duplicates import duplicates as find
 
@@ -216,10 +216,11 @@ def predict(
     """Name the class of each image.
 
     Args:
-        out: X.csv.
-        classifier: by default that of a fine-tuned run, or the linear probe that the pipeline left.
+        out: table to write, X.csv.
+        classifier: file of one (default: that of a fine-tuned run, or the linear probe that the
+            pipeline trained).
         labelled: fit logistic regression on this features file, or .parquet of maect embed, and
-            keep it as --classifier.
+            write it to --classifier.
     """
     from maect import load
     from maect.answers.classes import classifier_of, fit_classifier, read_classifier, write_classes
@@ -290,7 +291,7 @@ def publish(
         out: folder of the repository, such as a clone of it.
         repository: its name on the hub.
         licence: of the weights, such as cc-by-4.0.
-        base_model: on the hub, that the weights come from (default: timm's, of weights of timm).
+        base_model: model on the hub that the weights come from; known for timm's weights.
     """
     from maect.answers.card import card_of
     from maect.models.export import export_run

@@ -47,9 +47,9 @@ def shard(
         exclude: file of image names to leave out, one a line.
         skip_unreadable: leave out images that cannot be read; the index lists them.
         shorter_side: recompress larger images to this shorter side.
-        pixels: of a data set (docs/data.md): orientation, background, range, channels.
+        pixels: how images are read (docs/data.md): orientation, background, range, channels.
         classes: for a view: dogs15, or a file of class names, one a line.
-        only: one step: plan, the number of a shard, or index.
+        only: do one step: plan, the number of a shard, or index.
         verify: check shards that were written.
     """
     from maect.core.settings import validated

@@ -22,7 +22,10 @@ Name = Annotated[str, Word(help="name or path")]
 Profile = Annotated[
     str, Word(help="name or folder of a cluster profile (default local: this machine)")
 ]
-Config = Annotated[Sequence[str], Word("KEY=VALUE", help="as Snakemake's")]
+Config = Annotated[
+    Sequence[str],
+    Word("KEY=VALUE", help="change the experiment, as in seeds=3 (docs/experiments.md)"),
+]
 Root = Annotated[Path, Word(help="such as results/digits")]
 
 
@@ -147,7 +150,7 @@ def compare(
         images: CLASS/IMAGE, maybe below train/ and val/, or images without classes; an archive or a
             table; or NAME=FOLDER.
         out: folder of the tables, the page and the vectors, which are kept (default compared).
-        threads: that measure; default: all cores.
+        threads: to compute with (default: all cores).
         real_labels: ImageNet-ReaL's real.json: score ImageNet's validation images by it, too.
     """
     from maect.tools import comparison
@@ -179,7 +182,7 @@ def status(root: Sequence[Path] = (), *, every: bool = False) -> None:
 
     Args:
         root: results folder; default: results/*.
-        every: also runs of the experiment that have not started, where others have.
+        every: also list runs that have not started.
     """
     from maect.tools.status import show as show_status
 
@@ -201,7 +204,7 @@ def sync(service: Literal["wandb", "mlflow"], run: Path, *, project: str = "maec
 
     Args:
         run: folder of the run, finished or not.
-        project: what to put it into (default maect).
+        project: its project there (default maect).
     """
     from maect.tools.sync import sync as copy
 
@@ -228,8 +231,8 @@ def new_experiment(
             an archive or a table of images; or a folder of tars or tables (docs/data.md).
         out: the experiment to write, .yaml.
         from_public: start from public weights: mae_base, mae_large or mae_huge14.
-        quick: for about an hour on this machine: a smaller encoder, fewer epochs.
-        ignore_folders: folders are no classes: use no labels.
+        quick: fit it into about an hour on this machine: a smaller encoder, fewer epochs.
+        ignore_folders: do not take folders for classes: use no labels.
         skip_unreadable: leave out images that cannot be read.
     """
     from maect.tools.new_experiment import new_experiment as write
@@ -257,7 +260,7 @@ def own_name() -> str:
 def plan(
     target: Sequence[str] = (),
     *,
-    experiment: Name = "paper",
+    experiment: Annotated[str, Word(help="name or path (default paper)")] = "paper",
     profile: Profile = "local",
     config: Config = (),
     device: str | None = None,
@@ -266,10 +269,11 @@ def plan(
     """Estimate what is left to run: jobs, hours, storage.
 
     Args:
-        target: as Snakemake's; default: the whole report.
-        device: for what no run has measured: A100, H100, cpu, or here: a step of every stage is
-            measured (default: here for a profile of this machine, else the profile's or A100).
-        utilisation: of its peak (default 0.35).
+        target: files or rules, as for Snakemake (default: the whole report).
+        device: speed to assume where no run has measured it: A100, H100, cpu, or here, which
+            measures a step of each stage (default: here if jobs run on this machine, else the
+            profile's GPU, or A100).
+        utilisation: part of the device's peak speed that is reached (default 0.35).
     """
     from maect.experiment import load, names
     from maect.experiment.profile import find_profile
@@ -301,7 +305,9 @@ def plan(
 @command(example="doctor --profile juwels --experiment paper")
 def doctor(
     *,
-    experiment: Annotated[str, Word(help="whose storage is checked")] = "paper",
+    experiment: Annotated[
+        str, Word(help="name or path; its storage is checked (default paper)")
+    ] = "paper",
     profile: Profile = "local",
     config: Config = (),
     no_job: bool = False,
@@ -342,9 +348,9 @@ def verify(
 
     Args:
         published: such as docs/results/digits.
-        cells: none: ten at random.
-        out: default: verified.
-        seed: of the random choice; none: another one each time.
+        cells: what to compute (default: ten cells at random).
+        out: folder of the results (default verified).
+        seed: of the random choice (default: another one each time).
     """
     from maect.tools.verify import verify as compare_cells
 
@@ -363,7 +369,7 @@ def leaderboard(
 
     Args:
         runs: folders of evaluated runs.
-        out: default: leaderboard.
+        out: folder to write to (default leaderboard).
     """
     from maect.tools.leaderboard import leaderboard as rows
 

@@ -26,8 +26,8 @@ class Launching:
     """Place and resources of a job.
 
     Attributes:
-        nodes: a number, or a range such as 1..16: a training takes what its batch can use.
-        devices: ranks per node; auto, gpus: one per GPU, and without GPUs two or one.
+        nodes: a number, or a range such as 1..16, of which a training takes what its batch can use.
+        devices: ranks per node; auto and gpus: one per GPU, or without GPUs two (auto) or one.
         cpus: CPUs per rank (auto: an equal share of all).
         memory_mb: memory per node (0: any).
         minutes: wall limit of one job.
@@ -140,10 +140,10 @@ def train(
     Args:
         save_every_minutes: default 2.
         convert_world_size: resume on another number of ranks.
-        gpu: what each GPU is, such as A100-40GB: a step that is too large for it is computed in
-            parts, or refused; asked of this machine where the job runs here.
-        stage_to: copy the shards to this folder of each node first; or the name of the node's
-            environment variable that holds it (TMPDIR).
+        gpu: model of the GPUs, such as A100-40GB: a step that is too large for one is computed in
+            parts, or refused (default: this machine's, if the job runs here).
+        stage_to: first copy the shards to this folder of each node; or to that in an environment
+            variable of the node, by its name (TMPDIR).
         trace: profile these steps, such as 100-105, into the run's folder.
     """
     from maect.stages.run import RunConfig
@@ -200,14 +200,13 @@ def import_weights(
     """Turn downloaded weights into a run.
 
     Args:
-        weights: a checkpoint, as published; or the resolved file of a run that imports one, which
-            says everything else.
-        run: the run's folder, for a checkpoint.
-        layout: one of docs/weights.md; detected if not given.
+        weights: a checkpoint, as published; or the resolved file of a run that imports one, alone.
+        run: folder to write, for a checkpoint.
+        layout: of the checkpoint, one of docs/weights.md (default: detected).
         timm: the model's name in timm, in place of layout and size
             (docs/reference/timm_encoders.md).
-        size: encoder size; detected if not given.
-        image_size: pixels to use it at; its own if not given.
+        size: encoder size (default: detected).
+        image_size: pixels to use it at (default: its own).
     """
     from maect.recipes import Pixels
     from maect.stages.imported import import_weights as convert
@@ -248,13 +247,13 @@ def features(
     """Compute an encoder's features of a split.
 
     Args:
-        run: folder of the run; or the resolved file of features, which says everything else.
+        run: folder of the run; or the resolved file of features, alone.
         shards: folder of a split's shards, for a run.
-        out: the file to write, X.safetensors, for a run; X.yaml beside it says what it was made by.
-        precision: of the encoder's products; by default tf32 from ViT-B's width on, which takes a
-            GPU about an eighth of the time of fp32.
+        out: the file to write, X.safetensors, for a run; its settings go to X.yaml beside it.
+        precision: of the encoder's products (default: tf32 from ViT-B's width on, which takes a GPU
+            a quarter of the time of fp32; below it fp32).
         before_norm: leave out the encoder's final norm.
-        blocks: with --before-norm: what the last N blocks give, side by side.
+        blocks: with --before-norm: concatenate the outputs of the last N blocks.
     """
     from maect.core.settings import validated
     from maect.evaluate import FeaturesConfig
@@ -288,7 +287,7 @@ def features(
 
 @command(
     names=("evaluations",),
-    example="evaluate evaluations/mae/knn.yaml settings.k=[5] --out evaluations/mae/k5.yaml",
+    example="evaluate evaluations/mae/knn.yaml settings.k=5 --out evaluations/mae/k5.yaml",
 )
 def evaluate(launching: Launching, changed: Changed) -> None:
     """Evaluate an encoder in one way."""
