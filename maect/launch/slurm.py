@@ -129,9 +129,9 @@ class Slurm(Cluster):
         elif failure.kind:
             nodes &= {ranks[failure.rank].node}
         elif not nodes and job.id:
-            _, out, _ = command("scontrol", "--oneliner", "show", "job", job.id)
-            listed = re.search(rf" JobName={re.escape(job.name)} .* NodeList=([\w.-]+) ", out)
-            nodes = {listed[1]} if listed and listed[1] != "(null)" else set()
+            known, _ = _controllers(job)
+            listed = re.fullmatch(r"[\w.-]+", known.get("NodeList", ""))
+            nodes = {listed[0]} if listed else set()
         return sorted(nodes) if len(nodes) == 1 else []
 
     def finish(self, folder: Path, job: Job) -> None:
@@ -237,25 +237,20 @@ class Slurm(Cluster):
     def _ask_controller(self, job: Job) -> Notice | None:
         """Return what the controller says about this very id; None if it does not answer."""
         assert job.id is not None
-        code, out, error = command("scontrol", "--oneliner", "show", "job", job.id)
-        # The name may have blanks.
-        name = rf"\bJobName={re.escape(job.name)} "
-        shown = re.search(rf"{name}.*?\bJobState=(\S+)(?: Reason=(\S+))?", out)
-        if code == 0 and shown:  # no list of jobs that we see has it
-            return self._word(job.id, shown[1], shown[2] or "", time.monotonic())
-        if not (code == 0 and "JobName=" in out) and "Invalid job id" not in error:
-            return None
-        if not self._is_its_cluster(job):
+        known, answers = _controllers(job)
+        if "JobState" in known:  # no list of jobs that we see has it
+            word, reason = known["JobState"], known.get("Reason", "")
+            return self._word(job.id, word, reason, time.monotonic())
+        if not answers or not self._is_its_cluster(job):
             return None
         return Notice("ended", "unknown to SLURM", grace=squeue_seconds())
 
     def _is_that_attempt(self, folder: Path, job: Job) -> bool:
         """Return whether the log's last attempt runs: a new one may wait for its prolog."""
-        assert job.id is not None
-        _, out, _ = command("scontrol", "--oneliner", "show", "job", job.id)
-        restarts = re.search(rf" JobName={re.escape(job.name)} .* Restarts=(\d+)", out)
+        known, _ = _controllers(job)
         attempts = BEGUN.findall(record.log(folder, job, 0).read_bytes())
-        return bool(restarts and attempts and int(restarts[1]) <= int(attempts[-1]))
+        restarts = known.get("Restarts")
+        return bool(restarts and attempts and int(restarts) <= int(attempts[-1]))
 
     def _is_its_cluster(self, job: Job) -> bool:
         """Return whether a cluster that does not know a job took it; LaunchError: another did."""
@@ -266,6 +261,16 @@ class Slurm(Cluster):
                 f"{here}: start on a login node of {job.site}"
             )
         return here == job.site
+
+
+def _controllers(job: Job) -> tuple[dict[str, str], bool]:
+    """The controller's fields of a job, none if its id is another name's; whether it answered."""
+    assert job.id is not None
+    code, out, error = command("scontrol", "--oneliner", "show", "job", job.id)
+    _, _, shown = out.partition(f" JobName={job.name} ")  # names may have blanks
+    # The last fields are paths, in which anything may stand: the first of a name is it.
+    known = dict(reversed(re.findall(r"(?:^| )(\w+)=(\S*)", shown)))
+    return known, (code == 0 and "JobName=" in out) or "Invalid job id" in error
 
 
 def passes(error: str) -> bool:
