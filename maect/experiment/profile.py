@@ -21,6 +21,8 @@ PROFILES = PIPELINE / "cluster_profiles"
 SLURM = PROFILES / "slurm/config.yaml"
 # From large to small: each asks for what the one before it does, unless the profile says otherwise.
 KINDS = ("training", "node", "device", "cpu")
+HERE = ("write_shard", "import")
+"""Rules that run where Snakemake does, of which a profile may say `threads`."""
 Jobs = Mapping[str, Mapping[str, Any]]
 
 
@@ -64,7 +66,7 @@ def by_rule(jobs: Jobs) -> dict[str, dict[str, dict[str, Any]]]:
     """
     kind_of, asked = kinds(), dict[str, Mapping[str, Any]]()
     for name in jobs:
-        if name not in {*KINDS, *kind_of, "write_shard"}:
+        if name not in {*KINDS, *kind_of, *HERE}:
             hint = did_you_mean(name, [*KINDS, *kind_of])
             raise UserError(f"cluster profile: unknown job {name!r}; {hint}")
     larger: Mapping[str, Any] = {}
@@ -83,7 +85,12 @@ def by_rule(jobs: Jobs) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _found(key: str, value: Any) -> Any:
-    """Return a profile's content, with the pipeline's own scripts by their full paths."""
+    """Return a profile's content, with the pipeline's own scripts by their full paths.
+
+    Names are quoted: Snakemake evaluates resources, and a partition `all` is a function of Python.
+    """
+    if key in ("slurm_partition", "slurm_account") and isinstance(value, str):
+        return repr(value.strip("'"))
     if key not in ("setup", "python"):
         return value
 

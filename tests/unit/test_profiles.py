@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 from parsed_workflow import parsed, read_profile
+from snakemake.resources import Resource
 
 from maect.core.errors import UserError
-from maect.experiment.profile import by_rule, like_slurm
+from maect.experiment.profile import HERE, by_rule, like_slurm
 from maect.launch.resources import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
 from maect.recipes import load_encoder
 from maect.recipes.flops import relative_speed
@@ -35,7 +36,7 @@ def test_a_site_says_where_every_rule_computes(name: str) -> None:
         assert values.keys() <= rules[rule], rule
         least, most = node_range(str(values["nodes"]))
         assert least == most or rule in TRAININGS, f"{rule}: only trainings have a range of nodes"
-        assert values["cluster"] == "slurm" and values["slurm_account"] == "$MAECT_ACCOUNT"
+        assert values["cluster"] == "slurm" and values["slurm_account"] == "'$MAECT_ACCOUNT'"
         assert 0 < values["runtime"] <= asked["pretrain"]["runtime"] and values["devices"] > 0
         assert (ROOT / values["setup"]).exists()
         for argument in filter(None, values.get("slurm_extra", "").split(",")):
@@ -57,12 +58,24 @@ def test_a_site_says_only_what_differs() -> None:
     }
     asked = like_slurm(site)["set-resources"]
     common = read_profile("slurm")["set-resources"]
-    assert asked["features"] == common["features"] | site["training"]
-    assert asked["throughput"]["slurm_partition"] == "gpu2"
+    assert asked["features"] == common["features"] | {"devices": 2, "slurm_partition": "'gpu2'"}
+    assert asked["throughput"]["slurm_partition"] == "'gpu2'"
     assert asked["throughput"]["devices"] == asked["umap"]["devices"] == 1
     assert asked["knn"] == asked["umap"] | {"runtime": 7}
-    assert asked["umap"]["slurm_partition"] == "batch"
+    assert asked["umap"]["slurm_partition"] == "'batch'"
     assert like_slurm(site)["cores"] == read_profile("slurm")["cores"]
+
+
+def test_a_name_is_not_read_as_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snakemake evaluates resources after it has filled in variables."""
+    monkeypatch.setenv("MAECT_ACCOUNT", "open")
+    asked = like_slurm({"training": {"slurm_partition": "all"}})["set-resources"]["pretrain"]
+    where = {"wildcards": None, "input": None, "attempt": 1, "async_run": None}
+    names = [
+        Resource.cli_evaluator(key, asked[key], **where)
+        for key in ("slurm_partition", "slurm_account")
+    ]
+    assert names == ["all", "open"]
 
 
 def test_nothing_asks_for_more_than_the_wall_limit() -> None:
@@ -143,6 +156,14 @@ def test_the_lock_file_installs_on_arm(python: str, tmp_path: Path) -> None:
     assert refused_on_arm(text, python, tmp_path) == ""
     (line,) = re.findall(r"^cyanure==[0-9.]+", text, re.MULTILINE)
     assert "cyanure" in refused_on_arm(line, python, tmp_path)
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_a_login_node_does_little_at_once(name: str) -> None:
+    """Of what submits no job: processes that use several cores, or gigabytes for an encoder."""
+    profile = read_profile(name)
+    most = {rule: profile["cores"] // profile["set-threads"][rule] for rule in HERE}
+    assert most == {"write_shard": 4, "import": 2}
 
 
 def test_a_kind_that_is_none() -> None:

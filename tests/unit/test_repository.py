@@ -136,11 +136,15 @@ def test_the_container_is_made_of_what_is_here() -> None:
         "CMD",
     }
     ignored = (ROOT / ".dockerignore").read_text().split()
+    of_git = (ROOT / ".gitignore").read_text().split()
+    assert {name.strip("/") for name in of_git} <= {name.removeprefix("**/") for name in ignored}
     for copied in (words.split()[:-1] for name, words in steps if name == "COPY"):
         for source in copied:
             assert (ROOT / source).exists() and source not in ignored
     installed = [words for name, words in steps if name == "RUN"]
     assert any("--require-hashes -r envs/requirements.lock" in words for words in installed)
+    for packages in re.findall(r"pip install (.*?)(?=&&|$)", " ".join(installed)):
+        assert "--require-hashes" in packages or packages.split()[-1] == "."
     for packages in re.findall(r"apt-get install .*?(?=&&|$)", " ".join(installed)):
         assert "--no-install-recommends" in packages
     assert ("ENTRYPOINT", '["maect"]') in [tuple(step) for step in steps]

@@ -268,7 +268,7 @@ def start():
     other way to ask for them.
     """
     for asked in workflow.resource_settings.overwrite_resources.values():
-        account = str(asked.get("slurm_account").raw)
+        account = str(asked.get("slurm_account").raw).strip("'")
         if account.startswith("$") and os.path.expandvars(account) == account:
             stop(f"the profile's account is {account}, which is not set: export it")
     jobs = [
