@@ -107,6 +107,8 @@ def _run(
 
     base, size, recipe = fill(template), fill(spec.size), fill(spec.recipe or "")
     check_name(where, base)
+    if end := base.removeprefix(seedless(base)):
+        raise UserError(f"{where}: {base}: an end such as {end} is for seeds; choose another name")
     settings: Stage
     computing = PLAIN
     try:

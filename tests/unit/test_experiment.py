@@ -412,6 +412,10 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
         ),
         ({"protocols": {"knn.on.x": {"protocol": "knn"}}}, "knn.on.x: '.on.' is for data sets"),
         ({"runs": {"m;ls": {"recipe": "mae", "size": "tiny"}}}, "runs: 'm;ls' is not a name"),
+        (
+            {"runs": {"vit-s16": {"recipe": "mae", "size": "tiny"}}},
+            "vit-s16: an end such as -s16 is for",
+        ),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
