@@ -19,7 +19,7 @@ from maect.evaluate.base import Features, Shards
 from maect.experiment import resolve
 from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.load import Experiment
-from maect.experiment.pages import pages
+from maect.experiment.pages import PAGES, pages
 from maect.recipes.few_labels import OFFICIAL, FewLabels, checksum
 from maect.records import is_finished
 from maect.stages import STAGES
@@ -59,6 +59,11 @@ def faults(experiment: Experiment, jobs: Sequence[PendingJob]) -> list[str]:
         (job.wildcards["run"], job.wildcards["evaluation"]) for job in jobs if job.rule in PROTOCOLS
     ]
     return [
+        *(
+            f"{experiment.file}: asks for nothing that the page {job.rule} would show; leave it out"
+            for job in jobs
+            if job.rule in PAGES and not PAGES[job.rule].names(experiment)
+        ),
         *other_shards(
             experiment,
             [

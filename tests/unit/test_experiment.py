@@ -272,6 +272,20 @@ def test_a_public_encoder_is_trained_on_none_of_the_data_sets(tmp_path: Path) ->
         load(write(tmp_path, evaluate=[], **values))
 
 
+@pytest.mark.parametrize("page", ["claims", "datasets", "images"])
+def test_a_page_without_anything_to_show_is_refused(tmp_path: Path, page: str) -> None:
+    """Each is a target by its name, whatever the file asks for."""
+    found = load(write(tmp_path, storage="r", compare_with_paper=False))
+    config = found.root / f"{page}.yaml"
+    job = start.PendingJob(page, {}, [], [config.with_suffix(".html")], config, False)
+    (fault,) = start.faults(found, [job])
+    assert fault.endswith(
+        f"mine.yaml: asks for nothing that the page {page} would show; leave it out"
+    )
+    asked = [start.PendingJob("summary", {}, [], [], found.root / "summary.yaml", False)]
+    assert start.faults(found, asked) == []
+
+
 def test_what_a_job_reads(tmp_path: Path) -> None:
     asked = [{"runs": ["ct_*"], "protocols": ["knn", "linear_probe", "robustness"]}]
     protocols = {"robustness": {"splits": ["val"]}}

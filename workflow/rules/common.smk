@@ -44,7 +44,7 @@ os.environ.setdefault(SNAKEMAKE, this_process())
 # Nothing below imports from the working folder, not even this process started once more.
 os.environ[SAFE_PATH] = "1"
 
-# For those who let Snakemake make the environment (--software-deployment-method conda).
+# Snakemake's lint asks for one. By the prefix above, rules run in Snakemake's own environment anyway.
 ENVIRONMENT = "../../envs/environment.yaml"
 
 
