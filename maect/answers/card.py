@@ -44,7 +44,7 @@ def card_of(
     """
     if licence is not None and licence not in HUB["licences"]:
         hint = did_you_mean(licence, HUB["licences"])
-        raise UserError(f"--licence {licence}: none of the hub's; {hint}")
+        raise UserError(f"--licence {licence}: not a licence that the hub knows; {hint}")
     for name in filter(None, (repository, base_model)):
         _check_name(name)
     labelled = STAGES[RunRecord.of(run).stage].labelled
@@ -78,7 +78,7 @@ def _check_name(name: str) -> None:
         if "/" not in name:
             raise HFValidationError("USER/NAME")
     except HFValidationError as error:
-        raise UserError(f"{name}: no name of a repository on the hub: {error}") from None
+        raise UserError(f"{name}: not a name of a repository on the hub: {error}") from None
 
 
 def _chain(run: Path) -> list[tuple[Path, RunConfig]]:

@@ -128,8 +128,8 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
         about = features.record
         if not about.get("norm", True) or about.get("blocks", 1) > 1:
             raise UserError(
-                f"{labelled}: not the features that images get here, behind the final norm: give "
-                "those of the split without an ending"
+                f"{labelled}: features before the final norm, and images get those after it here: "
+                "give the split's file without an ending such as .before_norm"
             )
         values, labels = features.all(), features.labels
         class_names = [*about["class_names"]]

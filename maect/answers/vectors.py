@@ -400,7 +400,7 @@ class _Work:
             return
         before = Vectors.read(out)
         if before.about != self.about:
-            log.info("%s: made otherwise or of other images; it is made again", out)
+            log.info("%s: made with other settings or of other images; it is made again", out)
             return
         rows = {name: row for row, name in enumerate(before.files)}
         for entry in self.entries:

@@ -267,7 +267,7 @@ def _planes(values: NDArray[Any]) -> NDArray[Any]:
     if values.ndim not in (2, 3) or not values.size:
         raise UnreadableError(f"an array {list(values.shape)}, not [H, W] or [H, W, C]")
     if values.dtype.kind not in "uif":
-        raise UnreadableError(f"values of type {values.dtype}, which are no brightness")
+        raise UnreadableError(f"values of type {values.dtype}, which are not brightness values")
     return values if values.ndim == 3 else values[..., None]
 
 

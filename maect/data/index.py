@@ -153,7 +153,7 @@ class Index:
             raise UserError(f"{path}: ends inside sample {i}; check it with maect shard --verify")
         if isal_zlib.crc32(data) != self.checksums[sample]:
             raise UserError(
-                f"{path}: sample {i} ({self.key(i)}) is damaged: its checksum is not that of when "
+                f"{path}: sample {i} ({self.key(i)}) is damaged: its checksum has changed since "
                 "it was sharded; check the shards with maect shard --verify"
             )
         return data

@@ -180,7 +180,7 @@ def replay(launching: Launching, run: Path, *, step: Positive, out: Path | None 
     result = jobs.replay(run, step, launching.where(), out)
     print(f"{run.name}: ", "\n  ".join(result.lines), sep="")
     if result.differences:
-        raise UserError(f"{run}: step {result.differences[0][0]} is not what it was")
+        raise UserError(f"{run}: step {result.differences[0][0]} differs from the log")
 
 
 @command(

@@ -364,7 +364,7 @@ def find_state(
         return StateReader(folder / name, record)
     if damaged:
         raise UserError(
-            f"{why}; no older state is sound: put one back from a copy, or delete {folder} to "
+            f"{why}; no older state is intact: put one back from a copy, or delete {folder} to "
             "train from the beginning"
         )
     return None

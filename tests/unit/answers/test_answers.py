@@ -322,7 +322,7 @@ def test_only_features_behind_the_norm_are_fitted(tmp_path: Path) -> None:
         values = np.eye(6, dtype=np.float32)
         keys = [str(n) for n in range(6)]
         write_features(path, [values], width=6, labels=labels, keys=keys, record=record)
-        with pytest.raises(UserError, match="not the features that images get here"):
+        with pytest.raises(UserError, match="features before the final norm, and images get"):
             fit_classifier(path)
 
 

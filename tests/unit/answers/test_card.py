@@ -120,8 +120,8 @@ def test_the_hub_reads_the_card(root: Path) -> None:
     ("words", "said"),
     [
         (["--licence", "cc-by-4"], "did you mean 'cc-by-4.0'"),
-        (["--repository", "birds"], "birds: no name of a repository"),
-        (["--base-model", "a/b/c"], "a/b/c: no name of a repository"),
+        (["--repository", "birds"], "birds: not a name of a repository"),
+        (["--base-model", "a/b/c"], "a/b/c: not a name of a repository"),
     ],
 )
 def test_what_the_hub_would_not_take_is_refused(
