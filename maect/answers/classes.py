@@ -1,6 +1,7 @@
 """Classes of images: by a probe, the classifier of a fine-tuned run, or logistic regression."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,16 @@ class VectorClassifier:
             "resize": str(self.resize),
         }
         write_arrays(path, {"weight": self.weight, "bias": self.bias}, texts)
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse, by a UserError, to write over a file that is no classifier of `--labelled`."""
+    if not path.exists():
+        return
+    with suppress(UserError):
+        if read_arrays(path)[1].get("maect") == _KIND:
+            return
+    raise UserError(f"{path}: exists, and was not fitted by --labelled; choose another name")
 
 
 def classifier_of(run: Path) -> Path:

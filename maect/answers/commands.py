@@ -2,6 +2,7 @@
 
 import logging
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -55,7 +56,7 @@ def embed(
     from maect.answers.vectors import check_format, embed_into
 
     out = out or Path(f"{images.resolve().name}.parquet")
-    check_format(out)
+    check_format(out, inputs=[images])
     encoder = load(run, device, precision)
     made = embed_into(out, encoder, images, kind, batch_size, afresh)
     _say_left_out(made.left_out)
@@ -223,26 +224,34 @@ def predict(
             write it to --classifier.
     """
     from maect import load
-    from maect.answers.classes import classifier_of, fit_classifier, read_classifier, write_classes
-    from maect.answers.vectors import check_format
+    from maect.answers.classes import (
+        check_replaceable,
+        classifier_of,
+        fit_classifier,
+        read_classifier,
+        write_classes,
+    )
+    from maect.answers.vectors import check_format, parts_of
     from maect.answers.vectors import embed as vectors_of
 
-    check_format(out, (".csv",))
+    check_format(out, (".csv",), [images])
     path = classifier or classifier_of(run)
     if labelled is not None:
         if classifier is None:
             raise UserError("--labelled: name the file to keep the classifier in with --classifier")
+        check_replaceable(classifier)
         classes = fit_classifier(labelled)
     else:
         classes = read_classifier(path)
     # Evaluations may resize images otherwise than the run says: they are of another data set.
     encoder = load(run, device, resize=classes.resize)
     classes.check(encoder, path)
-    vectors, left_out = vectors_of(encoder, images, kind, batch_size)
+    vectors, left_out = vectors_of(encoder, images, kind, batch_size, parts_of(out))
     _say_left_out(left_out)
     if labelled is not None:
         classes.write(path)
     write_classes(vectors, classes, out)
+    shutil.rmtree(parts_of(out), ignore_errors=True)
     count = f"{counted(len(vectors.files), 'image')}, {len(left_out)} left out"
     print(f"{out}: {count}; {len(classes.class_names)} classes")
 

@@ -1,6 +1,7 @@
 """Images that are there twice, or nearly: by bytes, by a perceptual hash, by vectors."""
 
 import hashlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from maect.core.errors import UserError, counted
 from maect.core.files import write_json, write_text
 from maect.data.convert import picture_of
 from maect.data.decode import UnreadableError
-from maect.data.sources.base import Entry, ImageSource
+from maect.data.sources.base import Entry, ImageSource, is_utf8
 from maect.evaluate.clusters import comparable, scale_of
 from maect.recipes import Pixels
 from maect.report.render import render_page
+
+log = logging.getLogger(__name__)
 
 COUNT = 50
 BITS = 64
@@ -62,31 +65,40 @@ def perceptual_hash(image: Image.Image) -> Array:
 
 @dataclass(frozen=True)
 class Seen:
-    """Images that can be read, with SHA-256 and hashes (±1, float32 [n, 64]), also mirrored."""
+    """Images that can be read, with SHA-256 and hashes (±1, float32 [n, 64]), also mirrored.
+
+    Attributes:
+        left_out: how many cannot.
+    """
 
     entries: list[Entry]
     digests: list[bytes]
     hashes: Array
     mirrored: Array
+    left_out: int = 0
 
 
 def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = None) -> Seen:
-    """Read each image once, or those of some names."""
+    """Read each image once, or those of some names; one that cannot be read is left out, named."""
     entries, digests, hashes, mirrored = [], [], [], []
-    for entry in source.listing().entries:
-        if names is not None and entry.name not in names:
-            continue
+    wanted = [e for e in source.listing().entries if names is None or e.name in names]
+    for entry in wanted:
         try:
+            if not is_utf8(entry.name):
+                raise UnreadableError("its name is not UTF-8")
             data = source.read(entry)
             picture = picture_of(data, pixels)
-        except (UnreadableError, OSError):
+        except (UnreadableError, OSError) as error:
+            name = entry.name.encode(errors="backslashreplace").decode()
+            log.warning("%s: left out: %s", name, getattr(error, "strerror", None) or error)
             continue
         entries.append(entry)
         digests.append(hashlib.sha256(data).digest())
         hashes.append(perceptual_hash(picture))
         mirrored.append(perceptual_hash(picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)))
     shape = len(entries), BITS
-    return Seen(entries, digests, np.reshape(hashes, shape), np.reshape(mirrored, shape))
+    left_out = len(wanted if names is None else names) - len(entries)
+    return Seen(entries, digests, np.reshape(hashes, shape), np.reshape(mirrored, shape), left_out)
 
 
 def find_alike(seen: Seen, vectors: Vectors | None = None, count: int = COUNT) -> list[Alike]:
@@ -169,6 +181,8 @@ def duplicates(what: Path, out: Path, images: Path | None = None, count: int = C
         source, pixels, names = open_images(what)[0], Pixels(), None
     else:
         source, pixels, names = vectors.source(images), vectors.pixels, set(vectors.files)
+    # As people see them: a phone's picture lies on its side, and its upright copy does not.
+    pixels = pixels.model_copy(update={"orientation": "exif"})
     seen = read_images(source, pixels, names)
     pairs = find_alike(seen, vectors, count)
     header = ["a", "b", "exact", "bits", *([] if vectors is None else ["similarity"])]
@@ -184,4 +198,5 @@ def duplicates(what: Path, out: Path, images: Path | None = None, count: int = C
     about = {"images": len(seen.entries), "exact": exact, "others": len(pairs) - exact}
     write_text(out / "index.html", render_page("duplicates.html", pairs=shown, about=about))
     equal = counted(exact, "pair") + " of equal files"
-    return f"{counted(len(seen.entries), 'image')}: {equal}, {len(pairs) - exact} others"
+    read = f"{counted(len(seen.entries), 'image')}, {seen.left_out} left out"
+    return f"{read}: {equal}, {len(pairs) - exact} others"

@@ -182,17 +182,25 @@ class ImageEncoder:
         """`readable` of some images of a source: out of a file, which is written if it is not so.
 
         Args:
-            file: its name is that of the encoder and the images; none: nothing is kept.
+            file: its name is that of the encoder and the images; none: nothing is kept. Made again
+                once an image is readable that was not.
         """
         if file is not None and (known := seek_kept(file, "vectors")) is not None:
-            return known[0]["vectors"], dict(json.loads(known[1]["faults"]))
+            # What could not be read may be readable now: a package is installed, a disk is back.
+            faults = [number for number, _ in json.loads(known[1]["faults"])]
+            tried = self._batches(
+                lambda n: source.read(entries[faults[n]]), len(faults), BATCH, None
+            )
+            reasons = [one for _, batch in tried for one in batch if isinstance(one, str)]
+            if len(reasons) == len(faults):
+                return known[0]["vectors"], dict(zip(faults, reasons, strict=True))
         size = batch_size or self.batch_size
-        values, faults = self.readable(
+        values, found = self.readable(
             lambda number: source.read(entries[number]), len(entries), size, progress=progress
         )
         if file is not None:
-            write_kept(file, {"vectors": values}, {"faults": json.dumps([*faults.items()])})
-        return values, faults
+            write_kept(file, {"vectors": values}, {"faults": json.dumps([*found.items()])})
+        return values, found
 
     def pixels(self, image: ImageLike) -> NDArray[np.uint8]:
         """Return what the encoder sees of an image, uint8 [C, S, S]; else an UnreadableError."""

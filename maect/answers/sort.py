@@ -2,11 +2,11 @@
 
 import csv
 import os
+from collections import Counter
 from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.data.sources.base import is_there
 
 COLUMNS = ("cluster", "class")
 """What a table may sort by: of `clusters.csv`, and of `maect predict`."""
@@ -33,7 +33,7 @@ def sort_images(table: Path, images: Path, out: Path, link: bool = False) -> dic
     if out.resolve().is_relative_to(images.resolve()):
         raise UserError(f"{out}: lies within the images, and would be taken for some of them")
     for name, _ in rows:  # before anything is written
-        if not is_there(images / name):
+        if not (images / name).is_file():
             raise UserError(f"{images / name}: no such file, but {table} has it")
     counts: dict[str, int] = {}
     for name, group in rows:
@@ -49,18 +49,36 @@ def sort_images(table: Path, images: Path, out: Path, link: bool = False) -> dic
 
 
 def read_table(table: Path) -> list[tuple[str, str]]:
-    """Name and folder of each image; a UserError if a name would leave the folder."""
+    """Name and folder of each image.
+
+    Raises:
+        UserError: no such table, an image that is in it twice, a name that would leave the folder,
+            or two groups that would have one folder.
+    """
     if not table.is_file():
         raise UserError(f"{table}: no such table; maect cluster and maect predict write one")
-    with open(table, encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        given = reader.fieldnames or []
-        column = next((name for name in COLUMNS if name in given), None)
-        if "file" not in given or column is None:
-            raise UserError(f"{table}: needs a column file, and a column {' or '.join(COLUMNS)}")
-        rows = [(row["file"], row[column] or "") for row in reader]
+    try:
+        with open(table, encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            given, lines = reader.fieldnames or [], [*reader]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{table}: not a table in UTF-8 ({error}); save it as CSV UTF-8") from None
+    column = next((name for name in COLUMNS if name in given), None)
+    if "file" not in given or column is None:
+        raise UserError(
+            f"{table}: needs a column file and a column {' or '.join(COLUMNS)}, commas between them"
+        )
+    rows = [(line["file"] or "", line[column] or "") for line in lines]
+    for name, times in Counter(name for name, _ in rows).items():
+        if times > 1:
+            raise UserError(f"{table}: has {name!r} {times} times; leave one of the lines")
     width = max((len(group) for _, group in rows if group.isdecimal()), default=0)
-    return [(_below(name, table), _folder(group, width, table)) for name, group in rows]
+    folders: dict[str, str] = {}
+    for group in dict.fromkeys(group for _, group in rows):
+        if (folder := _folder(group, width, table)) in folders.values():
+            raise UserError(f"{table}: two groups would share the folder {folder}; rename one")
+        folders[group] = folder
+    return [(_below(name, table), folders[group]) for name, group in rows]
 
 
 def _below(name: str, table: Path) -> str:

@@ -227,10 +227,17 @@ def write_rows(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None
         writer.writerows(rows)
 
 
-def check_format(path: Path, formats: tuple[str, ...] = FORMATS) -> None:
-    """Refuse, by a UserError, a file that cannot be written, before its content is made."""
+def check_format(
+    path: Path, formats: tuple[str, ...] = FORMATS, inputs: Iterable[Path | None] = ()
+) -> None:
+    """Refuse, by a UserError, a file that cannot be written, before its content is made.
+
+    One of the `inputs`, such as the user's table of images, is none that may be written.
+    """
     if path.suffix not in formats:
         raise UserError(f"{path}: what format? Its name must end with {' or '.join(formats)}")
+    if path.exists() and any(one and one.exists() and path.samefile(one) for one in inputs):
+        raise UserError(f"{path}: is read, and would be replaced; choose another name to write to")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -286,9 +293,15 @@ def open_images(
 
 
 def embed(
-    encoder: "ImageEncoder", images: Path, kind: str | None = None, batch_size: int | None = None
+    encoder: "ImageEncoder",
+    images: Path,
+    kind: str | None = None,
+    batch_size: int | None = None,
+    folder: Path | None = None,
 ) -> tuple[Vectors, dict[str, str]]:
     """Vectors of all images that can be read, in the order of their source, in memory.
+
+    A `folder` keeps them meanwhile: after a break, the same call continues.
 
     Returns:
         The vectors, and why an image was left out, by its name.
@@ -297,12 +310,17 @@ def embed(
         UserError: no images, or none that can be read.
     """
     work = _Work(encoder, images, kind, batch_size)
-    parts = [*work.parts()]
+    parts = [*work.parts(folder)]
     work.check(sum(len(part.files) for part in parts))
     labels = [name for part in parts for name in part.labels or []] if work.named else None
     files = [name for part in parts for name in part.files]
     values = np.concatenate([part.values for part in parts])
     return Vectors(files, values, labels, work.about), work.left_out
+
+
+def parts_of(out: Path) -> Path:
+    """Return the folder beside a file that has what was computed for it before a break."""
+    return out.with_name(f".{out.name}.parts")
 
 
 @dataclass(frozen=True)
@@ -343,11 +361,11 @@ def embed_into(
     Raises:
         UserError: as `embed`, or a suffix that is none of these.
     """
-    check_format(out)
+    check_format(out, inputs=[images])
     work = _Work(encoder, images, kind, batch_size)
     if not afresh:
         work.know(out)
-    folder = out.with_name(f".{out.name}.parts")
+    folder = parts_of(out)
     count = sum(len(part.files) for part in work.parts(folder))
     work.check(count)
     write_vectors(out, (part for part in work.parts(folder) if part.files), count)
@@ -415,7 +433,7 @@ class _Work:
         """Stamp of each image's file by its name, of the moment before anything is read."""
         found = {}
         for entry in self.entries:
-            paths = (self.source.root / entry.path, self.source.path)
+            paths = (self.source.root / self.source.file_of(entry), self.source.path)
             found[entry.name] = next((stamp_of(p) for p in paths if p.is_file()), UNKNOWN)
         return found
 

@@ -146,11 +146,13 @@ def pairs_of(audit: Path, explored: Path) -> list[dict[str, Any]]:
     found = read_record(audit)
     result = EvaluationRecord.seek(explored.with_suffix(".json"))
     about = result.provenance.get("splits", {}) if result else {}
-    shown = {name.removeprefix("features_"): made["index_digest"] for name, made in about.items()}
-    digests = found["splits"]
-    for path in audit.parent.glob("shards/*/*/index.json"):  # of splits that are not shown
-        shown.setdefault(path.parent.name, seek_record(path).get("digest"))
-    if not about or not digests or any(shown.get(split, of) != of for split, of in digests.items()):
+    shown = {name.removeprefix("features_"): {made["index_digest"]} for name, made in about.items()}
+    others: dict[str, set[str]] = {}
+    for path in audit.parent.glob("shards/*/*/index.json"):  # several data sets may have the split
+        others.setdefault(path.parent.name, set()).add(seek_record(path).get("digest", ""))
+    now, digests = others | shown, found["splits"]
+    changed = any(of not in now.get(split, {of}) for split, of in digests.items())
+    if not about or not digests or changed:
         log.warning("%s: not of the images as they are now, so left out; maect audit again", audit)
         return []
     return sorted(found["pairs"], key=lambda pair: -pair["similarity"])

@@ -29,7 +29,7 @@ def states(root: Path) -> Iterator[OldStates]:
     for run in sorted(path for path in root.glob("runs/*") if path.is_dir()):
         for folder in sorted([*run.glob("state"), *run.glob("stale-*/state")]):
             files = [path for path in folder.rglob("*") if path.is_file()]
-            needed = _needed(folder.parent)
+            needed = _needed(folder.parent) or ("a link" if folder.is_symlink() else "")
             if needed and folder.parent != run:
                 needed = f"of another recipe, {needed}; if it may be lost: rm -r {folder.parent}"
             yield OldStates(folder, sum(path.stat().st_size for path in files), needed)
@@ -63,6 +63,8 @@ def clean(root: Path, remove: bool) -> None:
             print(f"{size_text(state.bytes):>8}  {state.folder}{note}")
             if remove and not state.needed:
                 remove_states(state.folder.parent)
+                if state.folder.exists():
+                    raise UserError(f"{state.folder}: not removed; is it another user's?")
     total = size_text(sum(state.bytes for state in free))
     if remove:
         print(f"{root}: {total} freed")

@@ -18,6 +18,7 @@ from maect.core.arrays import seek_kept, write_kept
 from maect.core.errors import UserError, counted
 from maect.core.settings import digest
 from maect.data.sources import open_source
+from maect.data.sources.base import Entry
 from maect.evaluate.real import Real, RealLabels, is_imagenets
 from maect.evaluate.sampling import held_out
 from maect.evaluate.store import Array
@@ -113,10 +114,17 @@ def open_folder(name: str, path: Path) -> ImageFolder:
 
 
 def _contents(images: Images) -> list[str]:
-    """sha256 of each image's bytes."""
+    """sha256 of each image's bytes; of a file that cannot be read its name."""
     source = open_source(images.kind, images.folder)
     source.listing()
-    return [hashlib.sha256(source.read(entry)).hexdigest() for entry in images.entries]
+
+    def content(entry: Entry) -> str:
+        try:
+            return hashlib.sha256(source.read(entry)).hexdigest()
+        except OSError:
+            return f"unreadable: {entry.name}"
+
+    return [content(entry) for entry in images.entries]
 
 
 def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:

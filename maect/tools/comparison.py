@@ -58,6 +58,7 @@ def frame_of(matrix: Matrix) -> pd.DataFrame:
             for number, (name, score) in enumerate(found.items()):
                 row = {
                     **about,
+                    "test_images": len(columns),  # by ReaL's labels fewer
                     "encoder": name,
                     "value": score.value,
                     "low": low[number],

@@ -3,6 +3,8 @@
 A second call adds what is new since: `synced.json` beside the files says what was copied, where to.
 """
 
+import os
+import stat
 import time
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,6 +14,7 @@ from typing import Any
 from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import read_record, write_record
+from maect.core.owners import exposed, is_trusted, owner_name
 from maect.core.yaml_files import read_yaml
 from maect.records import is_finished
 from maect.train.metrics import PICTURES
@@ -81,6 +84,9 @@ class MLflow:
 
 
 SERVICES: dict[str, type[WandB | MLflow]] = {"wandb": WandB, "mlflow": MLflow}
+FOUND = {"wandb": ("wandb/settings", ".wandb/settings"), "mlflow": ("mlruns", "mlflow.db")}
+"""Where a service's package looks in the working folder for the server that it sends to, MLflow
+without a variable."""
 
 
 def sync(service: str, run: Path, project: str) -> int:
@@ -89,7 +95,8 @@ def sync(service: str, run: Path, project: str) -> int:
     A `project` is what the service puts runs into; of MLflow an experiment.
 
     Raises:
-        UserError: no such run, or the service's package is not installed.
+        UserError: no such run, the service's package is not installed, or others may say what it
+            reads in the working folder.
     """
     metrics, path = run / "metrics.jsonl", run / SYNCED
     if not metrics.exists():
@@ -101,6 +108,7 @@ def sync(service: str, run: Path, project: str) -> int:
     new = [line for line in entries(metrics) if line["step"] > before["step"]]
     if not new and before["id"] is not None:
         return 0
+    _check_working_folder(service)
     config = run / "config.yaml"
     settings = read_yaml(config) if config.exists() else {}
     copy = SERVICES[service](run, project, before["id"], settings)
@@ -118,6 +126,22 @@ def sync(service: str, run: Path, project: str) -> int:
         copy.close(is_finished(run))
         write_record(path, known | {service: {"id": copy.id, "step": done}})
     return len(new)
+
+
+def _check_working_folder(service: str) -> None:
+    """Refuse what others may have put there: wandb sends the user's key to the server it names."""
+    if service == "mlflow" and os.environ.get("MLFLOW_TRACKING_URI"):
+        return
+    here = Path.cwd()
+    for path in (here / name for name in FOUND[service]):
+        if reason := exposed(path):
+            pass
+        elif here.stat().st_mode & stat.S_IWOTH:
+            reason = f"{here}: every user may write there"
+        elif os.path.lexists(path) and not is_trusted(path.lstat().st_uid):
+            reason = f"{path}: made by {owner_name(path.lstat().st_uid)}"
+        if reason:
+            raise UserError(f"{reason}; {service} would read it, so start in a folder of your own")
 
 
 def _package(name: str) -> Any:

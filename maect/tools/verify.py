@@ -82,14 +82,16 @@ def chosen(
     found: Sequence[Checked], names: Sequence[str], seed: int | None = None
 ) -> list[Checked]:
     """The cells of these names, or some that are drawn; UserError for an unknown name."""
-    known: dict[str, Checked] = {cell.name: cell for cell in found}
+    known: dict[str, list[Checked]] = {}
+    for cell in found:
+        known.setdefault(cell.name, []).append(cell)  # one of each architecture
     for name in names:
         if name not in known:
             raise UserError(
                 f"{name}: no such cell (TABLE.METHOD.METRIC); {did_you_mean(name, known)}"
             )
     if names:
-        return [known[name] for name in dict.fromkeys(names)]
+        return [cell for name in dict.fromkeys(names) for cell in known[name]]
     return random.Random(seed).sample(list(found), min(DRAWN, len(found)))
 
 

@@ -1,5 +1,6 @@
 """What a run has logged, copied to a service: each step once, whenever it is asked for."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,40 @@ def test_what_cannot_be_copied_is_named(
     assert main(["sync", "mlflow", str(write_run(tmp_path / "ct", 1))]) == 2
     assert "mlflow is not installed: uv pip install mlflow" in capsys.readouterr().err
     assert not (tmp_path / "ct/synced.json").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+@pytest.mark.parametrize(("service", "file"), [("wandb", "wandb/settings"), ("mlflow", "mlruns")])
+def test_nobody_else_says_where_a_log_is_sent(
+    service: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`wandb/settings` of the working folder names the server that gets the user's key."""
+    monkeypatch.setitem(sync.SERVICES, service, Recorder)
+    monkeypatch.setattr(Recorder, "calls", [])
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run, here = write_run(tmp_path / "ct", 1), tmp_path / "here"
+    (here / file).parent.mkdir(parents=True)
+    (here / file).write_text("[default]\nbase_url = http://evil\n")
+    monkeypatch.chdir(here)
+    os.chown(here / file, 12345, 12345)
+    assert main(["sync", service, str(run)]) == 2
+    said = f"{here / file}: made by user 12345; {service} would read it, so start in a folder of"
+    assert said in capsys.readouterr().err
+    (here / file).unlink()
+    here.chmod(0o1777)  # where anybody may put it a moment later
+    assert main(["sync", service, str(run)]) == 2
+    assert "every user may write there" in capsys.readouterr().err
+    assert Recorder.calls == []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://own")
+    assert main(["sync", "mlflow", str(run)]) == (0 if service == "mlflow" else 2)
+    here.chmod(0o755)
+    (here / file).write_text("[default]\n")
+    assert main(["sync", service, str(run)]) == 0
+    assert Recorder.calls[-1] is False
 
 
 def test_mlflow_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

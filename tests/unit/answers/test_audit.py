@@ -11,7 +11,7 @@ from PIL import Image
 from maect.answers.audit import audit, open_splits
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_record, sha256_file, write_json
+from maect.core.files import read_record, sha256_file, write_json, write_record
 from maect.data.config import CONFIG, ShardsConfig
 from maect.data.index import open_index
 from maect.data.shards import shard
@@ -102,6 +102,12 @@ def test_the_command_writes_tables_and_a_page(
     result.write(explored.with_suffix(".json"))
     assert pairs_of(results / "audit.json", explored) == pairs
     assert "audit.json: not of the images as they are now" in caplog.text
+    for number in range(5):  # other data sets have such splits, too
+        other = results / f"shards/other{number}/train/index.json"
+        write_record(other, {"digest": f"other{number}"})
+    assert pairs_of(results / "audit.json", explored) == pairs
+    for path in results.glob("shards/other*"):
+        shutil.rmtree(path)
     write_json(results / "audit.json", pairs)  # of nobody knows which images
     with pytest.raises(UserError, match=r"audit\.json: damaged \(it has no checksum\)"):
         pairs_of(results / "audit.json", explored)

@@ -141,9 +141,11 @@ def test_what_one_encoder_cannot_read_is_left_out_for_all(
     images = tmp_path / "images"
     shutil.copytree(folders / "split", images)
     (images / "train/a/broken.png").write_bytes((images / "train/a/0.png").read_bytes()[:300])
+    (images / "train/b/gone.png").symlink_to(tmp_path / "nowhere.png")
     words = ["compare", str(run), str(other), "--images", str(images), "--threads", "1"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    assert "broken.png: left out" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "broken.png: left out" in told and "gone.png: left out: No such file" in told
     frame = pd.read_csv(tmp_path / "out/compare.csv")
     assert set(frame["train_images"]) == {75}
 
@@ -194,7 +196,10 @@ def test_imagenets_images_are_scored_by_reals_labels(
     words = ["compare", str(run), "--out", str(tmp_path / "out"), "--threads", "1"]
     words += ["--real-labels", str(tmp_path / "real.json"), "--images"]
     assert main([*words, str(tmp_path / "images"), str(folders / "whole")]) == 0
-    frame = pd.read_csv(tmp_path / "out/compare.csv").set_index(["folder", "measure"])["value"]
+    frame = pd.read_csv(tmp_path / "out/compare.csv").set_index(["folder", "measure"])
+    known, scored = (frame["test_images"]["images", name] for name in ("knn_real", "knn"))
+    assert 0 < known < scored
+    frame = frame["value"]
     assert {"knn_real", "logistic_real"} <= set(frame["images"].index)
     assert not any(name.endswith("_real") for name in frame["whole"].index)
     for name in ("knn", "logistic"):

@@ -52,6 +52,32 @@ def test_copies_come_first(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "index.html").read_text().count("data:image/jpeg;base64,/9j/") == 22
 
 
+def test_what_cannot_be_read_is_named_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        scene(number).save(tmp_path / f"{number}.png")
+    shutil.copy(tmp_path / "0.png", os.fsencode(tmp_path) + b"/k\xe4fer.png")
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
+    assert main(["duplicates", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr()
+    assert "3 images, 2 left out: 0 pairs of equal files, 3 others" in told.out
+    assert "broken.png: left out" in told.err and "its name is not UTF-8" in told.err
+    assert (tmp_path / "out/index.html").exists()
+
+
+def test_a_turned_picture_is_compared_upright(tmp_path: Path) -> None:
+    """A phone's picture lies on its side and says so; the copy of a messenger stands."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    scene(0).rotate(90, expand=True).save(tmp_path / "phone.jpg", exif=exif, quality=95)
+    scene(0).save(tmp_path / "sent.jpg", quality=80)
+    scene(1).save(tmp_path / "other.jpg")
+    assert main(["duplicates", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    first = json.loads((tmp_path / "out/pairs.json").read_text())[0]
+    assert (first["a"], first["b"]) == ("phone.jpg", "sent.jpg") and first["bits"] <= NEAR
+
+
 def test_vectors_stand_beside_hashes(run: Path, folder: Path, tmp_path: Path) -> None:
     index, out = tmp_path / "all.parquet", tmp_path / "pairs"
     assert main(["embed", str(run), str(folder), "--out", str(index)]) == 0
@@ -98,6 +124,14 @@ def test_images_are_sorted_into_folders_and_stay(
     assert "not empty" in capsys.readouterr().err
 
 
+def test_a_table_that_a_spreadsheet_saved(tmp_path: Path) -> None:
+    photograph(0, 20, 20).save(tmp_path / "a.png")
+    (tmp_path / "t.csv").write_text("file,class\r\na.png,Käfer\r\n", encoding="utf-8-sig")
+    words = [str(tmp_path / "t.csv"), str(tmp_path), str(tmp_path.with_name("sorted"))]
+    assert main(["sort", *words]) == 0
+    assert (tmp_path.with_name("sorted") / "Käfer/a.png").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
@@ -105,6 +139,13 @@ def test_images_are_sorted_into_folders_and_stay(
         ("file,class\n../a.png,x", "is not the name of a file below"),
         ("file,class\na.png,x/../../y", "cannot be the name of a folder"),
         ("file,class\ngone.png,x", "no such file"),
+        ("file,class\n[a].png,x", "no such file"),
+        ("file;class\na.png;x", "commas between them"),
+        ("class,file\nx", "'' is not the name of a file"),
+        ("file,class\na.png,x\na.png,y", "has 'a.png' 2 times"),
+        ("file,class\na.png,1\nb.png,01\nc.png,10", "would share the folder 01"),
+        ("file,class\na.png,\nb.png,none", "would share the folder none"),
+        ("file,class\na.png,K\udce4fer", "save it as CSV UTF-8"),
     ],
 )
 def test_tables_that_cannot_be_sorted_by(
@@ -113,7 +154,7 @@ def test_tables_that_cannot_be_sorted_by(
     images, table, out = tmp_path / "images", tmp_path / "t.csv", tmp_path / "out"
     images.mkdir()
     photograph(0, 20, 20).save(images / "a.png")
-    table.write_text(text)
+    table.write_text(text, errors="surrogateescape")
     assert main(["sort", str(table), str(images), str(out)]) == 2
     error = capsys.readouterr().err
     assert fault in error and error.count("\n") == 1

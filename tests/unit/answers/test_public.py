@@ -1,6 +1,7 @@
 """Public encoders by a short name, and an `embed` that goes on after a break."""
 
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from maect.answers.vectors import Vectors, embed, embed_into
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file
+from maect.data.decode import UnreadableError
 from maect.data.retrieve import CATALOGUE, Remote
 from maect.models.timm_encoder import create
 from maect.recipes.timm_encoders import find_timm
 from maect.records import RunRecord
+
+from .conftest import photograph
 
 TINY = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
 
@@ -157,3 +161,87 @@ def test_only_new_and_changed_images_are_computed(
     counted.images = 0
     embed_into(out, encoder, images, afresh=True)
     assert counted.images == 29
+
+
+def test_an_image_that_becomes_readable_is_computed(run: Path, tmp_path: Path) -> None:
+    """As the message asks: `pip install pydicom`, and the same command again."""
+    images, out = tmp_path / "images", tmp_path / "x.parquet"
+    images.mkdir()
+    photograph(0, 30, 30).save(images / "a.png")
+    encoder = load(run)
+    own = encoder.pixels
+
+    def without_a_package(image: Any) -> Any:
+        raise UnreadableError("DICOM needs the package pydicom: uv pip install pydicom")
+
+    encoder.pixels = without_a_package  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"none of 1 images .*uv pip install pydicom"):
+            embed_into(out, encoder, images)
+    encoder.pixels = own  # type: ignore[method-assign]
+    assert embed_into(out, encoder, images).images == 1
+
+
+def test_images_of_an_archive_are_not_those_that_lie_beside_it(run: Path, tmp_path: Path) -> None:
+    archive, out = tmp_path / "birds.zip", tmp_path / "x.parquet"
+    for name in ("1.png", "2.png"):
+        photograph(int(name[0]), 30, 30).save(tmp_path / name)
+
+    def pack(first: int) -> None:
+        with zipfile.ZipFile(archive, "w") as zipped:
+            zipped.write(tmp_path / f"{first}.png", "1.png")
+            zipped.write(tmp_path / "2.png", "2.png")
+
+    pack(1)
+    embed_into(out, load(run), archive)
+    pack(2)
+    assert embed_into(out, load(run), archive).kept == 0
+    one, two = Vectors.read(out).values
+    assert np.array_equal(one, two)
+
+
+def test_a_table_that_is_read_is_not_written(
+    run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(photographs, tmp_path / "images")
+    table, kept = tmp_path / "images/mine.csv", tmp_path / "kept.safetensors"
+    text = "".join(f"{p.relative_to(table.parent)},{p.parent.name}\n"
+                   for p in sorted(table.parent.rglob("No*")))  # fmt: skip
+    table.write_text(f"path,label\n{text}")
+    labelled = tmp_path / "l.parquet"
+    assert main(["embed", str(run), str(table), "--out", str(labelled)]) == 0
+    fit = ["predict", str(run), str(table), "--labelled", str(labelled), "--classifier"]
+    kept.write_bytes((run / "encoder.safetensors").read_bytes())
+    for words, fault in (
+        (["embed", str(run), str(table), "--out", str(table)], "mine.csv: is read"),
+        ([*fit, str(tmp_path / "c.safetensors"), "--out", str(table)], "mine.csv: is read"),
+        ([*fit, str(labelled), "--out", str(tmp_path / "p.csv")], "was not fitted by --labelled"),
+        ([*fit, str(kept), "--out", str(tmp_path / "p.csv")], "was not fitted by --labelled"),
+    ):
+        before = [path.read_bytes() for path in (table, labelled, kept)]
+        assert main(words) == 2 and fault in capsys.readouterr().err
+        assert [path.read_bytes() for path in (table, labelled, kept)] == before
+    kept.unlink()
+    for _ in range(2):  # its own is made again
+        assert main([*fit, str(kept), "--out", str(tmp_path / "p.csv")]) == 0
+    assert not (tmp_path / ".p.csv.parts").exists()
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_an_interrupted_predict_goes_on(
+    run: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labelled, kept, out = (tmp_path / n for n in ("l.parquet", "c.safetensors", "p.csv"))
+    embed = ["embed", str(run), str(photographs), "--kind", "folder", "--out", str(labelled)]
+    assert main(embed) == 0
+    predict = ["predict", str(run), str(photographs), "--classifier", str(kept), "--out", str(out)]
+    assert main([*predict, "--labelled", str(labelled)]) == 0
+    whole = out.read_bytes()
+    out.unlink()
+    for most, status in ((20, 130), (14, 0)):
+        with monkeypatch.context() as patch:
+            encoder = load(run)
+            Counting(encoder, most)
+            patch.setattr("maect.load", lambda *_, encoder=encoder, **__: encoder)
+            assert main(predict) == status
+    assert out.read_bytes() == whole
