@@ -374,6 +374,8 @@ class Partitioned(Engine):
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "overlap_comm": False,
+            # It would replace the layer for the whole process, and round before the bias is added.
+            "memory_efficient_linear": False,
         }
         if self._whole:
             # One norm of all gradients, ours, in place of one per group, each with an exchange.
