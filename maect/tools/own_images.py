@@ -270,7 +270,7 @@ def _pixels(folder: Path, inspected: list[Inspected], through: bool) -> tuple[Pi
         remarks.append(f"{turned} of {len(inspected)} images inspected {are} EXIF says")
     if through:
         made["background"] = (255, 255, 255)
-        remarks.append("What is transparent gets a white background")
+        remarks.append("Transparent parts get a white background")
     if deep := [one.values for one in inspected if one.values is not None]:
         low, high = min(low for low, _ in deep), max(high for _, high in deep)
         made["range"] = (low, high if high > low else low + 1)
