@@ -305,12 +305,12 @@ def test_the_one_transparent_image_is_found(tmp_path, capsys):
     for name in ("a.CR2", "b.nef", "notes.txt"):
         (folder / name).write_text("")
     text = new_experiment(folder, tmp_path / "before.yaml")
-    assert "What is transparent" not in text
+    assert "Transparent parts" not in text
     assert "(.cr2, .nef: a camera's raw files; export them as JPEG or TIFF)" in text
     Image.new("RGBA", (8, 8), (9, 9, 9, 255)).save(folder / "003.png")  # nothing shows through
-    assert "What is transparent" not in new_experiment(folder, tmp_path / "opaque.yaml")
+    assert "Transparent parts" not in new_experiment(folder, tmp_path / "opaque.yaml")
     Image.new("RGBA", (8, 8), (9, 9, 9, 100)).save(folder / "004.png")
-    assert "What is transparent gets a white background" in new_experiment(
+    assert "Transparent parts get a white background" in new_experiment(
         folder, tmp_path / "mine.yaml"
     )
 
