@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from maect.core.commands import Positive, Word, command, positive
 from maect.core.errors import UserError, counted
 from maect.core.files import RUN, need, read_json, write_text
+from maect.core.log import CONTROL
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ def search(
         if len(image) > 1:
             print(asked)
         for similarity, number in zip(near, numbers, strict=True):
-            print(f"{similarity:.4f}  {vectors.files[number]}")
+            print(f"{similarity:.4f}  {vectors.files[number].translate(CONTROL)}")
 
 
 @command(example="audit results/birds/runs/ct_min")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from os import PathLike, cpu_count, fspath
+from os import PathLike, fspath, sched_getaffinity
 from pathlib import Path
 from typing import Any, get_args
 
@@ -114,7 +114,7 @@ class ImageEncoder:
         Args:
             images: files, bytes of files, Pillow images or arrays, mixed as one likes.
             batch_size: images at once on the device; none: as many as suit it.
-            threads: that decode; none: all cores.
+            threads: that decode; none: one for each core that this process may use.
 
         Returns:
             float32 [n, width], in the order of `images`.
@@ -247,7 +247,7 @@ class ImageEncoder:
                 return error.strerror or str(error)
 
         batches = [range(n)[start : start + batch_size] for start in range(0, n, batch_size)]
-        with ThreadPoolExecutor(threads or cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(threads or len(sched_getaffinity(0))) as pool:
             ahead = [pool.submit(one, number) for number in range(n)[:batch_size]]
             for batch in batches:
                 following = range(n)[batch.stop : batch.stop + batch_size]

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+CONTROL = {n: f"\\x{n:02x}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"}
+"""What a terminal obeys, to be shown instead: anybody may have named a file."""
 CLOCK, DATE = "%H:%M:%S", "%Y-%m-%d %H:%M:%S"
 
 
@@ -74,9 +76,9 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.ERROR:
-            return record.getMessage()
+            return record.getMessage().translate(CONTROL)
         record.mark = "warning: " if record.levelno == logging.WARNING else ""
-        return super().format(record)
+        return super().format(record).translate(CONTROL)
 
 
 class _Stderr(logging.StreamHandler[TextIO]):

@@ -150,7 +150,7 @@ def compare(
         images: CLASS/IMAGE, maybe below train/ and val/, or images without classes; an archive or a
             table; or NAME=FOLDER.
         out: folder of the tables, the page and the vectors, which are kept (default compared).
-        threads: to compute with (default: all cores).
+        threads: to compute with (default: one for each core that it may use).
         real_labels: ImageNet-ReaL's real.json: score ImageNet's validation images by it, too.
     """
     from maect.tools import comparison

@@ -185,6 +185,7 @@ def compare(
         )
     for folder in of_real:  # refused before anything is computed
         real_of(folder, folder.test, asked_real)
+    cores = threads or len(os.sched_getaffinity(0))
     scores: dict[tuple[str, str], dict[str, Score]] = {}
     readable: dict[str, tuple[int, int]] = {}
     for folder in folders:
@@ -214,7 +215,7 @@ def compare(
             known = _read_scores(file)
             if known is None:
                 try:
-                    known = measured(folder, features, good, threads or os.cpu_count() or 1, real)
+                    known = measured(folder, features, good, cores, real)
                 except UserError as error:
                     raise UserError(f"{folder.path}: {error}") from None
                 _write_scores(file, known)

@@ -72,7 +72,7 @@ def _shard(chosen: Experiment, dataset: str) -> None:
     from maect.data.shards import shard
 
     images = chosen.root / "images" / dataset
-    if not images.exists():
+    if not all((images / split).exists() for split in ("train", "val")):
         resolve_name(BUNDLED[dataset])(images)
     for split in ("train", "val"):
         own = chosen.own_shards(dataset, split)

@@ -153,6 +153,7 @@ def verify(
     images = int(seek_record(index).get("n", 1))
     known = pd.read_csv(runs, index_col="run", keep_default_na=False)["encoder_sha256"]
     outside = open_ = 0
+    several = len({cell.row.architecture for cell in asked}) > 1
     for cell in asked:
         frame = build_table(cell.table, [cell.row], again / "evaluations", paper=False)
         value = float(frame[cell.metric.name].iloc[0])
@@ -168,7 +169,8 @@ def verify(
         open_ += difference != 0 and math.isinf(most)
         bits = "the same bits" if same else "another encoder"
         mark = "" if inside else "  OUTSIDE"
-        print(f"{cell.name}: {cell.value:g} published, {value:g} now: {verdict}; {bits}{mark}")
+        name = f"{cell.name} of {cell.row.architecture}" if several else cell.name
+        print(f"{name}: {cell.value:g} published, {value:g} now: {verdict}; {bits}{mark}")
     left = f", {open_} not judged" if open_ else ""
     print(f"{len(asked) - outside - open_} of {len(asked)} cells agree{left}")
     return min(outside, 1)

@@ -1,6 +1,7 @@
 """`maect demo`: what is seen first, and the few lines of the rest."""
 
 import logging
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import pytest
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from maect.core.files import read_json, write_text
+from maect.data.digits import write_digits
+from maect.data.index import open_index
 from maect.experiment import load
 from maect.tools import quiet
 from maect.tools.demo import ASKED
 from maect.tools.dry_run import jobs_to_run
-from maect.tools.first_look import AFTER, BEFORE, HEAD, NUMBERS, first_look, table
+from maect.tools.first_look import AFTER, BEFORE, HEAD, NUMBERS, _shard, first_look, table
 
 LOCAL = Path(__file__).parents[2] / "cluster_profiles/local"
 
@@ -40,6 +43,18 @@ def test_the_first_look_is_the_pipelines_own_beginning(
     assert not {"plan_shards", "write_shard", "index_shards"} & {
         job.rule for job in left if job.wildcards.get("split") in ("train", "val")
     }
+
+
+def test_digits_that_were_half_written_are_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in its first second must not end every later demo."""
+    monkeypatch.chdir(tmp_path)
+    chosen = load("digits")
+    write_digits(chosen.root / "images/digits")
+    shutil.rmtree(chosen.root / "images/digits/train")
+    _shard(chosen, "digits")
+    assert open_index(chosen.shards("digits", "train")).n == 1297
 
 
 def record(event: LogEvent, **about: object) -> logging.LogRecord:

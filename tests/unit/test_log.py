@@ -43,6 +43,15 @@ def test_a_command_s_messages_go_to_terminal_and_log(tmp_path: Path) -> None:
     assert not any("chatter" in line or "nobody" in line for line in kept)
 
 
+def test_a_name_that_a_terminal_would_obey_is_shown() -> None:
+    """Anybody may have named a file: this one would rename the window, and clear the screen."""
+    code = "import logging\nfrom maect.core.log import command_log\nwith command_log():\n"
+    for call in ("warning", "error"):
+        name = r"\x1b]0;a\x07\x9b2Jä.png"
+        (line,) = stderr(f"{code}    logging.getLogger('maect').{call}('{name}')")
+        assert line.endswith(name)
+
+
 def test_a_rank_s_messages_carry_time_level_and_rank() -> None:
     lines = stderr("from maect.core.log import rank_log\nrank_log(3)\n" + SPEAK)
     assert re.fullmatch(f"{TIME} INFO rank 3: step 1", lines[0])

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -89,6 +90,8 @@ def test_cells_are_named_or_drawn(published: Path, tmp_path: Path) -> None:
     names = [cell.name for cell in found]
     assert len(found) > 200 and KNN in names and len(names) == len(set(names))
     assert [cell.name for cell in chosen(found, [KNN, KNN])] == [KNN]
+    larger = [replace(c, row=replace(c.row, architecture="small")) for c in found if c.name == KNN]
+    assert [c.row.architecture for c in chosen([*found, *larger], [KNN])] == ["tiny", "small"]
     drawn = [cell.name for cell in chosen(found, (), seed=1)]
     assert len(set(drawn)) == 10 and drawn == [c.name for c in chosen(found, (), seed=1)]
     assert drawn != [cell.name for cell in chosen(found, (), seed=2)]
