@@ -27,9 +27,9 @@ class FusedAttention(Attention):
         """Self-attention of tokens [b, N, D], without mask or dropout."""
         b, n = x.shape[:2]
         qkv = self.qkv(x).view(b, n, 3, self.num_heads, self.head_dim)
-        flash = flash_kernel() if self.backend == "flash_attn" else None
-        if flash is not None and qkv.dtype != torch.float32 and qkv.is_cuda:
-            out = flash(qkv, deterministic=torch.are_deterministic_algorithms_enabled())
+        if self.backend == "flash_attn" and qkv.dtype != torch.float32 and qkv.is_cuda:
+            exact = torch.are_deterministic_algorithms_enabled()
+            out = flash_kernel()(qkv, deterministic=exact)
         elif self.backend == "packed" and qkv.is_cuda and n <= SHORT:
             out = packed_attention(qkv)
         else:
@@ -83,7 +83,9 @@ class _Packed(torch.autograd.Function):
 
 
 def use_attention(model: nn.Module, backend: Backend) -> None:
-    """Let every attention of timm's blocks in `model` use a kernel."""
+    """Let attention in timm's blocks of `model` use a kernel; sdpa where its package is missing."""
+    if backend == "flash_attn" and flash_kernel() is None:
+        backend = "sdpa"
     for module in model.modules():
         if isinstance(module, Attention):
             # timm's own parameters and names stay, so its state dict does too.

@@ -95,6 +95,21 @@ def test_blocks_are_compiled_for_more_shapes_than_eight(monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + 10
 
 
+def test_without_flash_attn_compiled_blocks_are_whole(monkeypatch):
+    """The package is not looked for in a block, where that would end the graph."""
+    if find_spec("flash_attn"):
+        pytest.skip("flash_attn is installed")
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, backend="eager", **how))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    objective = Bare()
+    use_attention(objective, "flash_attn")
+    assert compile_blocks(objective, torch.device("cpu")) == ""
+    objective.gradients()
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 @pytest.mark.slow
 def test_without_a_compiler_it_says_why_and_goes_on(monkeypatch, tmp_path):
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "none")))
