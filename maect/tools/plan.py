@@ -32,8 +32,8 @@ START_HERE = 15.0  # likewise on one machine
 SAMPLES = 100  # images whose size is read
 REQUEUED = 120.0  # seconds for which SLURM holds back a job that was put back into the queue
 UTILISATION = 0.35
-# Float32 without TF32 against dense bfloat16: A100 19.5 of 312 TFLOP/s, H100 67 of 989.
-FP32 = 1 / 16
+# Images/s by precision, in those of bfloat16: ViT-L's features on an H200 (docs/evaluation.md).
+SPEEDS = {"bf16": 1.0, "tf32": 0.12 / 0.23, "fp32": 0.12}
 CPU_RATE = 2e10  # FLOP/s of a CPU process of a few cores in PyTorch, where there is no GPU: a guess
 # Numbers of images and bytes of archives, by data set and split.
 KNOWN = read_paper("datasets", dict[str, dict[str, dict[str, int]]])
@@ -378,11 +378,11 @@ def _features(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     if images is None:
         plan.unknown.add(f"images of {dataset} {split}")
     flops = None if images is None else images * encode_flops(encoder)
-    exact = resolve.precision(experiment, run) == "fp32"
+    precision = resolve.precision(experiment, run)
     kind = resolve.of_ending(split, job.wildcards["norm"])
     makes = resolve.features_file(experiment, run, dataset, kind)
     return _on_devices(
-        job, f"{run} {makes.stem}", flops, exact, device, makes=makes,
+        job, f"{run} {makes.stem}", flops, precision, device, makes=makes,
         needs=(experiment.folder(run),), bytes=feature_bytes(encoder, images or 0, kind.blocks),
     )  # fmt: skip
 
@@ -405,7 +405,7 @@ def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device
         unknown = True
     reads = resolve.inputs_of_evaluation(experiment, run, name)
     priced = _on_devices(
-        job, f"{run} {name}", flops, settings.full_precision, device,
+        job, f"{run} {name}", flops, "fp32" if settings.full_precision else "bf16", device,
         makes=experiment.root / "evaluations" / run / f"{name}.json",
         needs=(experiment.folder(run), *_makers(reads)),
     )  # fmt: skip
@@ -421,12 +421,12 @@ def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device
 
 
 def _on_devices(
-    job: RuleJob, name: str, flops: float | None, exact: bool, device: Device, **more: Any
+    job: RuleJob, name: str, flops: float | None, precision: str, device: Device, **more: Any
 ) -> PlannedJob:
-    """A job that encodes images; `exact` in float32, which devices other than CPUs do slower."""
+    """A job that encodes images, in a precision that decides the speed of all but CPUs."""
     nodes, devices = fixed_nodes(str(job.resources["nodes"])), devices_of(job.resources)
     rate = device.together(nodes * devices)
-    rate *= FP32 if exact and device.name != "cpu" else 1
+    rate *= 1 if device.name == "cpu" else SPEEDS[precision]
     start = LEAST if is_here(job) else 0.0  # hours elsewhere, which do not show it
     seconds = None if flops is None else start + flops / rate
     limit = 60.0 * float(job.resources["runtime"])

@@ -9,7 +9,8 @@ exchanges for each group of parameters, of which fine-tuning has 52.
 
 Autocast takes a kernel to cast each weight, and one for each gradient: a quarter of a block's time.
 Here all weights of a bucket are cast at once, frozen ones once for all, and given to their layers
-for a forward and backward pass; the bits are the same.
+for a forward and backward pass; the bits are the same, but where views have two sizes: the patch
+embedding's gradients of both are added in bfloat16, as those of every other layer.
 
 Under ZeRO 1 these bfloat16 copies are gathered, half the bytes of the weights. Heads, which nobody
 casts, have buckets of their own, in float32. All of it travels while the next forward pass

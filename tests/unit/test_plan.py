@@ -19,8 +19,8 @@ from maect.stages import Training, load_recipe
 from maect.tools.dry_run import jobs_to_run
 from maect.tools.plan import (
     CPU_RATE,
-    FP32,
     REQUEUED,
+    SPEEDS,
     START,
     Device,
     Plan,
@@ -343,15 +343,20 @@ def test_operations_of_evaluations(here: Path) -> None:
     experiment, device = load("digits"), Device("A100", 1.0)
     one = encode_flops(load_encoder("tiny"))
 
-    def passes(rule: str, exact: bool = False, **wildcards: str) -> float:
+    def passes(rule: str, precision: str = "bf16", **wildcards: str) -> float:
         (planned,) = plan_of(experiment, device, rule, run="mae_tiny", **wildcards).jobs
         assert planned.seconds is not None
-        return planned.seconds * device.rate * (FP32 if exact else 1) / one
+        return planned.seconds * device.rate * SPEEDS[precision] / one
 
-    assert passes("features", True, dataset="digits", split="val", norm="") == pytest.approx(500)
+    assert passes("features", "fp32", dataset="digits", split="val", norm="") == pytest.approx(500)
     assert passes("linear_probe", evaluation="linear_probe") == pytest.approx(12_970 + 500)
     turned = passes("effective_invariance", evaluation="effective_invariance")
     assert turned == pytest.approx(7 * 500)
+    paper = load("paper")
+    of_base = {"run": "mae_base", "dataset": "imagenet", "split": "val", "norm": ""}
+    (planned,) = plan_of(paper, device, "features", **of_base).jobs  # in TF32, as larger encoders
+    work = 50_000 * encode_flops(paper.runs["mae_base"].encoder)
+    assert planned.seconds == pytest.approx(work / device.rate / SPEEDS["tf32"])
     (planned,) = plan_of(experiment, device, "knn", run="mae_tiny", evaluation="knn").jobs
     # Ten minutes of 50,000 images.
     assert (planned.seconds, planned.source) == (pytest.approx(600 * 500 / 50_000 + 10), "assumed")
