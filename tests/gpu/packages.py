@@ -22,7 +22,7 @@ LOCK = Path(__file__).parents[2] / "envs" / "requirements.lock"
 NAMES = (
     "deepspeed", "hjson", "pydantic", "pydantic-core", "annotated-types", "typing-inspection",
     "simplejpeg", "isal", "psutil", "einops", "msgpack", "py-cpuinfo",
-    "tensorboard", "protobuf", "absl-py",
+    "threadpoolctl", "tensorboard", "protobuf", "absl-py",
 )  # fmt: skip
 IMAGES = "cifar10.tar.xz"
 """In MAECT_TEST_DATA, of train/CLASS/IMAGE and test/CLASS/IMAGE."""

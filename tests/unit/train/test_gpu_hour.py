@@ -272,6 +272,49 @@ def test_packages_have_the_versions_of_the_lock_file():
     assert len(pinned(LOCK.read_text())) == len(NAMES)
 
 
+WITHOUT_THE_REST = """
+import ast, importlib, re, sys
+from importlib.metadata import distribution, distributions, packages_distributions
+from pathlib import Path
+
+def name(text):
+    return re.split(r"[^a-z0-9-]", text.lower().replace("_", "-"))[0]
+
+installed = {name(one.metadata["Name"]) for one in distributions()}
+there, more = set(), {*sys.argv[2:]}
+while more:
+    there |= more
+    needs = [need for one in more - {*sys.argv[5:]} for need in distribution(one).requires or ()]
+    more = {name(need) for need in needs if "extra ==" not in need} & installed - there
+known = packages_distributions()
+missing = {top for top, of in known.items() if top != "maect" and not {*map(name, of)} & there}
+
+class Missing:
+    def find_spec(self, full, path=None, target=None):
+        if full.partition(".")[0] in missing:
+            raise ModuleNotFoundError(full, name=full)
+
+sys.meta_path.insert(0, Missing())
+for file in Path(sys.argv[1]).glob("*.py"):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("maect"):
+            importlib.import_module(node.module)
+print(len(missing), "sklearn" in missing)
+"""
+
+
+def test_what_the_checks_import_is_carried():
+    """With PyTorch, timm and SciPy alone beside it; packages that are carried bring nothing."""
+    from packages import LOCK, NAMES
+
+    words = [Path(LOCK).parents[1] / "tests/gpu", "torch", "timm", "scipy", *NAMES]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_REST, *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1] == "True"
+
+
 BARE = ("torch==2.11.*", "numpy==2.5.*", "timm")
 BARE_BYTES = 12e9
 """Of PyTorch with CUDA, packed and unpacked: the default index has no other for Linux."""
