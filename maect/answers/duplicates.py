@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maect.answers.vectors import Vectors, is_index, open_images, thumbnail, write_rows
-from maect.core.errors import UserError, counted
+from maect.core.errors import UserError, counted, reason
 from maect.core.files import write_json, write_text
 from maect.data.convert import picture_of
 from maect.data.decode import UnreadableError
-from maect.data.sources.base import Entry, ImageSource, is_utf8
+from maect.data.sources.base import Entry, ImageSource, as_utf8, is_utf8
 from maect.evaluate.clusters import comparable, scale_of
 from maect.recipes import Pixels
 from maect.report.render import render_page
@@ -89,8 +89,7 @@ def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = No
             data = source.read(entry)
             picture = picture_of(data, pixels)
         except (UnreadableError, OSError) as error:
-            name = entry.name.encode(errors="backslashreplace").decode()
-            log.warning("%s: left out: %s", name, getattr(error, "strerror", None) or error)
+            log.warning("%s: left out: %s", as_utf8(entry.name), reason(error))
             continue
         entries.append(entry)
         digests.append(hashlib.sha256(data).digest())

@@ -14,7 +14,7 @@ from PIL import Image
 
 from maect.answers.public import find_run
 from maect.core.arrays import seek_kept, write_kept
-from maect.core.errors import UserError
+from maect.core.errors import UserError, reason
 from maect.data.convert import make_ready, ready_array, ready_jpeg, ready_picture, render_ready
 from maect.data.decode import UnreadableError, image_size, render, resample, to_rgb
 from maect.data.sources.base import Entry, ImageSource
@@ -241,10 +241,8 @@ class ImageEncoder:
         def one(number: int) -> NDArray[np.uint8] | str:
             try:
                 return self.pixels(read(number))
-            except UnreadableError as error:
-                return str(error)
-            except OSError as error:
-                return error.strerror or str(error)
+            except (UnreadableError, OSError) as error:
+                return reason(error)
 
         batches = [range(n)[start : start + batch_size] for start in range(0, n, batch_size)]
         with ThreadPoolExecutor(threads or len(sched_getaffinity(0))) as pool:

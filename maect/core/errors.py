@@ -45,6 +45,11 @@ class SupersededError(Exception):
     """Another job has taken this one's folder over: it ends, and leaves everything as it is."""
 
 
+def reason(error: Exception) -> str:
+    """Return what went wrong, without the number and the path that an OSError has."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def counted(count: int, thing: str) -> str:
     """Return how many of a thing whose plural ends in s: `1 run`, `20 runs`."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from maect.core.errors import UserError, entry
+from maect.core.errors import UserError, entry, reason
 from maect.core.files import fsync_path, sha256_file, write_text
 from maect.core.yaml_files import parse_yaml
 from maect.recipes.few_labels import OFFICIAL
@@ -186,9 +186,10 @@ def _unpack(archive: Path, folder: Path) -> Path:
         (temporary / folder.name).rename(folder)
     except (OSError, *_DAMAGED) as error:
         full = isinstance(error, OSError) and error.errno in _FULL
-        why = getattr(error, "strerror", None) or error
         cure = "make room" if full else "delete it"
-        raise UserError(f"{archive}: cannot be unpacked ({why}); {cure} and try again") from None
+        raise UserError(
+            f"{archive}: cannot be unpacked ({reason(error)}); {cure} and try again"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder

@@ -27,7 +27,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.core.errors import UserError, counted
+from maect.core.errors import UserError, counted, reason
 from maect.core.files import atomic_write, read_record, sha256_file, write_record, write_text
 from maect.core.kept import forget, put_back
 from maect.data import shard_name
@@ -37,7 +37,7 @@ from maect.data.index import CHECKSUMS, COLUMNS, ID, SHARD, open_index
 from maect.data.pixels import write_pixels
 from maect.data.shard_plan import planned, read_listing, read_plan, store_plan
 from maect.data.sources import open_source
-from maect.data.sources.base import UNLABELLED, Entry, ImageSource
+from maect.data.sources.base import UNLABELLED, Entry, ImageSource, as_utf8
 from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
@@ -206,8 +206,7 @@ def _write(out: Path, number: int, threads: int) -> None:
         images = prepare(source, listed, plan["options"], threads)
         for position, ((key, entry), image) in enumerate(zip(entries, images, strict=True)):
             if isinstance(image, str):
-                name = entry.name.encode("utf-8", "backslashreplace").decode()
-                faults.append(f"{name}\t{image}")
+                faults.append(f"{as_utf8(entry.name)}\t{image}")
             if isinstance(image, str) or (faults and not skip):
                 continue  # read on, to name all of them at once
             if file is None:
@@ -312,10 +311,8 @@ def prepare(
             ready = make_ready(source.read(entry), pixels)
             if side is not None and min(ready.width, ready.height) > side:
                 return _recompress(ready, side)
-        except UnreadableError as error:
-            return str(error)
-        except OSError as error:
-            return str(error.strerror or error)
+        except (UnreadableError, OSError) as error:
+            return reason(error)
         if source.in_place and ready.converted:
             return "has to be converted, which an index of tars cannot do; unpack them"
         return ready

@@ -23,6 +23,7 @@ from maect.data.sources.base import (
     UNLABELLED,
     Entry,
     ImageSource,
+    as_utf8,
     is_folder,
     is_utf8,
     walk_images,
@@ -152,7 +153,7 @@ class Images:
 
 def _check_name(folder: str, name: str) -> None:
     """A name that an experiment, and a list of names, one a line, can hold."""
-    where = folder.encode(errors="backslashreplace").decode()
+    where = as_utf8(folder)
     if not is_utf8(folder + name):
         raise UserError(f"{where}: the name {name!r} is not UTF-8; rename it")
     if (folder + name).splitlines() != [folder + name]:

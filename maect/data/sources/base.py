@@ -269,6 +269,11 @@ def is_utf8(name: str) -> bool:
     return name.encode(errors="ignore").decode() == name
 
 
+def as_utf8(name: str) -> str:
+    """Return a file's name as it can be written: bytes that are not UTF-8 as their numbers."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def list_classes(source: Path, folders: list[tuple[str, int]], class_names: list[str]) -> Listing:
     """Images in class folders, given each folder's label."""
     beside = [e.name for e in os.scandir(source) if not is_folder(e) and not e.name.startswith(".")]

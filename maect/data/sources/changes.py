@@ -12,7 +12,7 @@ from typing import Any
 from maect.core.errors import UserError, counted
 from maect.core.files import read_record, seek_record, write_record
 from maect.data.sources import find_source, open_source
-from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing
+from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, as_utf8
 
 log = logging.getLogger(__name__)
 
@@ -32,20 +32,15 @@ def note_files(out: Path, source: ImageSource, entries: Sequence[Entry]) -> None
         write_record(out / FILES, {"files": dict(sorted(_stats(source, entries).items()))})
 
 
-def _text(name: str) -> str:
-    """A name that can be written."""
-    return name.encode("utf-8", "backslashreplace").decode()
-
-
 def _stats(source: ImageSource, entries: Iterable[Entry]) -> dict[str, Stat]:
     """Return the size and time of each file that images are in."""
     stats = {}
     for name in {source.file_of(entry) for entry in entries}:
         try:
             status = os.stat(source.root / name)
-            stats[_text(name)] = status.st_size, status.st_mtime_ns
+            stats[as_utf8(name)] = status.st_size, status.st_mtime_ns
         except OSError:
-            stats[_text(name)] = -1, 0
+            stats[as_utf8(name)] = -1, 0
     return stats
 
 
@@ -146,7 +141,7 @@ def _edited(
 
     if not touched or not (out / "index.json").exists():
         return set()
-    names = {entry: _text(source.file_of(entry)) for entry in entries}
+    names = {entry: as_utf8(source.file_of(entry)) for entry in entries}
     of_file = {entry: name for entry, name in names.items() if name in touched}
     chosen = [*of_file][:: max(1, -(-len(of_file) // COMPARED))]
     return {of_file[entry] for entry in differing(out, source, chosen)}

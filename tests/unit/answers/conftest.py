@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from maect.cli import main
 from maect.core.files import sha256_file, write_record
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
@@ -60,3 +61,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"run: ct\nstage: import\nsize: tiny\nresize: 20\nencoder: {encoder.model_dump_json()}\n"
     )
     return folder
+
+
+@pytest.fixture
+def predicted(run: Path, photographs: Path, tmp_path: Path) -> tuple[list[str], Path, Path]:
+    """Words of a predict whose classifier was fitted to the photographs, that, and its table."""
+    labelled, kept, out = (tmp_path / n for n in ("l.parquet", "c.safetensors", "p.csv"))
+    embed = ["embed", str(run), str(photographs), "--kind", "folder", "--out", str(labelled)]
+    assert main(embed) == 0
+    words = ["predict", str(run), str(photographs), "--classifier", str(kept), "--out", str(out)]
+    assert main([*words, "--labelled", str(labelled)]) == 0
+    return words, kept, out

@@ -279,13 +279,12 @@ def test_the_page_has_a_coarser_and_a_finer_grouping(index: Path, tmp_path: Path
 
 
 def test_predict_by_what_was_fitted_and_kept(
-    run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    predicted: tuple[list[str], Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    labelled, kept, out = (tmp_path / n for n in ("l.parquet", "c.safetensors", "p.csv"))
-    embed = ["embed", str(run), str(photographs), "--kind", "folder", "--out", str(labelled)]
-    assert main(embed) == 0
-    predict = ["predict", str(run), str(photographs), "--classifier", str(kept), "--out", str(out)]
-    assert main([*predict, "--labelled", str(labelled)]) == 0
+    predict, kept, out = predicted
     first = out.read_text()
     frame = pd.read_csv(out)
     right = frame["class"] == frame["file"].str[0]

@@ -229,13 +229,9 @@ def test_a_table_that_is_read_is_not_written(
 
 @pytest.mark.usefixtures("small_parts")
 def test_an_interrupted_predict_goes_on(
-    run: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, predicted: tuple[list[str], Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    labelled, kept, out = (tmp_path / n for n in ("l.parquet", "c.safetensors", "p.csv"))
-    embed = ["embed", str(run), str(photographs), "--kind", "folder", "--out", str(labelled)]
-    assert main(embed) == 0
-    predict = ["predict", str(run), str(photographs), "--classifier", str(kept), "--out", str(out)]
-    assert main([*predict, "--labelled", str(labelled)]) == 0
+    predict, _, out = predicted
     whole = out.read_bytes()
     out.unlink()
     for most, status in ((20, 130), (14, 0)):
