@@ -17,6 +17,8 @@ from maect.core.context import Context
 from maect.core.distributed import any_rank, from_all, from_rank_0, uses_gpus
 from maect.core.errors import counted
 from maect.core.settings import Settings, validated
+from maect.data import native
+from maect.data.decode import decoder_name
 from maect.recipes.computing import Computing
 from maect.train.run_folder import noted, origin, write_noted
 
@@ -36,6 +38,7 @@ class Attempt(Settings):
     revision: str | None
     """Of the source, where it is a checkout, with a checksum of what is not committed."""
     versions: dict[str, str]
+    """Of packages, and the ranks' JPEG decoders, each once."""
     ranks: int = Field(gt=0)
     threads: int | None
     """Of each rank on a CPU: sums are split among them. None on GPUs."""
@@ -55,13 +58,15 @@ class Attempt(Settings):
         """Return what computes here; called on every rank."""
         on_gpu = uses_gpus()
         device = torch.cuda.get_device_name() if on_gpu else _cpu_name()
-        seen = from_all([device, torch.backends.cpu.get_cpu_capability()])
-        devices, instructions = (", ".join(sorted(set(each))) for each in zip(*seen, strict=True))
+        seen = from_all([device, torch.backends.cpu.get_cpu_capability(), decoder_name()])
+        devices, instructions, decoders = (
+            ", ".join(sorted(set(each))) for each in zip(*seen, strict=True)
+        )
         made = origin()
         return cls(
             step=step,
             revision=made["source_revision"],
-            versions=made["versions"],
+            versions=made["versions"] | {"decoder": decoders},
             ranks=context.world_size,
             threads=None if on_gpu else torch.get_num_threads(),
             device=devices,
@@ -116,6 +121,17 @@ def compute_as_before(context: Context, folder: Path, step: int) -> list[str]:
         f"{counted(before, 'thread')} a rank, as before, for the same bits, although {given} would "
         "do (--convert-world-size takes these)"
     ]
+
+
+def slow_decoding(attempt: Attempt) -> str | None:
+    """Say where the native decoder is missing, and why; None: nowhere. Called on every rank."""
+    faults = from_all(native.fault())
+    missing = [fault for fault in faults if fault]
+    if not missing:
+        return None
+    where = "here" if len(missing) == len(faults) else f"on {len(missing)} of {len(faults)} ranks"
+    decoder = attempt.versions["decoder"]
+    return f"no native decoder {where} ({missing[0]}): JPEGs load slowly, by {decoder}"
 
 
 def note_attempt(folder: Path, attempt: Attempt) -> list[str]:

@@ -29,7 +29,7 @@ from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.models.attention import flash_kernel
 from maect.recipes import Encoder, OnlineEvaluation
-from maect.train.attempts import Attempt, compute_as_before, note_attempt
+from maect.train.attempts import Attempt, compute_as_before, note_attempt, slow_decoding
 from maect.train.buffers import Buffers
 from maect.train.checkpoint import (
     Saver,
@@ -156,9 +156,12 @@ def train(
 
     # ---- what computes it
     attempt = Attempt.now(context, step, engine.compiled, computing)
+    without_native = slow_decoding(attempt)
     if context.rank == 0:
         said += note_attempt(folder, attempt)
         without = "computed without, which may change the last bits"
+        if without_native:
+            said.append(without_native)
         if engine.not_compiled:
             said.append(f"nothing can be compiled here ({engine.not_compiled}): {without}")
         if computing.attention == "flash_attn" and flash_kernel() is None:

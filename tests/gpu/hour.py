@@ -443,7 +443,7 @@ def page(lines: list[dict[str, Any]]) -> str:
         }
         what = [missed] if missed else []
         what += [f"{key} {value}" for key, value in numbers.items()]
-        seconds = f"{line.get('seconds', 0):.0f}"
+        seconds = f"{line['seconds']:.0f}" if "seconds" in line else ""
         status = line.get("status", "under way")
         out.append(f"| {line['name']} | {seconds} | {status} | {'; '.join(what)} |")
     trained = [values_of(line) for line in lines if line["name"] == TRAINING and values_of(line)]

@@ -15,8 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from maect.data.native import LIBRARY, SOURCE
-from maect.data.native.build import compile_c
+from maect.data.native import LIBRARY
+from maect.data.native.build import build
 
 LOCK = Path(__file__).parents[2] / "envs" / "requirements.lock"
 NAMES = (
@@ -36,22 +36,13 @@ def pinned(lock: str) -> list[str]:
     return [f"{name}=={versions[name]}" for name in NAMES]
 
 
-def decoder(out: Path) -> None:
-    """Compile the native decoder so that it takes the libjpeg beside it, and copy that."""
-    library = out / LIBRARY.name
-    compile_c([SOURCE], library, "-shared", "-Wl,-Bsymbolic", "-Wl,-rpath,$ORIGIN")
-    needs = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=True)
-    for name, place in re.findall(r"(libjpeg\S*) => (\S+)", needs.stdout):
-        shutil.copy(place, out / name)
-
-
 def collect(out: Path, python: str) -> int:
     """Fill a folder anew; returns its bytes."""
     shutil.rmtree(out, ignore_errors=True)
     words = ["pip", "install", "--quiet", "--target", str(out), "--python-version", python]
     uv = Path(sys.executable).with_name("uv")
     subprocess.run([uv, *words, "--no-deps", *pinned(LOCK.read_text())], check=True)
-    decoder(out)
+    build(out / LIBRARY.name)
     return sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
 
 

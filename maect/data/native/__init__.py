@@ -25,18 +25,27 @@ def source_hash() -> str:
     return hashlib.sha256(SOURCE.read_bytes() + KERNELS.read_bytes()).hexdigest()[:16]
 
 
-@cache
 def library() -> ctypes.CDLL | None:
-    """The library, or nothing if it is missing, of another source, or does not load here."""
+    """The library, or nothing where it cannot be used."""
+    return _library()[0]
+
+
+def fault() -> str | None:
+    """Return why the library cannot be used here, None if it can."""
+    return _library()[1]
+
+
+@cache
+def _library() -> tuple[ctypes.CDLL | None, str | None]:
     if not LIBRARY.exists():
-        return None
+        return None, "not built"
     try:
         loaded = ctypes.CDLL(str(LIBRARY))
         loaded.maect_source.restype = ctypes.c_char_p
         if loaded.maect_source().decode() != source_hash():
-            return None
-    except (OSError, AttributeError):
-        return None
+            return None, "built from another source"
+    except (OSError, AttributeError) as error:
+        return None, str(error)
     loaded.maect_version.restype = ctypes.c_char_p
     loaded.maect_workspace_new.restype = ctypes.c_void_p
     loaded.maect_workspace_free.argtypes = [ctypes.c_void_p]
@@ -49,7 +58,7 @@ def library() -> ctypes.CDLL | None:
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int,
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
     ]  # fmt: skip
-    return loaded
+    return loaded, None
 
 
 def version() -> str:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from maect.data import native
 from maect.data.decode import UnreadableError, decoder_name, read_rgb, render, resample
 from maect.data.native import build
 from maect.data.transforms import center_crops, random_crops
+from maect.train.attempts import Attempt, slow_decoding
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "fuzz"))
 
@@ -41,11 +43,11 @@ def use(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     def use(path: Path) -> ctypes.CDLL | None:
         monkeypatch.setattr(native, "LIBRARY", path)
         monkeypatch.setattr(native, "_local", type(native._local)())
-        native.library.cache_clear()
+        native._library.cache_clear()
         return native.library()
 
     yield use
-    native.library.cache_clear()
+    native._library.cache_clear()
 
 
 @pytest.fixture()
@@ -226,18 +228,39 @@ def test_impossible_crops_are_refused(geometry: tuple[int, ...], decoder: None) 
 
 def test_a_library_of_another_source_is_not_used(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     old = compiled(tmp_path, "-USOURCE", "-DSOURCE=0123456789abcdef")
-    assert use(old) is None
+    assert use(old) is None and native.fault() == "built from another source"
     assert decoder_name().startswith(("portable", "Pillow"))
 
 
 def test_a_broken_library_is_not_used(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "lib.so").write_bytes(b"not a library")
     assert use(tmp_path / "lib.so") is None
-    assert use(tmp_path / "missing.so") is None
+    assert "lib.so" in str(native.fault())
+    assert use(tmp_path / "missing.so") is None and native.fault() == "not built"
 
 
 def test_name_says_which_libjpeg(decoder: None) -> None:
     assert decoder_name().startswith("native (libjpeg-turbo ")
+
+
+def test_a_libjpeg_lies_beside_what_was_built(fast: Path, use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A node without libjpeg decoded by other code, more slowly, and nothing said so."""
+    built = build.build(tmp_path / "libmaect_jpeg.so")
+    asked = subprocess.run(["readelf", "-d", built], capture_output=True, text=True).stdout
+    if "libjpeg" not in asked:
+        pytest.skip("libjpeg is inside the library")
+    moved = shutil.copytree(tmp_path, tmp_path / "elsewhere")
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    command = ["ldd", moved / built.name]
+    loaded = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+    assert f"=> {moved}/libjpeg.so" in loaded
+    assert use(moved / built.name) is not None and native.fault() is None
+
+
+def test_a_training_without_it_says_so(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    use(tmp_path / "missing.so")
+    said = slow_decoding(Attempt.model_construct(versions={"decoder": decoder_name()}))
+    assert said == f"no native decoder here (not built): JPEGs load slowly, by {decoder_name()}"
 
 
 def test_without_compiler_or_headers_the_message_has_a_hint(
