@@ -359,7 +359,8 @@ def embed_into(
         afresh: compute all of them.
 
     Raises:
-        UserError: as `embed`, or a suffix that is none of these.
+        UserError: as `embed`, a suffix that is none of these, or a file of another encoder or
+            folder that `afresh` does not give up.
     """
     check_format(out, inputs=[images])
     work = _Work(encoder, images, kind, batch_size)
@@ -413,13 +414,20 @@ class _Work:
         self.said = time.monotonic()
 
     def know(self, out: Path) -> None:
-        """Take over the vectors of a file as far as they are those of the same images."""
+        """Take over the vectors of a file as far as they are those of the same images.
+
+        UserError: it has those of another encoder or folder, which may have taken hours.
+        """
         if out.suffix != ".parquet" or not out.is_file():
             return
         before = Vectors.read(out)
-        if before.about != self.about:
-            log.info("%s: made with other settings or of other images; it is made again", out)
-            return
+        for key in before.about | self.about:
+            then, now = before.about.get(key), self.about.get(key)
+            if then != now:
+                raise UserError(
+                    f"{out}: made with {key} {then}, and this is {now}: name another file with "
+                    "--out, or replace it with --afresh"
+                )
         rows = {name: row for row, name in enumerate(before.files)}
         for entry in self.entries:
             stamp = self.stamps[entry.name]

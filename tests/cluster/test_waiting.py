@@ -41,6 +41,7 @@ def test_a_limit_on_submitted_jobs_is_waited_for(run, limit):
         launcher = run.start(steps=50)
         wait_for(lambda: str(run.read("job.json").get("ending")).startswith("not accepted"))
         ending = run.job().ending
+        assert status_of(run.folder, "count", False, clusters()).state == "waiting"
     finally:
         run.slurm.run(*change, f"{limit}=-1")
     words = finish(launcher)

@@ -13,9 +13,9 @@ from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.experiment import load
-from maect.launch import record
+from maect.launch import clusters, record
 from maect.records import RunRecord
-from maect.tools.status import Status, columns, show, status
+from maect.tools.status import Status, columns, show, state_and_note, status
 
 
 @pytest.fixture
@@ -56,6 +56,14 @@ def test_running_interrupted_failed_stopped(run):
     )
     done = line_for(run)
     assert "tune" in done and "done" in done and "##########" in done and " 123 " in done
+
+
+def test_a_limit_of_slurm_is_no_failure(tmp_path):
+    """The launcher waits until the queue takes a job, and the line said *failed* meanwhile."""
+    for ending, state in (("not accepted: MaxSubmitJobsPerUser", "waiting"), ("no", "failed")):
+        job = record.new_job(tmp_path, "slurm", 1, None, "")
+        job.state, job.ending = "ended", ending
+        assert state_and_note(tmp_path, job, clusters())[0] == state
 
 
 def test_runs_that_have_not_begun_and_evaluations(tmp_path):
