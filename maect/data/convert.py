@@ -354,10 +354,11 @@ def _dicom(data: bytes) -> NDArray[Any]:
         values = values[0]
     if values.ndim == 3:
         return values
-    values = np.asarray(apply_modality_lut(values, file))
-    if file.PhotometricInterpretation == "MONOCHROME1":
-        values = values.max() - values + values.min()
-    return values
+    if file.PhotometricInterpretation == "MONOCHROME1":  # all that can be stored, not all that is
+        bits, signed = int(file.BitsStored), int(file.PixelRepresentation)
+        lowest = -(1 << (bits - 1)) if signed else 0
+        values = (2 * lowest + (1 << bits) - 1 - values.astype(np.int64)).astype(values.dtype)
+    return np.asarray(apply_modality_lut(values, file))
 
 
 def orientation(image: Image.Image) -> int:

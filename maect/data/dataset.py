@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # it takes a second to import
 
 Form = Literal["pil", "tensor"]
 _AT_ONCE = 16
+_RUNS_CODE = {"pyd", "pkl", "pickle", "pth"}
+"""Members of somebody else's tar that webdataset would unpickle."""
 
 
 class ShardDataset(Dataset[dict[str, Any]]):
@@ -132,8 +134,9 @@ class ShardDataset(Dataset[dict[str, Any]]):
         """A stock pipeline over the tars, for `.shuffle(…).decode("pil").to_tuple("jpg", "cls")`.
 
         It gives files as they are stored. Unlike a pipeline over the bare tars, it leaves out what
-        a view leaves out, has the labels of the split, and raises `UserError`, with the tar's name,
-        for a changed image and for a tar that ends early, which tar programs take for its end.
+        a view leaves out and what webdataset would unpickle, has the split's labels, and raises
+        `UserError`, with the tar's name, for a changed image and for a tar that ends early, which
+        tar programs take for its end.
         """
         from webdataset import WebDataset
 
@@ -219,6 +222,8 @@ def _known(dataset: ShardDataset, samples: Iterable[dict[str, Any]]) -> Iterator
             if not any(len(x) == size and isal_zlib.crc32(x) == wanted for x in files):
                 index.read(row)  # says how it is damaged
                 raise UserError(f"{url}: sample {sample['__key__']} is not the indexed image")
+            for name in [one for one in sample if one.rpartition(".")[2] in _RUNS_CODE]:
+                del sample[name]
             sample.pop("cls", None)
             yield sample if label == UNLABELLED else {**sample, "cls": str(label).encode()}
         if missing:

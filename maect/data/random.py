@@ -65,7 +65,7 @@ def keys(seed: int, epochs: ArrayLike, ids: ArrayLike, view: int, stream: int) -
 
 
 def bits(
-    seed: int, epochs: ArrayLike, ids: ArrayLike, view: int, stream: int, n: int
+    seed: int, epochs: ArrayLike, ids: ArrayLike, view: int, stream: int, n: int, first: int = 0
 ) -> NDArray[np.uint64]:
     """Random words.
 
@@ -74,12 +74,13 @@ def bits(
         ids: stable sample ids, [b].
         stream: a constant of this module: what the numbers are for.
         n: words per sample.
+        first: words of its sequence that come before these.
 
     Returns:
         uint64 [b, n]; row i depends on nothing but the arguments of sample i.
     """
     start = keys(seed, epochs, ids, view, stream)
-    steps = np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN
+    steps = np.arange(first + 1, first + n + 1, dtype=np.uint64) * _GOLDEN
     return mix(start[:, None] + steps[None, :])
 
 

@@ -6,6 +6,7 @@ can be killed at any moment and run again: what is finished stays as it is, what
 again. A wrong source, or shards of another plan, raises a `UserError`.
 """
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -13,6 +14,7 @@ import logging
 import math
 import os
 import shlex
+import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -28,7 +30,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maect.core.errors import UserError, counted, reason
-from maect.core.files import atomic_write, read_record, sha256_file, write_record, write_text
+from maect.core.files import (
+    FINAL,
+    atomic_write,
+    patiently,
+    read_record,
+    sha256_file,
+    write_record,
+    write_text,
+)  # fmt: skip
 from maect.core.kept import forget, put_back
 from maect.data import shard_name
 from maect.data.convert import Ready, make_ready, upright_rgb
@@ -303,23 +313,35 @@ def prepare(
     source: ImageSource, entries: list[Entry], options: dict[str, Any], threads: int
 ) -> Iterator[Ready | str]:
     """The images in order, or why one cannot be read; a bounded number in memory."""
-    side = options.get("shorter_side")
+    side: int = options.get("shorter_side") or sys.maxsize
     pixels = _pixels(options)
 
     def one(entry: Entry) -> Ready | str:
         try:
-            ready = make_ready(source.read(entry), pixels)
-            if side is not None and min(ready.width, ready.height) > side:
-                return _recompress(ready, side)
+            ready = make_ready(_read(source, entry), pixels)
+            smaller = min(ready.width, ready.height) > side
+            if source.in_place and (smaller or ready.converted):
+                return "has to be converted, which an index of tars cannot do; unpack them"
+            return _recompress(ready, side) if smaller else ready
         except (UnreadableError, OSError) as error:
             return reason(error)
-        if source.in_place and ready.converted:
-            return "has to be converted, which an index of tars cannot do; unpack them"
-        return ready
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         for i in range(0, len(entries), AT_ONCE):
             yield from pool.map(one, entries[i : i + AT_ONCE])
+
+
+def _read(source: ImageSource, entry: Entry) -> bytes:
+    """A file's bytes; a UserError if the file system fails: the file itself may be sound."""
+    try:
+        return source.read(entry)
+    except OSError as error:
+        if not error.errno or error.errno in {*FINAL, errno.EACCES, errno.EPERM}:
+            raise  # the file's own fault
+    try:
+        return patiently(source.read, entry)
+    except OSError as error:
+        raise UserError(f"{source.path}: {entry.name}: {reason(error)}; start again") from None
 
 
 def _pixels(options: dict[str, Any]) -> Pixels:

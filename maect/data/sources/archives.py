@@ -1,5 +1,6 @@
 """Images in archives, which are read where they are: zip, tar, and the tars of webdataset."""
 
+import logging
 import lzma
 import os
 import posixpath
@@ -12,7 +13,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.data.sources.base import (
     SUFFIXES,
     UNLABELLED,
@@ -22,6 +23,8 @@ from maect.data.sources.base import (
     files_of,
     read_list,
 )
+
+log = logging.getLogger(__name__)
 
 _LARGEST = 1 << 30
 """Bytes of an unpacked image: in a zip, a few can stand for gigabytes."""
@@ -45,7 +48,7 @@ class Archive(ImageSource):
             with open(self.path, "rb") as file:
                 members = tar_members(file, 0, str(self.path))
         # What macOS and hidden files leave behind in archives is no part of the images.
-        hidden = re.compile(r"(^|/)(\.|__MACOSX)")
+        hidden = re.compile(r"(^|/)(\.(?!/)|__MACOSX)")
         members = [one for one in sorted(members) if not hidden.search(one[0])]
         images = [one for one in members if is_image(one[0])]
         shared = _shared_folder([name for name, *_ in images])
@@ -53,7 +56,13 @@ class Archive(ImageSource):
         if not any("/" in name for name, *_ in members):  # as old programs for Windows write them
             below = [name.replace("\\", "/") for name in below]
             below = [name.removeprefix(_shared_folder(below)) for name in below]
-        sorted_in = all("/" in name for name in below)
+        loose = sum("/" not in name for name in below)
+        sorted_in = 2 * loose < len(below)
+        if loose and sorted_in:
+            what = counted(loose, "image")
+            log.warning("%s: left out: %s in no class folder", self.path, what)
+            kept = [pair for pair in zip(below, images, strict=True) if "/" in pair[0]]
+            below, images = map(list, zip(*kept, strict=True))
         classes = sorted({name.split("/")[0] for name in below}) if sorted_in else []
         labels = {name: label for label, name in enumerate(classes)}
         entries = []

@@ -46,6 +46,8 @@ class Columns(ImageSource):
     def _tables(self) -> dict[str, "_Table"]:
         """The files, by their names below the folder."""
         files = files_of(self.path, ".parquet", ".arrow")
+        if self.path.is_dir():  # what `datasets` keeps there of `map` and `filter`
+            files = [file for file in files if not file.name.startswith("cache-")] or files
         return {str(file.relative_to(self.root)): _Table(file) for file in files}
 
     def list_images(self) -> Listing:

@@ -17,6 +17,9 @@ from maect.data.sources.base import Entry, Listing
 from maect.data.sources.image_files import Folder
 from maect.recipes import Pixels
 
+_VALUES = 1 << 16
+"""That noise is drawn for at once."""
+
 
 class Corrupted(Folder):
     """The images of a folder, changed; what happens to one depends on its name and pixels alone.
@@ -60,13 +63,17 @@ class Noise(Corrupted):
         """Twelve uniform numbers make a normal one: sums of integers are the same everywhere."""
         from maect.data import random
 
-        values = np.asarray(image)
-        number = zlib.crc32(name.encode("utf-8", "surrogateescape"))
-        bits = random.bits(0, 0, np.array([number]), 0, random.CORRUPT, 12 * values.size)
-        sums = (bits >> np.uint64(32)).reshape(*values.shape, 12).sum(-1)
-        normal = sums.astype(np.float64) / 2**32 - 6.0
-        noisy = np.rint(values + 255 * self.deviation * normal)
-        return Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8))
+        values = np.array(image)
+        number = np.array([zlib.crc32(name.encode("utf-8", "surrogateescape"))])
+        flat = values.reshape(-1)
+        for start in range(0, flat.size, _VALUES):  # twelve words each: not all at once
+            part = flat[start : start + _VALUES]
+            words = random.bits(0, 0, number, 0, random.CORRUPT, 12 * part.size, 12 * start)
+            sums = (words >> np.uint64(32)).reshape(part.size, 12).sum(-1)
+            normal = sums.astype(np.float64) / 2**32 - 6.0
+            noisy = np.rint(part + 255 * self.deviation * normal)
+            part[:] = np.clip(noisy, 0, 255).astype(np.uint8)
+        return Image.fromarray(values)
 
 
 class Blur(Corrupted):

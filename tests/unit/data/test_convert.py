@@ -209,7 +209,7 @@ def test_deep_images_by_their_range(kind: str) -> None:
         "npy": lambda: npy(values),
         "float": lambda: tiff(values.astype(np.float32)),
         "DICOM": lambda: dicom(values // 2 + 100),
-        "inverted": lambda: dicom((4195 - values) // 2 + 100, "MONOCHROME1"),
+        "inverted": lambda: dicom((7990 - values) // 2, "MONOCHROME1"),
     }[kind]()
     ready = make_ready(data, DEEP)
     grey = np.asarray(read_rgb(ready.data))[..., 0].astype(int)

@@ -12,7 +12,7 @@ from sample_images import jpeg, photographs
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.shards import shard
-from maect.data.sources import open_source
+from maect.data.sources import corrupted, open_source
 from maect.recipes import Pixels
 
 KINDS = ["noise", "blur", "contrast", "pixelate", "jpeg"]
@@ -67,6 +67,10 @@ def test_noise_is_an_images_own(tmp_path: Path) -> None:
     # The same on every machine, and for ever: accuracies are compared with published ones.
     digest = hashlib.sha256(first.astype(np.uint8).tobytes()).hexdigest()
     assert digest[:16] == "0c18d5ee44c98144"
+    # Of large images it is drawn part by part: at once it took 800 bytes a pixel.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corrupted, "_VALUES", 100)
+        assert np.array_equal(read("noise", tmp_path)[0], first)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """A split's shards in somebody's own training code: `maect.shards`."""
 
 import io
+import pickle
 import re
 import subprocess
 import sys
@@ -232,6 +233,16 @@ def test_the_stock_pipeline_of_a_view(shards: Path, tmp_path: Path) -> None:
     assert set(batch) == ids and max(ids) > 15
 
 
+class Touching:
+    """Pickled, it makes a file where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
 def write_tar(path: Path, files: list[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> None:
     with tarfile.open(path, "w", format=form) as tar:
         for name, data in files:
@@ -278,6 +289,18 @@ def test_names_of_a_webdataset_where_it_lies(form: int, images: Path, tmp_path: 
     view = maect.shards(tmp_path / "view")
     assert [view.index.key(i) for i in range(2)] == view.index.keys()
     assert {sample["__key__"] for sample in view.webdataset()} == {names[1], names[3]}
+
+
+def test_nothing_of_somebody_elses_tar_is_unpickled(images: Path, tmp_path: Path) -> None:
+    """webdataset's own decoder unpickles members by their suffix."""
+    image = (images / "c0/000.jpg").read_bytes()
+    evil = pickle.dumps(Touching(str(tmp_path / "executed")))
+    members = [("a.jpg", image), *((f"a.{end}", evil) for end in ("pyd", "x.pkl", "pickle", "pth"))]
+    write_tar(tmp_path / "x.tar", members)
+    shard(tmp_path / "x.tar", tmp_path / "out", "webdataset", 1)
+    (found,) = maect.shards(tmp_path / "out").webdataset().decode("torchrgb8")
+    assert {name for name in found if not name.startswith("_")} == {"jpg"}
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_link_in_a_webdataset_where_it_lies(images: Path, tmp_path: Path) -> None:

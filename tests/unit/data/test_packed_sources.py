@@ -42,7 +42,7 @@ def pack(images: Path, path: Path, below: str = "") -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "below"), [("a.zip", ""), ("a.zip", "birds/all/"), ("a.tar", "x/")]
+    ("name", "below"), [("a.zip", ""), ("a.zip", "birds/all/"), ("a.tar", "x/"), ("a.tar", "./")]
 )
 def test_an_archive_gives_what_its_folder_would(
     name: str, below: str, images: Path, index: Index, tmp_path: Path
@@ -88,6 +88,32 @@ def test_an_archive_without_folders_has_no_classes(images: Path, tmp_path: Path)
     (tmp_path / "b.zip").write_bytes(b"<html>")
     with pytest.raises(UserError, match=r"b\.zip: neither a zip nor a tar"):
         open_source("archive", tmp_path / "b.zip").listing()
+
+
+def test_a_stray_image_does_not_take_the_classes_away(
+    images: Path, index: Index, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A contact sheet beside the class folders made all images unlabelled, and nothing said so."""
+    folder = shutil.copytree(images, tmp_path / "images")
+    shutil.copy(images / "c0/000.jpg", folder / "sheet.jpg")
+    shard(pack(folder, tmp_path / "a.zip"), tmp_path / "train", "archive", 2, threads=2)
+    assert open_index(tmp_path / "train").digest == index.digest
+    assert "a.zip: left out: 1 image in no class folder" in caplog.text
+
+
+def test_what_datasets_keeps_beside_its_tables_is_not_read(images: Path, tmp_path: Path) -> None:
+    """`map` leaves the images once more, as cache-*.arrow: every image came twice."""
+    given = table(images, list(range(len(sorted(images.rglob("*.jpg"))))))
+    for name in ("data-00000-of-00001.arrow", "cache-1a2b.arrow"):
+        with ipc.new_stream(tmp_path / name, given.schema) as writer:
+            writer.write_table(given)
+    assert len(open_source("parquet", tmp_path).listing().entries) == len(given)
+
+
+def test_an_index_of_tars_makes_no_image_smaller(dataset: Path, tmp_path: Path) -> None:
+    """It noted sizes and checksums of images that it had not written, and every one was damaged."""
+    with pytest.raises(UserError, match="has to be converted, which an index of tars cannot do"):
+        shard(dataset, tmp_path / "out", "webdataset", 1, shorter_side=8)
 
 
 def test_links_in_a_tar_are_what_they_lead_to(images: Path, tmp_path: Path) -> None:

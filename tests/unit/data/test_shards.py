@@ -23,6 +23,8 @@ from maect.data.digits import SHIFTS, write_digits
 from maect.data.index import Index, open_index
 from maect.data.shard_check import verify
 from maect.data.shards import finish_index, plan_shards, shard, write_shard
+from maect.data.sources.base import Entry
+from maect.data.sources.image_files import Folder
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -319,6 +321,27 @@ def test_unreadable_images_are_named_before_training(tmp_path: Path) -> None:
         "c1/002.jpg",
         "c2/003.jpg",
     ]
+
+
+def test_a_file_system_that_fails_for_a_moment_loses_no_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `skip_unreadable` what could not be read once was left out for good."""
+    source, read, left = image_folder(tmp_path / "images"), Folder.read, [2]
+    monkeypatch.setattr(files, "WAITS", (0.0, 0.0))
+
+    def stale(self: Folder, entry: Entry) -> bytes:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(self, entry)
+
+    monkeypatch.setattr(Folder, "read", stale)
+    options = {"skip_unreadable": True}
+    assert shard(source, tmp_path / "out", "folder", 1, **options) == 24
+    left[0] = 100
+    with pytest.raises(UserError, match=r"\.jpg: Stale file handle; start again"):
+        shard(source, tmp_path / "other", "folder", 1, **options)
 
 
 def test_unreadable_images_can_be_left_out(tmp_path: Path) -> None:
