@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from maect.core.context import Context
-from maect.core.errors import UserError
+from maect.core.errors import SupersededError, UserError
 from maect.core.files import atomic_write, seek_record, write_record
 from maect.core.kept import need_encoder
 from maect.core.lazy import NDArray, np
@@ -91,6 +91,13 @@ class EvaluationJob:
     resize: int | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     """What a protocol adds to the provenance."""
+    is_current: Callable[[], bool] = field(default=lambda: True, compare=False)
+    """Whether no other job has taken the evaluation over."""
+
+    def check_current(self) -> None:
+        """Raise a SupersededError before a file of another job is replaced."""
+        if not self.is_current():
+            raise SupersededError(f"{self.out}: another job has taken this evaluation over")
 
     @property
     def state(self) -> Path:
@@ -133,6 +140,7 @@ class EvaluationJob:
         from safetensors.numpy import save_file
 
         plain = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        self.check_current()
         with atomic_write(self.out.with_suffix(".safetensors")) as temporary:
             save_file(plain, temporary, None if about is None else {"maect": json.dumps(about)})
 

@@ -80,8 +80,8 @@ def check(test: FeatureFile, ids: NDArray[np.int64]) -> None:
 
 
 def origin(test: FeatureFile) -> dict[str, str]:
-    """Return what clusters are of: the encoder and the images."""
-    return {key: test.record[key] for key in ("encoder_sha256", "index_digest")}
+    """Return what clusters are of: encoder, images, and features of them (blocks, norm, ...)."""
+    return {key: test.record[key] for key in ("encoder_sha256", "index_digest", "sha256")}
 
 
 def members(features: FeatureFile, classes: tuple[str, ...], name: str) -> NDArray[np.int64]:

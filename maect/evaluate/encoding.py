@@ -64,7 +64,7 @@ class Encoding:
         self._earlier = range(depth - self.blocks, depth - 1)
         self.other: Literal["cls", "mean"] | None = None
         if other_pooling and self.settings.class_token:
-            self.other = "mean" if self.pooling == "cls" else "cls"
+            self.other = "mean" if self.pooling in ("cls", "mean_cls") else "cls"
         self.width = self.settings.width * (self.blocks + (self.other is not None))
 
     @property

@@ -3,13 +3,14 @@
 import platform
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from maect import __version__
 from maect.core.context import Context
-from maect.core.errors import MissingFileError, SupersededError, UserError
+from maect.core.errors import MissingFileError, UserError
 from maect.core.files import sha256_file
 from maect.core.kept import keep
 from maect.core.settings import digest
@@ -63,6 +64,7 @@ def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
     # Protocols on stored features use the cores of rank 0's node, through threads.
     if context.rank and not protocol.every_rank:
         return "done"
+    job = replace(job, is_current=context.is_current)
     # Before anything is computed, or a file beside the JSON replaced.
     encoder = evaluated_encoder(job, protocol) if context.rank == 0 else None
     try:
@@ -70,8 +72,7 @@ def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
     except Interrupted:
         return "requeue"
     if context.rank == 0:
-        if not context.is_current():
-            raise SupersededError(f"{job.out}: another job has taken this evaluation over")
+        job.check_current()
         tensors = job.out.with_suffix(".safetensors")
         EvaluationRecord(
             metrics=metrics,
@@ -159,6 +160,8 @@ def _features_record(path: Path, kind: Features) -> dict[str, Any]:
     if made.get("norm", kind.norm) != kind.norm:
         how = "without" if kind.norm else "with"
         raise UserError(f"{path}: made {how} the encoder's final norm; extract it again")
+    if (blocks := made.get("blocks", kind.blocks)) != kind.blocks:
+        raise UserError(f"{path}: made of {blocks} blocks, not {kind.blocks}; extract it again")
     if digest not in (None, made["index_digest"]):
         raise UserError(f"{path}: made of other images than {shards}; delete it: it is made again")
     return made

@@ -100,7 +100,7 @@ def representations(encoding: Encoding) -> dict[str, slice]:
     }
     if encoding.other is not None:
         columns["concat_cls_mean"] = slice((blocks - 1) * width, (blocks + 1) * width)
-        if encoding.pooling == "cls":
+        if encoding.other == "mean":
             columns["concat_mean"] = slice(blocks * width, (blocks + 1) * width)
     return columns
 

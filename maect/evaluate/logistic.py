@@ -25,7 +25,7 @@ from maect.core.settings import digest
 from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
 from maect.evaluate.sampling import ends, held_out
-from maect.evaluate.store import Array, in_memory, moments, standardize
+from maect.evaluate.store import Array, Scale, in_memory, moments, standardize
 
 PENALTIES: tuple[float, ...] = tuple(round(10 ** (-6 + 11 * i / 7), 12) for i in range(8))
 """10 to the powers from -6 to 5, in seven equal steps (CAPI)."""
@@ -84,8 +84,12 @@ def fitted(
 
     scale = moments(in_memory(features))
     model = LogisticRegression(C=c, max_iter=max_iterations)
-    model.fit(standardize(features, scale).astype("float64"), labels)
-    return lambda rows: model.predict(standardize(rows, scale).astype("float64"))
+    model.fit(_standardized(features, scale), labels)
+    return lambda rows: model.predict(_standardized(rows, scale))
+
+
+def _standardized(rows: Array, scale: Scale) -> NDArray[np.float64]:
+    return standardize(rows, scale).astype("float64")
 
 
 def choose(
@@ -107,9 +111,16 @@ def choose(
         threads: how many C are fitted at once.
     """
 
+    from sklearn.linear_model import LogisticRegression
+
+    given = features[~held]
+    scale = moments(in_memory(given))
+    known, queries = _standardized(given, scale), _standardized(features[held], scale)
+    del given  # memory holds one copy for all C, in float64
+
     def tried(c: float) -> dict[str, float]:
-        predict = fitted(features[~held], labels[~held], c, max_iterations)
-        right = predict(features[held]) == labels[held]
+        model = LogisticRegression(C=c, max_iter=max_iterations).fit(known, labels[~held])
+        right = model.predict(queries) == labels[held]
         return {"c": c, "accuracy": 100 * float(right.mean())}
 
     with ThreadPoolExecutor(threads) as pool:

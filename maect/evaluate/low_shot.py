@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from threadpoolctl import ThreadpoolController
+from threadpoolctl import ThreadpoolController, threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
@@ -116,7 +116,11 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
             by_real = real.accuracy(found) if real else 0.0
             return found == test.labels, converged, by_real
 
-        with warnings.catch_warnings(), ThreadPoolExecutor(idle_cpus(context)) as pool:
+        with (
+            threadpool_limits(1, user_api="blas"),
+            warnings.catch_warnings(),
+            ThreadPoolExecutor(idle_cpus(context)) as pool,
+        ):
             warnings.simplefilter("ignore")  # a solver that gives up is in the JSON
             results = dict(zip(subsets, pool.map(accuracy, subsets), strict=True))
         metrics: dict[str, Any] = {}

@@ -50,13 +50,13 @@ class PatchLogistic(PatchClassifier):
         if len(np.unique(labels)) < 2:
             raise UserError(f"{self.train_masks}: patches of one class only")
 
+        known_64, queries_64 = features.astype(np.float64), queries.astype(np.float64)
+
         def fitted(setting: dict[str, Any]) -> NDArray[np.uint8]:
             model = LogisticRegression(
                 C=setting["c"], max_iter=self.max_iterations, tol=self.tolerance
             )
-            found = model.fit(features.astype(np.float64), labels).predict(
-                queries.astype(np.float64)
-            )
+            found = model.fit(known_64, labels).predict(queries_64)
             return np.broadcast_to(found.astype(np.uint8)[:, None], shape)
 
         with threadpool_limits(1), warnings.catch_warnings(), ThreadPoolExecutor(threads) as pool:

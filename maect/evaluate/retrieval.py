@@ -130,8 +130,8 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
         made = json.loads((file.metadata() or {}).get("maect", "null"))
     if made != origin(test):
         raise UserError(
-            f"{path}: clusters of another encoder or other images than {test.path}; evaluate "
-            "clustering again"
+            f"{path}: clusters of another encoder, or of other images or features, than "
+            f"{test.path}; evaluate clustering again, with the same `norm` and `blocks`"
         )
     arrays = load_file(path)
     prefix = f"{settings.subset}_" if settings.subset else ""

@@ -79,6 +79,7 @@ class TrainsProbe(Encodes):
                 probe.score()
             metrics = probe.metrics()
             if context.rank == 0:
+                job.check_current()
                 save_tensors(job.out.with_suffix(".safetensors"), probe.kept, probe.texts())
         return metrics
 

@@ -116,6 +116,30 @@ def test_a_result_is_of_its_encoder_settings_and_inputs(
     assert Completion(resolved(job, Knn(k=5))).is_there()
 
 
+def test_a_superseded_job_leaves_the_tensors_of_its_successor(tmp_path: Path, rank: Rank) -> None:
+    """They were replaced before it was asked who is current: the successor's result was damaged."""
+    test = store(tmp_path / "val.safetensors", *blobs(90, 12, 6, 1))
+    job = EvaluationJob(tmp_path / "run", tmp_path / "clustering.json", {"test": test})
+    before = resolved(job, Clustering(runs=1)).read_text(encoding="utf-8")
+    config = resolved(job, Clustering(runs=5))
+    evaluate(rank, config=config)
+    left = job.out.with_suffix(".safetensors").read_bytes()
+    config.write_text(before, encoding="utf-8")
+    with pytest.raises(SupersededError, match="another job"):
+        evaluate(Rank(current=False), config=config)
+    assert job.out.with_suffix(".safetensors").read_bytes() == left
+
+
+def test_features_of_other_blocks_are_refused(tmp_path: Path, rank: Rank) -> None:
+    paths = {
+        split: store(tmp_path / f"{split}.safetensors", *blobs(60, 12, 6, 0), norm=False, blocks=1)
+        for split in ("train", "test")
+    }
+    job = EvaluationJob(tmp_path / "run", tmp_path / "knn.json", paths)
+    with pytest.raises(UserError, match=r"train\.safetensors: made of 1 blocks, not 4"):
+        evaluate(rank, config=resolved(job, Knn(norm=False, blocks=4)))
+
+
 def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank) -> None:
     run = tmp_path / "run"
     shutil.copytree(images / "runs" / "mae", run)

@@ -13,8 +13,10 @@ from maect.data.transforms import normalize
 from maect.evaluate import features
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.features import extract, part_ranges
+from maect.evaluate.linear_probe import representations
 from maect.evaluate.store import open_features, same_encoder
 from maect.models.precision import bfloat16_on
+from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights, save_encoder
 
 from .by_hand import blocks_of
@@ -146,6 +148,22 @@ def test_representations(images: Path) -> None:
     every = Encoding(path, cpu, blocks=100, pooling="cls")
     assert every.blocks == 3 and every.width == 48
     torch.testing.assert_close(every(x), torch.cat([o[:, 0] for o in outputs], 1))
+
+
+def test_the_other_pooling_of_several_class_tokens_is_the_mean_of_patches(
+    images: Path, tmp_path: Path
+) -> None:
+    """Pixio's: the mean of its [CLS] tokens stood beside the first of them."""
+    _, settings, _ = load_encoder_weights(images / "runs" / "mae" / "encoder.safetensors")
+    settings = settings.model_copy(update={"registers": 7})
+    path, cpu = tmp_path / "encoder.safetensors", torch.device("cpu")
+    save_encoder(path, build_encoder(settings).state_dict(), settings, "mean_cls")
+    encoding = Encoding(path, cpu, other_pooling=True)
+    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    tokens = encoding.output(x, "last").tokens.float()
+    expected = torch.cat([tokens[:, :8].mean(1), tokens[:, 8:].mean(1)], 1)
+    torch.testing.assert_close(encoding(x), expected)
+    assert list(representations(encoding)) == ["concat_1", "concat_cls_mean", "concat_mean"]
 
 
 def test_norm_after_the_mean_is_of_the_last_block(images: Path, tmp_path: Path) -> None:

@@ -218,6 +218,7 @@ def test_a_resumed_run_whose_first_epochs_were_not_scored_tells_none(
     job, log = trainings(images, tmp_path)["seed0"] | ALWAYS, tmp_path / "log"
     assert run(1, job | {"test": None}, log=log, stop_at=9) == ["requeue"]
     assert run(1, job, log=log) == ["done"]
+    assert "epochs are scored no more" in log.read_text(), "said before hours are spent"
     assert "scores" not in read_record(RunRecord.path(tmp_path / "seed0"))
 
 

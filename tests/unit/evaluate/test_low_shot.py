@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
-from threadpoolctl import ThreadpoolController
+from threadpoolctl import ThreadpoolController, threadpool_info, threadpool_limits
 
 from maect.core.errors import UserError
 from maect.data.subsets import fraction_rows
@@ -182,6 +182,20 @@ def test_fractions_of_the_labels(job: EvaluationJob, rank: Rank) -> None:
 def test_threads_do_not_matter(job: EvaluationJob) -> None:
     runs = [LowShot().evaluate(Rank(cpus=n), job) for n in (1, 4)]
     assert runs[0] == runs[1]
+
+
+def test_a_fit_has_one_thread_of_blas(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several fits at once, each with a team of its own, took ten times as long, in other bits."""
+    seen, fit = [], low_shot.fit
+
+    def watched(*given):  # type: ignore[no-untyped-def]
+        seen.extend(one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas")
+        return fit(*given)
+
+    monkeypatch.setattr(low_shot, "fit", watched)
+    with threadpool_limits(2, user_api="blas"):
+        LowShot().evaluate(Rank(cpus=1), job)
+    assert seen and set(seen) == {1}
 
 
 def test_seeded_subsets(job: EvaluationJob) -> None:

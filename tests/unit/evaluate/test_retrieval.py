@@ -120,7 +120,7 @@ def test_what_does_not_belong_together_is_refused(
         Retrieval().evaluate(rank, given(clustered, clusters=tmp_path / "none.safetensors"))
 
 
-@pytest.mark.parametrize("other", ["encoder_sha256", "index_digest", None])
+@pytest.mark.parametrize("other", ["encoder_sha256", "index_digest", "sha256", None])
 def test_clusters_of_another_encoder_are_refused(
     clustered: EvaluationJob, rank: Rank, tmp_path: Path, other: str | None
 ) -> None:
@@ -129,5 +129,7 @@ def test_clusters_of_another_encoder_are_refused(
     made = clustering.origin(open_features(clustered.path("test")))
     texts = {"maect": json.dumps(made | {other: "f" * 64})} if other else None
     save_file(load_file(clustered.path("clusters")), path, texts)
-    with pytest.raises(UserError, match=r"c\.safetensors: clusters of another encoder or other im"):
+    with pytest.raises(
+        UserError, match=r"c\.safetensors: clusters of another encoder, or of other im"
+    ):
         Retrieval(neighbors=4).evaluate(rank, given(clustered, clusters=path))
