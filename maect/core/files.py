@@ -33,7 +33,8 @@ FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, e
 """Errors that trying again does not change."""
 SUMS = ".sha256"
 """Suffix of the file beside a table that holds its checksum, as `sha256sum` writes it."""
-UMASK = os.umask(0)
+UMASK = os.umask(0o022) | 0o002
+"""Of this process from now on: no record or state of ours is everybody's to write."""
 os.umask(UMASK)
 
 
@@ -222,8 +223,11 @@ def read_json(path: str | Path, missing: Any = None) -> Any:
         raise UserError(f"{path}: not valid JSON ({error})") from None
 
 
-def read_record(path: str | Path) -> dict[str, Any]:
+def read_record(path: str | Path, cure: str = "") -> dict[str, Any]:
     """Read what `write_record` wrote, without its format and checksum.
+
+    Args:
+        cure: of a damaged one, in place of deleting it.
 
     Raises:
         UserError: the file is missing (MissingFileError), damaged or of another format.
@@ -234,9 +238,8 @@ def read_record(path: str | Path) -> dict[str, Any]:
     except OtherFormatError as error:
         raise UserError(f"{path}: {error}") from None
     except ValueError as error:
-        raise UserError(
-            f"{path}: damaged ({error}); delete it and start again: it is made again"
-        ) from None
+        cure = cure or "delete it and start again: it is made again"
+        raise UserError(f"{path}: damaged ({error}); {cure}") from None
 
 
 def seek_record(path: Path) -> dict[str, Any]:

@@ -104,6 +104,8 @@ def read_own(path: Path, anybodys: bool = False) -> str:
             raise ValueError("it is not a file")
         if not (anybodys or is_trusted(found.st_uid)):
             raise UserError(f"{path}: written by {owner_name(found.st_uid)}, and not by you")
+        if found.st_mode & stat.S_IWOTH and not anybodys:
+            raise UserError(f"{path}: every user may write it; see that it is yours, and chmod o-w")
         with open(descriptor, encoding="utf-8", closefd=False) as file:
             return file.read()
     finally:

@@ -101,6 +101,7 @@ class _Launch:
     spare_nobody: bool = field(default=False, init=False)  # there are too few nodes to exclude any
     slow: str | None = field(default=None, init=False)  # what was last said of a straggler
     shown: int = field(default=0, init=False)  # sentences of the job's rank 0 that were shown
+    speaker: tuple[str, int] = field(default=("", 0), init=False)  # host and process of that rank
     broken: int = field(default=0, init=False)  # submissions of which neither id nor refusal came
     limit: str = field(default="", init=False)  # what SLURM last said of a limit on jobs
     wait: float = field(default=0.0, init=False)  # seconds that were last waited for that
@@ -283,8 +284,11 @@ class _Launch:
             time.sleep(TICK)
 
     def tell(self, job: Job) -> None:
-        """Show what the job says to people, once."""
-        for sentence in record.rank_0(self.folder, job).said[self.shown :]:
+        """Show what the job says to people, once; SLURM may begin it again under its name."""
+        report = record.rank_0(self.folder, job)
+        if (speaker := (report.host, report.pid)) != self.speaker:
+            self.speaker, self.shown = speaker, 0
+        for sentence in report.said[self.shown :]:
             self.shown += 1
             self.line.say(sentence)
 

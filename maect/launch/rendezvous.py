@@ -81,7 +81,9 @@ class Rendezvous:
         from torch.distributed import FileStore, TCPStore
 
         if self.address.file:
-            return FileStore(self.address.file, self.size)
+            store = FileStore(self.address.file, self.size)
+            store.set_timeout(timeout)  # it has five minutes of its own
+            return store
         return TCPStore(
             self.address.host,
             self.address.port,

@@ -25,7 +25,8 @@ from maect.train.run_folder import noted, origin, write_noted
 VARIABLES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
     "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
-    "NCCL_ALGO", "TORCHINDUCTOR_DETERMINISTIC",
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS",
+    "NCCL_MAX_CTAS", "TORCHINDUCTOR_DETERMINISTIC",
 )  # fmt: skip
 """Of the environment: each changes which instructions, or which order of sums, libraries take."""
 
@@ -40,6 +41,8 @@ class Attempt(Settings):
     versions: dict[str, str]
     """Of packages, and the ranks' JPEG decoders, each once."""
     ranks: int = Field(gt=0)
+    ranks_a_node: int | None = None
+    """Exchanges take another order with others. None: not noted then."""
     threads: int | None
     """Of each rank on a CPU: sums are split among them. None on GPUs."""
     device: str
@@ -68,6 +71,7 @@ class Attempt(Settings):
             revision=made["source_revision"],
             versions=made["versions"] | {"decoder": decoders},
             ranks=context.world_size,
+            ranks_a_node=context.local_world_size,
             threads=None if on_gpu else torch.get_num_threads(),
             device=devices,
             instructions=instructions,
@@ -81,7 +85,7 @@ class Attempt(Settings):
         now, then = _flat(self), _flat(before)
         for name in now | then:
             values = now.get(name), then.get(name)
-            if values[0] != values[1]:
+            if values[0] != values[1] and (name, values[1]) != ("ranks_a_node", None):
                 new, old = ("not set" if value is None else value for value in values)
                 last = "" if name in ("revision", "maect") else " in the last bits"
                 yield f"resumes with {name} {new}, it was {old}: the result may differ{last}"

@@ -33,6 +33,10 @@ _MOVED = (
     "state", "metrics.jsonl", "tensorboard", "online", "synced.json", "source.diff", "recipe.json",
 )  # fmt: skip
 """Of a run that is set aside; beside its record and what that names, which go first of all."""
+_WITHOUT = (
+    "move recipe.json and metrics.jsonl away: the run goes on from its state, if it has one, with "
+    "a new log, and does not know what computed it before"
+)
 RECORD = (RunRecord.path(Path()).name,)
 
 
@@ -156,8 +160,8 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
         begun |= {key: old[key] for key in ("saved", "attempts") if key in old}
     elif (folder / "metrics.jsonl").exists():
         raise UserError(
-            f"{folder}: has a log (metrics.jsonl) and no recipe.json that says whose: put that and "
-            "`state` back from a copy, or delete metrics.jsonl to train from the beginning"
+            f"{folder}: has a log (metrics.jsonl) and no recipe.json that says whose: put that "
+            f"back from a copy, or {_WITHOUT}"
         )
     changes = _git("diff", "HEAD")
     if changes:
@@ -168,7 +172,7 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
 def noted(folder: Path) -> dict[str, Any]:
     """Return what a run's `recipe.json` says; {} without one, UserError if it is damaged."""
     try:
-        return read_record(folder / "recipe.json")
+        return read_record(folder / "recipe.json", f"put it back from a copy, or {_WITHOUT}")
     except MissingFileError:
         return {}
 

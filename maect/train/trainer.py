@@ -125,8 +125,8 @@ def train(
         remove_incomplete(folder / "state")
     identity = from_rank_0(identity)
     if from_rank_0(context.rank == 0 and is_finished(folder, identity)):
-        if context.rank == 0 and not stage.keeps_state:
-            remove_states(folder)
+        if context.rank == 0 and keep(outputs(folder, stage)) and not stage.keeps_state:
+            remove_states(folder)  # as at the end, where a kill may have come between
         return "done"
 
     # ---- weights and optimizer, from the source or from a saved state
@@ -154,6 +154,14 @@ def train(
         # Its mapped files would stay on the disk after the state is removed.
         record, reader = reader.record, None
 
+    if scores and record:
+        scores = scores.resumed(record.get("scores"))
+        if scores is None:
+            said.append(
+                "epochs are scored no more, since others were before the break, or none: an "
+                "evaluation can take the last one alone (settings.epoch=last)"
+            )
+
     # ---- what computes it
     attempt = Attempt.now(context, step, engine.compiled, computing)
     without_native = slow_decoding(attempt)
@@ -180,8 +188,6 @@ def train(
     metrics = Metrics(folder, step, steps) if context.rank == 0 else None
     watchdog, least = Watchdog(folder, context), max(8, log_interval(steps))
     clock = DeviceTime(context, record, metrics.device_seconds if metrics else 0.0, least)
-    if scores and record:
-        scores = scores.resumed(record.get("scores"))
     trainer = Trainer(
         context=context,
         stage=stage,

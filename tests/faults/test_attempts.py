@@ -22,6 +22,7 @@ from maect.train.attempts import Attempt, note_attempt, threads_before
 
 SEEN: dict[str, Any] = {
     "step": 0, "revision": "a", "versions": {"torch": "2.0", "maect": "1"}, "ranks": 2,
+    "ranks_a_node": 2,
     "threads": 2, "device": "one", "instructions": "AVX2", "environment": {}, "compiled": True,
     "computing": {"attention": "sdpa"},
 }  # fmt: skip
@@ -45,6 +46,7 @@ def attempt(**changes: Any) -> Attempt:
             "resumes with ONEDNN_MAX_CPU_ISA AVX2, it was not set",
         ),
         ({"compiled": False}, "resumes with compiled False, it was True"),
+        ({"ranks_a_node": 1}, "resumes with ranks_a_node 1, it was 2"),
         (
             {"computing": {"attention": "flash_attn"}},
             "resumes with attention flash_attn, it was sdpa",
@@ -157,8 +159,11 @@ def test_a_compiler_that_is_gone(
     assert "resumes with compiled False, it was True" in (tmp_path / "log").read_text()
 
 
-def test_the_terminal_says_it(tmp_path: Path) -> None:
-    """Audit 6: what a rank says to people is shown by the launcher, each sentence once."""
+def test_the_terminal_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Audit 6: what a rank says to people is shown by the launcher, each sentence once.
+
+    Also after SLURM has begun the job again: as many as before the requeue were left out.
+    """
     job = record.new_job(tmp_path, "local", 1, None)
     record.make_job_folder(tmp_path, job.name)
     file = RankFile(tmp_path, job.name, 0, "1", 0.0, 1)
@@ -174,6 +179,13 @@ def test_the_terminal_says_it(tmp_path: Path) -> None:
     launcher.tell(job)
     launcher.tell(job)
     assert shown == ["resumes with threads 1, it was 2", "resumes with revision b, it was a"]
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    file = RankFile(tmp_path, job.name, 0, "1", 0.0, 1)
+    rank = Rank(0, 0, 1, 1, 0, 1, False, tmp_path, job.name, 1, file, nothing)
+    rank.say("resumes with device H200, it was A100")
+    launcher.tell(job)
+    launcher.tell(job)
+    assert shown[2:] == ["resumes with device H200, it was A100"]
 
 
 @pytest.mark.parametrize("value", ["1", "0", None])

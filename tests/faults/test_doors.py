@@ -389,6 +389,10 @@ def test_a_record_that_somebody_else_wrote(tmp_path: Path) -> None:
     request = {"cpus": 1, "python": "/evil.sh"}
     job = Job("local", "maect-x-1", 1, 0, request, **record.where(tmp_path))
     record.write_job(tmp_path, job)
+    (tmp_path / "job.json").chmod(0o666)  # of a umask of 000: his words, and our name
+    assert "job.json: every user may write it" in try_to_launch(tmp_path)
+    with pytest.raises(UserError, match="every user may write it"):
+        record.read_job(tmp_path, own=True)
     os.chown(tmp_path / "job.json", B, B)
     assert "job.json: written by" in try_to_launch(tmp_path)
     with pytest.raises(UserError, match="written by"):

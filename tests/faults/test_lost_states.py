@@ -81,6 +81,20 @@ def test_only_the_log_is_left(purged: dict[str, Any], tmp_path: Path) -> None:
     assert ended.startswith("UserError") and "metrics.jsonl" in ended and entries(folder) == 3
 
 
+def test_a_damaged_recipe(stopped: tuple[Path, Job], tmp_path: Path) -> None:
+    """Its cure was to delete it, which was refused next, and then to delete the log."""
+    shutil.copytree(stopped[0] / "runs", tmp_path / "runs")
+    told, folder = stopped[1]("mae", "mae", folder=tmp_path / "runs"), tmp_path / "runs/mae"
+    recipe = folder / "recipe.json"
+    recipe.write_text(recipe.read_text().replace('"stage"', '"stags"'))
+    said = run(1, told, log=tmp_path / "log")
+    assert "recipe.json: damaged" in said and "move recipe.json and metrics.jsonl away" in said
+    for name in ("recipe.json", "metrics.jsonl"):
+        (folder / name).rename(tmp_path / name)
+    assert run(1, told, log=tmp_path / "log", stop_at=5) == ["requeue"]
+    assert entries(folder) == 2, "it went on at the third step"
+
+
 def test_it_ends_before_it_queues(purged: dict[str, Any]) -> None:
     """Audit 5: the command itself ends; no job waits for a node to find it out."""
     here = Where(Resources(devices=1), nodes="1")

@@ -120,7 +120,8 @@ def test_on_several_nodes_nothing_is_executed_and_nobody_misled(tmp_path: Path) 
 def test_a_group_does_not_meet_in_what_one_before_it_left(tmp_path: Path) -> None:
     make_job_folder(tmp_path, "job")
     rendezvous = Rendezvous(tmp_path, "job", 0, 0, 1, ["here"])
-    first = rendezvous.store(timedelta(seconds=5))
+    first = rendezvous.store(timedelta(hours=12))
+    assert first.timeout == timedelta(hours=12), "a file store had five minutes, whatever was asked"
     first.set("key", "value")
     assert not rendezvous.store(timedelta(seconds=5)).check(["key"])
     folder = Path(rendezvous.address.file).parent
