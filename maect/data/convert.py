@@ -319,13 +319,15 @@ def _tiff(data: bytes) -> NDArray[Any] | None:
             series, page = file.series[0], file.pages[0]
             colors = page.photometric.name  # type: ignore[union-attr]
             shape = [side for side in series.shape if side > 1]
-            pictures = len(shape) == 2 or colors in ("RGB", "PALETTE", "SEPARATED", "YCBCR")
+            extra = page.extrasamples  # type: ignore[union-attr]
+            bands = page.samplesperpixel - sum(kind in _ALPHA for kind in extra)  # type: ignore[union-attr]
+            pictures = len(shape) == 2 or colors in ("PALETTE", "SEPARATED", "YCBCR")
+            pictures |= colors == "RGB" and bands <= 3  # else of a satellite
             if series.dtype == bool or (series.dtype == np.uint8 and (pictures or len(shape) != 3)):
                 return None
             pixels = math.prod(series.shape) // page.samplesperpixel  # type: ignore[union-attr]
             with one_at_a_time(pixels):
                 values = np.squeeze(series.asarray())
-            extra = page.extrasamples  # type: ignore[union-attr]
             code = int(page.tags.valueof(_ORIENTATION, default=1))  # type: ignore[union-attr]
     except ValueError as error:
         if "imagecodecs" in str(error):

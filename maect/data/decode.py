@@ -37,6 +37,8 @@ _LARGE = 1 << 24
 _large = threading.Lock()
 # Of colours of 16 bits Pillow keeps the upper bytes: the other order of bytes gives the lower ones.
 # (N is the machine's own order, which is L wherever this runs.)
+_BITS = 258
+"""TIFF's tag of the bits of each channel."""
 _OTHER_ORDER = {"16B": "16L", "16L": "16B", "16N": "16B"}
 # Pillow reads comments byte by byte, however many there are.
 _PNM, _PNM_HEADER_BYTES = {b"P1", b"P2", b"P3", b"P4", b"P5", b"P6"}, 1 << 16
@@ -73,6 +75,13 @@ def explained() -> Iterator[None]:
 def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
     """The decoded picture as Pillow has it, and the extension that the content deserves."""
     with explained(), _open(data) as image, one_at_a_time(image.width * image.height):
+        colors = image.format == "TIFF" and len(image.getbands()) > 1
+        if colors and max(image.getexif()[_BITS]) > 8 and not _has_16_bits(image):
+            # Pillow takes each of their bytes for a value.
+            raise UnreadableError(
+                "16-bit colours in planes, which only a data set's `range` reads: state it, or "
+                "save the file otherwise"
+            )
         image.load()
         yield image, _extension(image)
 
@@ -126,8 +135,7 @@ def halved(data: bytes, extension: str) -> bool:
     if extension not in ("png", "tif") or (extension == "png" and data[24] != 16):
         return False
     with _open(data) as image:
-        raw = [_raw_mode(tile.args) for tile in image.tile]
-        return not image.mode.startswith("I") and any(";16" in mode for mode in raw)
+        return not image.mode.startswith("I") and _has_16_bits(image)
 
 
 def lower_half(data: bytes) -> Image.Image:
@@ -148,6 +156,11 @@ def lower_half(data: bytes) -> Image.Image:
         image.tile = tiles
         image.load()
         return image
+
+
+def _has_16_bits(image: ImageFile.ImageFile) -> bool:
+    """Return whether Pillow reads a picture's pixels as such."""
+    return any(";16" in _raw_mode(tile.args) for tile in image.tile)
 
 
 def _raw_mode(args: object) -> str:

@@ -23,6 +23,7 @@ from maect.data.convert import (
     picture_of,
     ready_array,
     ready_picture,
+    ready_pixels,
     render_ready,
 )
 from maect.data.decode import UnreadableError, read_rgb
@@ -415,6 +416,17 @@ def test_arrays_and_pictures_are_made_ready_alike() -> None:
     values = bands(0)
     assert ready_array(values, BANDS).data == make_ready(npy(values), BANDS).data
     assert json.loads(json.dumps(BANDS.files)) == {"channels": 5, "range": [0.0, 4095.0]}
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+def test_a_band_beyond_the_colours_is_kept(kind: type) -> None:
+    """Near infrared behind red, green and blue: of 8 bits it was dropped, as if it were alpha."""
+    values = np.random.default_rng(0).integers(0, 256, (20, 30, 4)).astype(kind)
+    data = tiff(values, photometric="rgb", extrasamples=["unspecified"])
+    assert inspect_image(data).channels == 4
+    four = EXIF.model_copy(update={"channels": 4, "mean": (0.5,) * 4, "std": (0.5,) * 4})
+    shown = ready_pixels(make_ready(data, four).data, False, 4)
+    assert np.array_equal(shown, values if kind is np.uint8 else values >> 8)
 
 
 def test_what_shows_through_is_no_channel_of_a_tiff() -> None:

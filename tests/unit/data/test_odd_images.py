@@ -10,6 +10,7 @@ from threading import Barrier
 import numpy as np
 import pillow_heif
 import pytest
+import tifffile
 from PIL import Image
 from sample_images import jpeg, photographs
 
@@ -185,6 +186,22 @@ def test_sixteen_bits_keep_their_range() -> None:
     grey = np.asarray(read_rgb(wide_grey_png()))[..., 0]
     assert grey[0, 0] == 0 and grey[-1, -1] == 255
     assert 126 <= grey[32, 0] <= 129
+
+
+def test_deep_colours_in_planes_are_refused() -> None:
+    """Pillow took each byte of an uncompressed one for a value: stripes, and nothing said so."""
+    colors = np.random.default_rng(0).integers(0, 1 << 16, (3, 20, 30)).astype(np.uint16)
+    for how, compression in (("contig", None), ("separate", "zlib"), ("separate", None)):
+        stream = io.BytesIO()
+        values = colors if how == "separate" else colors.transpose(1, 2, 0)
+        options = {"photometric": "rgb", "planarconfig": how, "compression": compression}
+        tifffile.imwrite(stream, values, **options)
+        if (how, compression) == ("separate", None):
+            with pytest.raises(UnreadableError, match=r"16-bit colours in planes, .*`range`"):
+                read_rgb(stream.getvalue())
+        else:
+            shown = np.asarray(read_rgb(stream.getvalue()))
+            assert np.array_equal(shown, (colors >> 8).transpose(1, 2, 0))
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
