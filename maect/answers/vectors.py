@@ -106,7 +106,7 @@ class Vectors:
         for key, what in (("encoder_sha256", "encoder than"), ("resize", "resize than that of")):
             if self.about.get(key) != encoder.about[key]:
                 folder = encoder.path.parent
-                raise UserError(f"{path}: made with another {what} {folder}; embed again")
+                raise UserError(f"{path}: made with another {what} {folder}; embed again, --afresh")
 
     @property
     def pixels(self) -> Pixels:

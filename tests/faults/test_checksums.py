@@ -261,6 +261,9 @@ def test_vectors_of_another_encoder(pipeline: Path, capsys: pytest.CaptureFixtur
     out = ["--out", str(pipeline / "c.csv")]
     assert main(["predict", str(pipeline / RUN), str(images), *words, *out]) == 2
     assert "the vectors of another encoder" in capsys.readouterr().err
+    assert main(["embed", str(pipeline / RUN), str(images), "--out", str(vectors)]) == 2
+    assert "or replace it with --afresh" in capsys.readouterr().err
+    vectors.unlink()
     embedded(pipeline, "vectors.parquet")
     assert not np.allclose(Vectors.read(vectors).values, before.values)
 
