@@ -263,8 +263,11 @@ def _decoded(index: Index, jobs: Iterator[_Job[_Note]], threads: int) -> Iterato
     pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="decode")
 
     def begun(job: _Job[_Note]) -> tuple[_Note, list[Future[None]]]:
-        # Few enough for small images, whose decoding is as quick as a task's start.
+        # Few enough for small images, whose decoding is as quick as a task's start. Of images that
+        # are decoded already one call makes the batch: each task takes Python's lock from the step.
         length = max(_PER_TASK, len(job.rows) // (4 * max(1, threads)))
+        if pixels is not None and job.change is None:
+            length = max(1, len(job.rows))
         parts = [] if job.beside is None else [pool.submit(job.beside)]
         parts += [
             pool.submit(_decode, index, pixels, job, slice(i, i + length))

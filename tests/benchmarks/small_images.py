@@ -6,6 +6,8 @@ loader: images a second and core, decoded from the tars and cropped from the arr
 step: of pre-training and of tuning, with the loader in it: "before" reads the tars, gathers tokens
 number by number and casts queries, keys and values each for itself, as this package once did. Both
 take turns, step by step, on the same batches, and must give the same losses to the last bit.
+beside: how much longer a thread of small operations takes (as the one that starts a GPU's kernels)
+while the loader makes its batches; wall-clock time, on a quiet machine of two cores or more.
 evaluate: seconds of an online evaluation (5,000 images) against those of the images trained on
 between two of them (five epochs of 50,000).
 
@@ -125,6 +127,28 @@ def measure_loader(index: Index, batch: int, rounds: int) -> None:
     show("loader", pairs, 8 * batch)
 
 
+def measure_beside(index: Index, batch: int, rounds: int) -> None:
+    stage, x = load_recipe("ct_aug", "small"), torch.zeros(8)
+
+    def step_ms(threads: int) -> float:
+        given = {"global_batch": batch, "rank": 0, "world_size": 1, "seed": 0, "image_size": 32}
+        made = train_batches(
+            index, views=stage.view_settings(), start_step=0, steps=30, threads=threads, **given
+        )
+        times = []
+        for _ in made if threads else range(30):
+            began = time.perf_counter()
+            for _ in range(12_000):
+                x.add_(1.0)
+            times.append(time.perf_counter() - began)
+        return 1e3 * statistics.median(times)
+
+    for threads in (1, 8):
+        ratios = [step_ms(threads) / step_ms(0) for _ in range(rounds)]
+        low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+        print(f"beside   {threads} threads x {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
+
+
 class Training:
     """Steps of one training with the engine, one at a time."""
 
@@ -189,6 +213,7 @@ def main() -> None:
         index = open_index(options.shards)
         print(f"{index.n} images; images/s and core: before, after, ratio (quartiles)")
         measure_loader(index, options.batch, options.rounds)
+        measure_beside(index, options.batch, options.rounds)
         for recipe in ("mae", "ct_min"):
             measure_step(recipe, index, options.batch, options.steps)
 
