@@ -19,6 +19,7 @@ folder is, too: others copy it.
 
 import fcntl
 import os
+import re
 import shutil
 import socket
 import stat
@@ -47,6 +48,11 @@ from maect.launch.resources import LaunchError
 LOG_TAIL = 15  # lines of a log that an error message quotes
 VERDICTS = ("done", "requeue", "stopped")  # how the launched function may return
 STATES = ("submitting", "submitted", "ended")
+LOST_PEER = re.compile(
+    r"closed by peer|reset by peer|broken pipe|remote process exited|ncclRemoteError|"
+    r"timed out waiting|socket timeout", re.IGNORECASE,
+)  # fmt: skip
+"""What gloo and NCCL say on a rank whose other one has ended."""
 BAD = 2  # failures after which a node is excluded
 COPIED = "others copy the run's folder without `jobs` and `job.json`"
 
@@ -443,12 +449,17 @@ def failure(folder: Path, job: Job, suspect: int | None = None) -> Failure:
     """The error that a job ended with: the first rank's that raised, else the suspect's last lines.
 
     A wrong input outranks the others, which may follow from it, and a rank's own fault what others
-    say.
+    say of it or of a connection to it: clocks of nodes may be seconds apart.
     """
     errors = [report for report in ranks(folder, job).values() if report.end == "error"]
     if errors:
         kinds = {"UserError": 0, "NodeError": 1}
-        first = min(errors, key=lambda e: (kinds.get(e.kind, 2), e.blames is not None, e.time))
+
+        def order(error: RankReport) -> tuple[int, bool, bool, float]:
+            lost = LOST_PEER.search(error.message) is not None
+            return kinds.get(error.kind, 2), error.blames is not None, lost, error.time
+
+        first = min(errors, key=order)
         text = "\n".join(first.traceback.strip().splitlines()[-LOG_TAIL:])
         blames = None if first.blames is None else tuple(first.blames)
         where = log(folder, job, first.rank)

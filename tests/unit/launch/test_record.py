@@ -12,6 +12,7 @@ from maect.launch.record import (
     Job,
     RankReport,
     alive,
+    failure,
     live_ranks,
     make_job_folder,
     new_job,
@@ -115,6 +116,19 @@ def test_outcomes(tmp_path: Path, job: Job, changes: dict, rank: dict | None, ou
         write_record(rank_file(tmp_path, job.name, 0), value)
     state = state_of(tmp_path, ended, clusters())
     assert (state.notice.phase, state.outcome) == ("ended", outcome)
+
+
+@pytest.mark.parametrize(
+    "said", ["[../pair.cc:525] Connection closed by peer [10.0.0.2]:4321", "Socket Timeout"]
+)
+def test_who_lost_a_connection_did_not_fail_first(tmp_path: Path, job: Job, said: str) -> None:
+    """By the clocks of two nodes, seconds apart, the one that waited was blamed and excluded."""
+    make_job_folder(tmp_path, job.name)
+    errors = [(0, said, 10.0), (1, "CUDA error: uncorrectable ECC error encountered", 12.0)]
+    for rank, message, now in errors:
+        report = {"rank": rank, "end": "error", "kind": "RuntimeError", "message": message}
+        write_record(rank_file(tmp_path, job.name, rank), report | {"time": now, "traceback": ""})
+    assert failure(tmp_path, job).rank == 1
 
 
 def test_a_rank_of_another_revision_may_say_more(tmp_path: Path, job: Job) -> None:
