@@ -40,7 +40,7 @@ squashed: install
 	mksquashfs $(VENV) $(VENV).sqfs -noappend -quiet -no-progress
 
 # Optional: without compiler or headers its line says what is missing.
-$(DECODER): maect/data/native/jpeg_crop.c maect/data/native/kernels.h | $(VENV)/.installed
+$(DECODER): maect/data/native/jpeg_crop.c maect/data/native/kernels.h maect/data/native/build.py | $(VENV)/.installed
 	-$(BIN)/python -P -m maect.data.native.build
 
 # Numba compiles at UMAP's first import and keeps the code: half a minute once.

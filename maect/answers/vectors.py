@@ -421,7 +421,7 @@ class _Work:
         if out.suffix != ".parquet" or not out.is_file():
             return
         before = Vectors.read(out)
-        for key in before.about | self.about:
+        for key in (key for key in before.about | self.about if key != "run"):
             then, now = before.about.get(key), self.about.get(key)
             if then != now:
                 raise UserError(

@@ -42,6 +42,8 @@ _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _DICOM = slice(128, 132)
 _SAMPLE, _ROWS = 4096, 256
 _ORIENTATION = 0x0112  # of EXIF, and of TIFF
+_ANY = Pixels(channels=4, mean=(0.5,) * 4, std=(0.5,) * 4, range=(0, 1))
+"""Under which all that a file has is read."""
 _ALPHA = (1, 2)  # kinds of TIFF's extra samples
 # Of each orientation: whether the stored picture is transposed, and then mirrored left to right
 # and top to bottom, to be upright.
@@ -106,7 +108,7 @@ def inspect_image(data: bytes) -> Inspected:
     """Return what an unknown image is like."""
     turned = transparent = False
     colors = 0
-    values = _read_array(data, Pixels(range=(0, 1)))
+    values = _read_array(data, _ANY)
     if values is None:
         with open_image(data) as (image, extension):
             turned = orientation(image) in _TURNS
@@ -302,14 +304,15 @@ def _read_array(data: bytes, pixels: Pixels) -> NDArray[Any] | None:
         if data[_DICOM] == b"DICM":
             return _dicom(data)
         if data[:4] in _TIFF and (pixels.channels != 3 or pixels.range is not None):
-            return _tiff(data)
+            return _tiff(data, pixels.channels > 3)
     return None
 
 
-def _tiff(data: bytes) -> NDArray[Any] | None:
+def _tiff(data: bytes, bands: bool) -> NDArray[Any] | None:
     """The first picture, upright, channels last; None where Pillow knows more: of 8 bits or one.
 
-    Also where it is packed in a way that only Pillow knows. What shows through is left out, and it
+    Also where it is packed in a way that only Pillow knows. With `bands` a fourth one of 8 bits
+    counts that the file says nothing of. What shows through is left out, and it
     is turned whatever a data set says, as Pillow does.
     """
     import tifffile
@@ -320,9 +323,9 @@ def _tiff(data: bytes) -> NDArray[Any] | None:
             colors = page.photometric.name  # type: ignore[union-attr]
             shape = [side for side in series.shape if side > 1]
             extra = page.extrasamples  # type: ignore[union-attr]
-            bands = page.samplesperpixel - sum(kind in _ALPHA for kind in extra)  # type: ignore[union-attr]
+            count = page.samplesperpixel - sum(kind in _ALPHA for kind in extra)  # type: ignore[union-attr]
             pictures = len(shape) == 2 or colors in ("PALETTE", "SEPARATED", "YCBCR")
-            pictures |= colors == "RGB" and bands <= 3  # else of a satellite
+            pictures |= colors == "RGB" and not (bands and count > 3)
             if series.dtype == bool or (series.dtype == np.uint8 and (pictures or len(shape) != 3)):
                 return None
             pixels = math.prod(series.shape) // page.samplesperpixel  # type: ignore[union-attr]
@@ -356,11 +359,14 @@ def _dicom(data: bytes) -> NDArray[Any]:
         values = values[0]
     if values.ndim == 3:
         return values
-    if file.PhotometricInterpretation == "MONOCHROME1":  # all that can be stored, not all that is
-        bits, signed = int(file.BitsStored), int(file.PixelRepresentation)
-        lowest = -(1 << (bits - 1)) if signed else 0
-        values = (2 * lowest + (1 << bits) - 1 - values.astype(np.int64)).astype(values.dtype)
-    return np.asarray(apply_modality_lut(values, file))
+    shown = np.asarray(apply_modality_lut(values, file))
+    if file.PhotometricInterpretation == "MONOCHROME1":
+        # About the middle of what can be stored, whatever this image has.
+        levels, half = 1 << int(file.BitsStored), int(file.PixelRepresentation)
+        ends = np.array([0, levels - 1]) - half * levels // 2
+        low, high = np.asarray(apply_modality_lut(ends.astype(values.dtype), file)).tolist()
+        shown = low + high - shown
+    return shown
 
 
 def orientation(image: Image.Image) -> int:

@@ -3,6 +3,7 @@
 As a map-style `Dataset`, as a stock webdataset pipeline, and as files.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -33,8 +34,8 @@ if TYPE_CHECKING:  # it takes a second to import
 
 Form = Literal["pil", "tensor"]
 _AT_ONCE = 16
-_RUNS_CODE = {"pyd", "pkl", "pickle", "pth"}
-"""Members of somebody else's tar that webdataset would unpickle."""
+_RUNS_CODE = re.compile(r"(^|\.)(pyd|pkl|pickle|pth)(\.gz)*$")
+"""Members of somebody else's tar that webdataset would unpickle, also unpacked."""
 
 
 class ShardDataset(Dataset[dict[str, Any]]):
@@ -222,7 +223,7 @@ def _known(dataset: ShardDataset, samples: Iterable[dict[str, Any]]) -> Iterator
             if not any(len(x) == size and isal_zlib.crc32(x) == wanted for x in files):
                 index.read(row)  # says how it is damaged
                 raise UserError(f"{url}: sample {sample['__key__']} is not the indexed image")
-            for name in [one for one in sample if one.rpartition(".")[2] in _RUNS_CODE]:
+            for name in list(filter(_RUNS_CODE.search, sample)):
                 del sample[name]
             sample.pop("cls", None)
             yield sample if label == UNLABELLED else {**sample, "cls": str(label).encode()}

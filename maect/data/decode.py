@@ -22,6 +22,7 @@ import PIL
 import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
 from maect.core.lazy import torch
 from maect.data import native
@@ -75,8 +76,8 @@ def explained() -> Iterator[None]:
 def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
     """The decoded picture as Pillow has it, and the extension that the content deserves."""
     with explained(), _open(data) as image, one_at_a_time(image.width * image.height):
-        colors = image.format == "TIFF" and len(image.getbands()) > 1
-        if colors and max(image.getexif()[_BITS]) > 8 and not _has_16_bits(image):
+        bits = max(image.tag_v2.get(_BITS, (8,))) if isinstance(image, TiffImageFile) else 8
+        if bits > 8 and len(image.getbands()) > 1 and not _has_16_bits(image):
             # Pillow takes each of their bytes for a value.
             raise UnreadableError(
                 "16-bit colours in planes, which only a data set's `range` reads: state it, or "

@@ -50,6 +50,8 @@ def planned(
     if shards < 1:
         raise UserError(f"--shards {shards}: at least one is needed")
     images = open_source(kind, source, labels, pixels)
+    if images.in_place and shorter_side is not None:
+        raise UserError(f"{source}: --shorter-side: an index of tars makes no image; unpack them")
     listing = images.listing()
     if listing.ignored:
         log.info("%s: files left out, by suffix: %s", source, listing.left_out)

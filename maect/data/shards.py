@@ -319,10 +319,9 @@ def prepare(
     def one(entry: Entry) -> Ready | str:
         try:
             ready = make_ready(_read(source, entry), pixels)
-            smaller = min(ready.width, ready.height) > side
-            if source.in_place and (smaller or ready.converted):
+            if source.in_place and ready.converted:
                 return "has to be converted, which an index of tars cannot do; unpack them"
-            return _recompress(ready, side) if smaller else ready
+            return _recompress(ready, side) if min(ready.width, ready.height) > side else ready
         except (UnreadableError, OSError) as error:
             return reason(error)
 
@@ -341,7 +340,9 @@ def _read(source: ImageSource, entry: Entry) -> bytes:
     try:
         return patiently(source.read, entry)
     except OSError as error:
-        raise UserError(f"{source.path}: {entry.name}: {reason(error)}; start again") from None
+        raise UserError(
+            f"{source.path}: {entry.name}: {reason(error)}; start again, or `exclude` it"
+        ) from None
 
 
 def _pixels(options: dict[str, Any]) -> Pixels:

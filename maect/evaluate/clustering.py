@@ -79,9 +79,10 @@ def check(test: FeatureFile, ids: NDArray[np.int64]) -> None:
         )
 
 
-def origin(test: FeatureFile) -> dict[str, str]:
-    """Return what clusters are of: encoder, images, and features of them (blocks, norm, ...)."""
-    return {key: test.record[key] for key in ("encoder_sha256", "index_digest", "sha256")}
+def origin(test: FeatureFile) -> dict[str, Any]:
+    """Return what clusters are of: encoder, images, and which features of them."""
+    known = ("encoder_sha256", "index_digest", "norm", "blocks", "pooling", "resize")
+    return {key: test.record[key] for key in known if key in test.record}
 
 
 def members(features: FeatureFile, classes: tuple[str, ...], name: str) -> NDArray[np.int64]:

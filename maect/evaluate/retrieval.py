@@ -128,7 +128,8 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
         raise UserError(f"{path}: no such clusters; evaluate clustering first")
     with safe_open(path, framework="numpy") as file:
         made = json.loads((file.metadata() or {}).get("maect", "null"))
-    if made != origin(test):
+    mine = origin(test)
+    if not made or any(mine.get(key, value) != value for key, value in made.items()):
         raise UserError(
             f"{path}: clusters of another encoder, or of other images or features, than "
             f"{test.path}; evaluate clustering again, with the same `norm` and `blocks`"

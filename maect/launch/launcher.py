@@ -286,7 +286,8 @@ class _Launch:
     def tell(self, job: Job) -> None:
         """Show what the job says to people, once; SLURM may begin it again under its name."""
         report = record.rank_0(self.folder, job)
-        if (speaker := (report.host, report.pid)) != self.speaker:
+        speaker = report.host, report.pid
+        if report.host and speaker != self.speaker:
             self.speaker, self.shown = speaker, 0
         for sentence in report.said[self.shown :]:
             self.shown += 1

@@ -50,7 +50,7 @@ VERDICTS = ("done", "requeue", "stopped")  # how the launched function may retur
 STATES = ("submitting", "submitted", "ended")
 LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|remote process exited|ncclRemoteError|"
-    r"timed out waiting|socket timeout", re.IGNORECASE,
+    r"connection was likely closed|timed out waiting|wait timeout|socket timeout", re.IGNORECASE,
 )  # fmt: skip
 """What gloo and NCCL say on a rank whose other one has ended."""
 BAD = 2  # failures after which a node is excluded

@@ -87,7 +87,7 @@ class Attempt(Settings):
             values = now.get(name), then.get(name)
             if values[0] != values[1] and (name, values[1]) != ("ranks_a_node", None):
                 new, old = ("not set" if value is None else value for value in values)
-                last = "" if name in ("revision", "maect") else " in the last bits"
+                last = "" if name in ("revision", "maect", "decoder") else " in the last bits"
                 yield f"resumes with {name} {new}, it was {old}: the result may differ{last}"
 
 

@@ -1,6 +1,8 @@
 """Files are complete or not there, and readable by those whom the umask lets."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,10 @@ def test_tensors_are_readable_like_other_files(tmp_path: Path) -> None:
     with atomic_write(path) as temporary:
         save_file({"x": np.zeros(3)}, temporary)
     assert path.stat().st_mode & 0o777 == 0o666 & ~UMASK
+    code = "from maect.core.files import *; write_record('r.json', {}); Path('f').mkdir()"
+    command = [sys.executable, "-c", f"import os; os.umask(0); {code}"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert not any((tmp_path / name).stat().st_mode & 0o002 for name in ("r.json", "f"))
 
 
 def test_a_log_that_a_kill_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,9 +60,15 @@ def build(library: Path = LIBRARY) -> Path:
 
 
 def _libjpeg(library: Path) -> list[Path]:
-    """The shared libjpeg of a library, by the name that it asks for; none if it is inside."""
-    needed = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=True)
-    found = re.findall(r"(libjpeg\S*) => (\S+)", needed.stdout)
+    """The shared libjpeg of a library, by the name that it asks for; none if it is inside.
+
+    Nor is any where the linker's own `ldd` is not, or does not find it: the environment has to.
+    """
+    try:
+        needed = subprocess.run(["ldd", str(library)], capture_output=True, text=True)
+    except OSError:
+        return []
+    found = re.findall(r"(libjpeg\S*) => (/\S+)", needed.stdout)
     return [Path(place).with_name(name) for name, place in found]
 
 

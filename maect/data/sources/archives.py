@@ -63,6 +63,7 @@ class Archive(ImageSource):
             log.warning("%s: left out: %s in no class folder", self.path, what)
             kept = [pair for pair in zip(below, images, strict=True) if "/" in pair[0]]
             below, images = map(list, zip(*kept, strict=True))
+            below = [name.removeprefix(_shared_folder(below)) for name in below]
         classes = sorted({name.split("/")[0] for name in below}) if sorted_in else []
         labels = {name: label for label, name in enumerate(classes)}
         entries = []

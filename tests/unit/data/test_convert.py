@@ -427,6 +427,10 @@ def test_a_band_beyond_the_colours_is_kept(kind: type) -> None:
     four = EXIF.model_copy(update={"channels": 4, "mean": (0.5,) * 4, "std": (0.5,) * 4})
     shown = ready_pixels(make_ready(data, four).data, False, 4)
     assert np.array_equal(shown, values if kind is np.uint8 else values >> 8)
+    if kind is np.uint8:  # of which a data set in colours reads the colours
+        ready = make_ready(data, EXIF.model_copy(update={"range": (0, 255)}))
+        colors = ready_pixels(ready.data, False, 3)
+        assert np.array_equal(colors, values[..., :3])
 
 
 def test_what_shows_through_is_no_channel_of_a_tiff() -> None:

@@ -1,5 +1,6 @@
 """A split's shards in somebody's own training code: `maect.shards`."""
 
+import gzip
 import io
 import pickle
 import re
@@ -296,6 +297,10 @@ def test_nothing_of_somebody_elses_tar_is_unpickled(images: Path, tmp_path: Path
     image = (images / "c0/000.jpg").read_bytes()
     evil = pickle.dumps(Touching(str(tmp_path / "executed")))
     members = [("a.jpg", image), *((f"a.{end}", evil) for end in ("pyd", "x.pkl", "pickle", "pth"))]
+    members += [
+        ("a.x.pkl.gz", gzip.compress(evil)),
+        ("a.pyd.gz.gz", gzip.compress(gzip.compress(evil))),
+    ]
     write_tar(tmp_path / "x.tar", members)
     shard(tmp_path / "x.tar", tmp_path / "out", "webdataset", 1)
     (found,) = maect.shards(tmp_path / "out").webdataset().decode("torchrgb8")

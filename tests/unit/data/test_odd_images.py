@@ -188,6 +188,17 @@ def test_sixteen_bits_keep_their_range() -> None:
     assert 126 <= grey[32, 0] <= 129
 
 
+def test_one_number_of_bits_for_all_channels() -> None:
+    """As some programs write it, and Pillow reads it."""
+    stream = io.BytesIO()
+    tifffile.imwrite(stream, np.full((4, 5, 3), 7, np.uint8), photometric="rgb")
+    data = bytearray(stream.getvalue())
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        place = file.pages[0].tags[258].offset
+    data[place + 4 : place + 12] = struct.pack("<IHH", 1, 8, 0)
+    assert np.unique(read_rgb(bytes(data))).tolist() == [7]
+
+
 def test_deep_colours_in_planes_are_refused() -> None:
     """Pillow took each byte of an uncompressed one for a value: stripes, and nothing said so."""
     colors = np.random.default_rng(0).integers(0, 1 << 16, (3, 20, 30)).astype(np.uint16)

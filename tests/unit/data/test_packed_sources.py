@@ -90,13 +90,22 @@ def test_an_archive_without_folders_has_no_classes(images: Path, tmp_path: Path)
         open_source("archive", tmp_path / "b.zip").listing()
 
 
+@pytest.mark.parametrize(
+    ("below", "stray"), [("", "birds/x.jpg"), ("", "x.jpg"), ("all", "birds/x.jpg")]
+)
 def test_a_stray_image_does_not_take_the_classes_away(
-    images: Path, index: Index, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    below: str,
+    stray: str,
+    images: Path,
+    index: Index,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A contact sheet beside the class folders made all images unlabelled, and nothing said so."""
-    folder = shutil.copytree(images, tmp_path / "images")
-    shutil.copy(images / "c0/000.jpg", folder / "sheet.jpg")
-    shard(pack(folder, tmp_path / "a.zip"), tmp_path / "train", "archive", 2, threads=2)
+    shutil.copytree(images, tmp_path / "images/birds" / below)
+    shutil.copy(images / "c0/000.jpg", tmp_path / "images" / stray)
+    archive = pack(tmp_path / "images", tmp_path / "a.zip")
+    shard(archive, tmp_path / "train", "archive", 2, threads=2)
     assert open_index(tmp_path / "train").digest == index.digest
     assert "a.zip: left out: 1 image in no class folder" in caplog.text
 
@@ -112,7 +121,7 @@ def test_what_datasets_keeps_beside_its_tables_is_not_read(images: Path, tmp_pat
 
 def test_an_index_of_tars_makes_no_image_smaller(dataset: Path, tmp_path: Path) -> None:
     """It noted sizes and checksums of images that it had not written, and every one was damaged."""
-    with pytest.raises(UserError, match="has to be converted, which an index of tars cannot do"):
+    with pytest.raises(UserError, match="--shorter-side: an index of tars makes no image"):
         shard(dataset, tmp_path / "out", "webdataset", 1, shorter_side=8)
 
 

@@ -340,7 +340,7 @@ def test_a_file_system_that_fails_for_a_moment_loses_no_image(
     options = {"skip_unreadable": True}
     assert shard(source, tmp_path / "out", "folder", 1, **options) == 24
     left[0] = 100
-    with pytest.raises(UserError, match=r"\.jpg: Stale file handle; start again"):
+    with pytest.raises(UserError, match=r"\.jpg: Stale file handle; start again, or `exclude`"):
         shard(source, tmp_path / "other", "folder", 1, **options)
 
 

@@ -120,7 +120,7 @@ def test_what_does_not_belong_together_is_refused(
         Retrieval().evaluate(rank, given(clustered, clusters=tmp_path / "none.safetensors"))
 
 
-@pytest.mark.parametrize("other", ["encoder_sha256", "index_digest", "sha256", None])
+@pytest.mark.parametrize("other", ["encoder_sha256", "index_digest", "norm", "blocks", None])
 def test_clusters_of_another_encoder_are_refused(
     clustered: EvaluationJob, rank: Rank, tmp_path: Path, other: str | None
 ) -> None:

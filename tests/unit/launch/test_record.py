@@ -119,7 +119,12 @@ def test_outcomes(tmp_path: Path, job: Job, changes: dict, rank: dict | None, ou
 
 
 @pytest.mark.parametrize(
-    "said", ["[../pair.cc:525] Connection closed by peer [10.0.0.2]:4321", "Socket Timeout"]
+    "said",
+    [
+        "[../pair.cc:525] Connection closed by peer [10.0.0.2]:4321",
+        "Socket Timeout",
+        "Failed to recv, got 0 bytes. Connection was likely closed.",
+    ],
 )
 def test_who_lost_a_connection_did_not_fail_first(tmp_path: Path, job: Job, said: str) -> None:
     """By the clocks of two nodes, seconds apart, the one that waited was blamed and excluded."""
