@@ -362,8 +362,8 @@ def _dicom(data: bytes) -> NDArray[Any]:
     shown = np.asarray(apply_modality_lut(values, file))
     if file.PhotometricInterpretation == "MONOCHROME1":
         # About the middle of what can be stored, whatever this image has.
-        levels, half = 1 << int(file.BitsStored), int(file.PixelRepresentation)
-        ends = np.array([0, levels - 1]) - half * levels // 2
+        levels, signed = 1 << int(file.BitsStored), int(file.PixelRepresentation)
+        ends = np.array([0, levels - 1]) - signed * levels // 2
         low, high = np.asarray(apply_modality_lut(ends.astype(values.dtype), file)).tolist()
         shown = low + high - shown
     return shown

@@ -38,7 +38,7 @@ from maect.core.files import (
     sha256_file,
     write_record,
     write_text,
-)  # fmt: skip
+)
 from maect.core.kept import forget, put_back
 from maect.data import shard_name
 from maect.data.convert import Ready, make_ready, upright_rgb
