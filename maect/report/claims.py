@@ -55,6 +55,8 @@ ACCURACIES = frozenset({
     "concat_probe", "fine_tune", "huge14", "oracle", "efficient_probe",
 })  # fmt: skip
 """Tables of how many of the evaluated images are classified correctly, in percent."""
+CLUSTERED = frozenset({"clustering", "clustering_best", "clustering_mean"})
+"""Tables with an `accuracy` of clusters of all evaluated images: it varies more than that error."""
 
 
 @dataclass(frozen=True)
@@ -244,10 +246,19 @@ def _chance_of(difference: float, std: float) -> float:
 
 def _error_of_images(key: Key, value: float, images: Mapping[str, int]) -> float:
     """Standard deviation of an accuracy over other images, in percent; NaN: none is known."""
-    n = images.get(key[3]) or images.get("val")
-    if key[0] not in ACCURACIES or not n or not 0 <= value <= 100:
+    table, *_, metric = key
+    counts = table in ACCURACIES or (table in CLUSTERED and metric == "accuracy")
+    n = images.get(split_of(table, metric))
+    if not counts or not n or not 0 <= value <= 100:
         return math.nan
     return math.sqrt(value * (100 - value) / n)
+
+
+def split_of(table: str, metric: str) -> str:
+    """The split whose images a number is of."""
+    if table != "robustness":
+        return "val"
+    return next((one.source for one in TABLES[table].metrics if one.name == metric), metric)
 
 
 def compare(
@@ -468,8 +479,9 @@ def tables_of_seeds(
     for seed in seeds if len(seeds) > 1 else ():
         made[seed] = tables_of_runs([row.of_seed(seed) for row in rows], runs)
         for one in shown:
-            own = [row.of_seed(seed) for row in one.rows]
-            made[seed][one.name] = build_table(one.name, own, one.evaluations, paper=False)
+            made[seed][one.name] = build_table(
+                one.name, one.rows, one.evaluations, paper=False, seed=seed
+            )
     return made
 
 

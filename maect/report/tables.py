@@ -18,6 +18,7 @@ import pandas as pd
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError, entry
 from maect.core.files import read_table_text, write_table_text
+from maect.core.seeds import seed_of
 from maect.paper import FOLDER
 from maect.records import EvaluationRecord, RunRecord, is_finished, lineage
 from maect.report.configs import Row
@@ -95,6 +96,7 @@ def measured(
     key: str,
     std: str = "",
     part: int | None = None,
+    seed: int | None = None,
 ) -> tuple[float | None, float | None]:
     """Mean over the runs and sample standard deviation; None where there is nothing to compute.
 
@@ -102,9 +104,12 @@ def measured(
         names: evaluations that may give the metric: the first that any run has, of all of them.
         std: metric that holds the standard deviation where there is one run.
         part: of the sets of few labels, this one alone.
+        seed: of the runs, that of this seed alone; the evaluation is chosen over all of them.
     """
     of_each = ([result_of(evaluations, run, (name,), key) for run in runs] for name in names)
     paths = next((found for one in of_each if (found := [*filter(None, one)])), [])
+    if seed is not None:
+        paths = [path for path in paths if seed_of(path.parent.name) == seed]
     if part is not None:
         of_parts = [read_metrics(path).get(f"{key}_splits", []) for path in paths]
         values = [float(one[part]) for one in of_parts if part < len(one)]
@@ -169,6 +174,7 @@ def build_table(
     runs: Path | None = None,
     as_printed: bool = False,
     part: int | None = None,
+    seed: int | None = None,
 ) -> pd.DataFrame:
     """A table of the registry.
 
@@ -177,6 +183,7 @@ def build_table(
         as_printed: in the rows where the paper prints them; else those of the public MAE, which the
             paper mixes with its own, stand in the row `mae_public`.
         part: of the sets of few labels, this one alone; other metrics are left empty.
+        seed: of each row, the run of this seed alone, by the evaluation that all its runs have.
 
     Returns:
         `architecture`, `method`, then `D` and `D_paper` for every detail D, None where nothing is
@@ -184,7 +191,8 @@ def build_table(
         nothing was run, where there is one seed, where the paper has no number.
     """
     table, rows = entry(name, TABLES, "table"), list(rows)
-    of_models = _of_models(table, rows, evaluations)
+    own = rows if seed is None else [row.of_seed(seed) for row in rows]
+    of_models = _of_models(table, own, evaluations)
     source = table.printed or name
     metrics = [*table.metrics, *_others(table, rows, evaluations)]
     given = {(row.architecture, row.method) for row in rows}
@@ -207,7 +215,9 @@ def build_table(
             if metric.by_model:
                 mean, std = of_models[metric.name].get((row.architecture, row.method)), None
             for value in () if metric.by_model else metric.sources(row.method):
-                mean, std = measured(evaluations, row.runs, names, value, metric.std, part)
+                mean, std = measured(
+                    evaluations, row.runs, names, value, metric.std, part=part, seed=seed
+                )
                 if mean is not None:
                     break
             line[metric.name], line[f"{metric.name}_std"] = mean, std

@@ -1,8 +1,9 @@
-"""Check of the neighbours: are they good enough for tuning without changed colours?
+"""Check of the neighbours: are they good enough to add anything to crops and flips?
 
 A tuned encoder gets its positives from a lookup, which is as good as the features that look. Where
-most lookups are of another class, crops and flips alone gain little
-(`docs/results/digits_law`, `docs/results/cifar10`); labels are read for this number alone.
+most lookups are of another class, tuning with it is no better than without: what is gained comes
+from the views, and changed colours gain more (`docs/results/cifar10_law`, `docs/results/cifar10`).
+Labels are read for this number alone.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from maect.records import RunRecord, is_finished
 from maect.stages.tune import Tune
 
 LEAST = 40.0
-"""Percent of right lookups below which crops and flips are not worth their cost."""
+"""Percent of right lookups below which the lookup adds nothing that was measured."""
 TAIL = 1 << 20  # bytes at the end of a log
 LAST = 10  # entries of a log that are averaged
 QUERIES, BANK = 1000, 50_000  # training images of a features file that are compared
@@ -49,8 +50,8 @@ def warnings(experiment: Experiment) -> list[str]:
             found.setdefault(seedless(name), one)
     return [
         f"{name}: {one.percent:.0f} % of its neighbours are of the right class ({one.source}): "
-        f"below {LEAST:.0f} % crops and flips alone gain little; take the recipe ct_aug, which "
-        "changes colours, or train the MAE longer"
+        f"below {LEAST:.0f} % neighbours are unlikely to add anything, and the views decide; "
+        "take the recipe ct_aug, which changes colours, or train the MAE longer"
         for name, one in found.items()
     ]
 

@@ -17,7 +17,7 @@ from maect.core.errors import UserError, did_you_mean
 from maect.core.files import read_json, seek_record, write_text
 from maect.experiment import Experiment, load
 from maect.records import RunRecord
-from maect.report.claims import ACCURACIES
+from maect.report.claims import ACCURACIES, split_of
 from maect.report.configs import Row
 from maect.report.registry import TABLES, Metric
 from maect.report.tables import DECIMALS, build_table, read_table
@@ -64,8 +64,10 @@ def cells(published: Path, experiment: Experiment) -> list[Checked]:
         if table is None or path.stem not in experiment.spec.tables | experiment.spec.figures:
             continue
         frame = read_table(path).set_index(["architecture", "method"])
+        metrics = [one for one in table.metrics if not one.by_model and one.name in frame]
+        metrics += filter(None, map(table.other, frame.filter(regex="(?<!_std)(?<!_paper)$")))
         for row in experiment.rows(path.stem):
-            for metric in (m for m in table.metrics if not m.by_model and m.name in frame):
+            for metric in metrics:
                 if (row.architecture, row.method) not in frame.index:
                     continue
                 at = row.architecture, row.method
@@ -140,6 +142,8 @@ def verify(
     write_text(file, yaml.safe_dump(spec | {"storage": str(again)}, sort_keys=False))
     experiment = load(str(file))
     asked = chosen(cells(published, experiment), names, seed)
+    if not asked:
+        raise UserError(f"{published}: no number that the experiment {before.name} makes (tables/)")
     files = {
         str(again / "evaluations" / pair[0] / f"{pair[1]}.json")
         for cell in asked
@@ -149,8 +153,9 @@ def verify(
     print(f"{len(asked)} cells by {len(files)} evaluations, below {again}", flush=True)
     if status := run(file, sorted(files)):
         return status
-    index = experiment.shards(experiment.default_dataset, "val") / "index.json"
-    images = int(seek_record(index).get("n", 1))
+    shards = {
+        s: experiment.shards(d, s) for d, s in experiment.splits if d == experiment.default_dataset
+    }
     known = pd.read_csv(runs, index_col="run", keep_default_na=False)["encoder_sha256"]
     outside = open_ = 0
     several = len({cell.row.architecture for cell in asked}) > 1
@@ -160,7 +165,8 @@ def verify(
         made = [RunRecord.find(again / "runs" / one) for one in cell.row.runs]
         sums = [one and one.encoder_sha256 for one in made]
         same = sums == [str(known.get(one, "")) for one in cell.row.runs]
-        most, why = tolerance(cell, same, images)
+        index = shards[split_of(cell.table, cell.metric.name)] / "index.json"
+        most, why = tolerance(cell, same, int(seek_record(index).get("n", 1)))
         difference = round(value - cell.value, DECIMALS)
         allowed = why if math.isinf(most) else f"at most {most:.2g} ({why})"
         verdict = "same" if difference == 0 else f"{difference:+.4g}, {allowed}"

@@ -428,7 +428,7 @@ def page(lines: list[dict[str, Any]]) -> str:
     told = lines[0].get("with", {}) if lines else {}
     device = next((line["values"]["device"] for line in lines if "device" in values_of(line)), None)
     out = [
-        f"# An hour on {device}" if device else "# The hour on a GPU, rehearsed on a CPU", "",
+        f"# Checks on {device}" if device else "# The hour on a GPU, rehearsed on a CPU", "",
         *(() if device else ("Shapes are tiny: no speed here says anything about a GPU.", "")),
         f"{', '.join(f'{name} {version}' for name, version in told.items())}."
         f" {sum(line.get('seconds', 0.0) for line in lines) / 60:.0f} minutes of checks.", "",

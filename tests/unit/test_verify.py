@@ -85,10 +85,17 @@ def test_a_pipeline_that_fails_is_no_agreement(published: Path, tmp_path: Path) 
     assert verify(published, [KNN], tmp_path / "out", lambda file, targets: 3) == 3
 
 
+def test_nothing_to_make_again_is_an_error(published: Path, tmp_path: Path) -> None:
+    shutil.rmtree(published / "tables")
+    with pytest.raises(UserError, match="no number that the experiment digits makes"):
+        verify(published, [], tmp_path / "out", lambda file, targets: 0)
+
+
 def test_cells_are_named_or_drawn(published: Path, tmp_path: Path) -> None:
     found = cells(published, load("digits"))
     names = [cell.name for cell in found]
     assert len(found) > 200 and KNN in names and len(names) == len(set(names))
+    assert {"robustness.mae.inverted", "dogs15_best.ct_min.even_accuracy"} < set(names)
     assert [cell.name for cell in chosen(found, [KNN, KNN])] == [KNN]
     larger = [replace(c, row=replace(c.row, architecture="small")) for c in found if c.name == KNN]
     assert [c.row.architecture for c in chosen([*found, *larger], [KNN])] == ["tiny", "small"]

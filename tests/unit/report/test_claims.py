@@ -352,9 +352,49 @@ def test_one_seed_has_at_least_the_error_of_so_many_images(result, evaluations):
         ("holds", "one seed"), ("within noise", "no"), ("holds", "one seed"),
     ]  # fmt: skip
     assert found[2].numbers.endswith("+7.00 ± 0.70 or more")
-    # Clusters are matched to classes: no share of images of which each is right or wrong.
     clusters = "clustering.tiny.ct_min.accuracy > clustering.tiny.mae.accuracy"
-    assert math.isnan(compare(clusters, tables, images={"val": 500}).std)
+    assert compare(clusters, tables, images={"val": 500}).std == pytest.approx(error)
+    shape = clusters.replace("accuracy", "silhouette")
+    assert math.isnan(compare(shape, tables, images={"val": 500}).std)
+
+
+def test_the_error_of_a_shifted_set_is_that_of_its_own_images(result, evaluations):
+    result("mae", "robustness", imagenet_v2_threshold=60.0, noisy=60.0)
+    result("ct", "robustness", imagenet_v2_threshold=61.2, noisy=61.2)
+    rows = [Row("tiny", "mae", ["mae"]), Row("tiny", "ct_min", ["ct"])]
+    tables = {"robustness": build_table("robustness", rows, evaluations)}
+    images = {"val": 50_000, "imagenet_v2_threshold": 10_000, "noisy": 2_500}
+
+    def error(column: str, images: dict[str, int]) -> float:
+        text = f"robustness.tiny.ct_min.{column} > robustness.tiny.mae.{column}"
+        return compare(text, tables, images=images).std
+
+    assert error("imagenet_v2", images) == pytest.approx(math.sqrt(2 * 60 * 40 / 1e4), rel=0.01)
+    assert error("noisy", images) == pytest.approx(math.sqrt(2 * 60 * 40 / 2500), rel=0.01)
+    assert math.isnan(error("noisy", {"val": 50_000}))
+
+
+def test_every_seed_is_read_by_the_evaluation_that_the_table_shows(result, evaluations, tmp_path):
+    for seed, suffix in enumerate(("", "-s1", "-s2")):
+        for model, value in (("mae", 40.0), ("ct", 45.0)):
+            result(f"{model}{suffix}", "fine_tune_1pct_mae", low_shot_1pct=value + seed)
+    result("ct", "fine_tune_1pct", low_shot_1pct=60.0)  # of the first seed alone
+    suffixes = ("", "-s1", "-s2")
+    rows = [Row("base", m, [f"{m}{s}" for s in suffixes]) for m in ("mae", "ct")]
+    shown = ShownConfig(
+        name="low_shot",
+        rows=rows,
+        evaluations=evaluations,
+        runs=tmp_path,
+        compare_with_paper=False,
+    )
+    table = build_table("low_shot", rows, evaluations, paper=False).set_index("method")
+    assert table.at["ct", "low_shot_1pct"] == 60.0 and table.at["mae", "low_shot_1pct"] == 41.0
+    of_seeds = tables_of_seeds([shown], rows, tmp_path)
+    of_ct = [
+        of_seeds[n]["low_shot"].set_index("method").at["ct", "low_shot_1pct"] for n in range(3)
+    ]
+    assert of_ct[0] == 60.0 and math.isnan(of_ct[1]) and math.isnan(of_ct[2])
 
 
 def test_models_of_other_pretrainings_are_not_compared(tables, result, evaluations, tmp_path):
