@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pandas as pd
+import yaml
 
 from maect.core.files import read_json
 from maect.core.seeds import seedless
@@ -253,12 +254,22 @@ def _of_paper(table: str, method: str, metric: str) -> float | None:
     return paper_value("extended" if is_quoted else table, "base", method, metric)
 
 
+def _least_views(config: Path) -> str:
+    """The views of minimal augmentation, by the config of a run; flips where there is none yet."""
+    known = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else None
+    return "crops" if known and not known["settings"]["flip"] else "crops and flips"
+
+
 def gains_table(folder: Path, runs: pd.DataFrame) -> str:
     """The main models: what MAE has, what either tuning adds and costs, and the paper's ViT-B."""
     values, chosen = _measured(folder), _after_tests(folder)
     size = next((run.removeprefix("mae_") for run in runs["run"] if run.startswith("mae_")), "")
     tuned = ("ct_min", "ct_aug")
-    heads = ("+ crops and flips", "+ colours", "paper, ViT-B: MAE, + crops and flips, + colours")
+    heads = (
+        f"+ {_least_views(folder / f'resolved/ct_min_{size}.yaml')}",
+        "+ colours",
+        "paper, ViT-B: MAE, + crops and flips, + colours",
+    )
     heads = (heads[0] + _mark(tuned[:1], chosen), heads[1] + _mark(tuned[1:], chosen), heads[2])
     lines = [f"| | MAE | {' | '.join(heads)} |", f"| --- |{' ---: |' * 4}"]
     for title, key in GAINS.items():
@@ -299,7 +310,9 @@ def _filled(text: str, folder: Path, runs: pd.DataFrame) -> str:
         verdict = pd.read_csv(folder / "claims.csv", keep_default_na=False)["verdict"]
         text = re.sub(r"\{claims ([a-z ]+)\}", lambda m: str((verdict == m[1]).sum()), text)
     known, values = runs.set_index("run"), _measured(folder)
-    text = re.sub(r"\{([\w-]+)\.(\w+)\}", lambda m: f"{cast(Any, known.at[m[1], m[2]]):g}", text)
+    text = re.sub(
+        r"\{([\w-]+)\.(\w+)\}", lambda m: f"{float(cast(Any, known.at[m[1], m[2]])):g}", text
+    )
     online: dict[tuple[str, str], float] = {}
     if (folder / "curves.csv").exists():
         for run, last in pd.read_csv(folder / "curves.csv").groupby("run").last().iterrows():

@@ -16,6 +16,7 @@ import math
 import platform
 import re
 import shutil
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -127,7 +128,8 @@ def _tables(merged: Experiment, runs: pd.DataFrame, out: Path) -> list[str]:
         for own in seeds.values():
             del own[COST]
         sets, splits = tables_of_sets(shown), read_json(out / "images.json", {}).items()
-        images = {name.partition(" ")[2]: split["n"] for name, split in splits}
+        own = f"{merged.default_dataset} "
+        images = {n.removeprefix(own): one["n"] for n, one in splits if n.startswith(own)}
         frame = claims_table(made, seeds=seeds, sets=sets, images=images)
         _write(frame, out / "claims.csv")
     return missing
@@ -271,10 +273,17 @@ def _runs(here: Here, published: Published) -> list[dict[str, Any]]:
                 "encoder_sha256": record.encoder_sha256 if record else "",
                 "weights": weights(record) if record else "",
                 "nnclr_loss": _first_nnclr_loss(run.name, experiment) if record else None,
+                "lookups_right": _lookups_right(steps),
                 "machine": machine if record else "",
             }
         )
     return lines
+
+
+def _lookups_right(steps: list[dict[str, Any]]) -> float | None:
+    """Percent of all lookups of a training whose neighbour was of the image's class."""
+    known = [step["lookup_accuracy"] for step in steps if "lookup_accuracy" in step]
+    return round(statistics.fmean(known), 2) if known else None
 
 
 def _first_nnclr_loss(run: str, experiment: Experiment) -> float | None:
