@@ -66,7 +66,8 @@ def write_explored(path: Path, count: int = 200, classes: bool = True, side: int
         ),
     }
     about = {
-        "names": [f"{NASTY}/No. {n}.png" for n in range(count)],
+        # The last two have one name, each in its split.
+        "names": [f"{NASTY}/No. {min(n, count - 2)}.png" for n in range(count)],
         "splits": ["train", "val"],
         "classes": [f"class {n} {NASTY}" for n in range(3)] if classes else [],
         "side": side,
@@ -323,6 +324,13 @@ return [...document.querySelectorAll('figure span')].filter(one => one.offsetWid
 """
 
 
+# The image that a click on each cell of the pairs opens; -1: none.
+PAIRED = """
+return [...document.querySelectorAll('#pairs td.pair')]
+  .map(cell => { chosen = -1; cell.click(); return chosen; })
+"""
+
+
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """First page, page of images and page of clusters of images without classes."""
@@ -330,8 +338,9 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("own")
     explored = root / "evaluations/ct_min/explore.safetensors"
     write_explored(explored, classes=False)
-    pairs = [{"a": f"{NASTY}/No. 1.png", "b": "elsewhere.png", "similarity": 0.991,
-              "split_a": "train", "split_b": "val"}]  # fmt: skip
+    splits = {"split_a": "train", "split_b": "val"}
+    names = (f"{NASTY}/No. 198.png",) * 2, (f"{NASTY}/No. 1.png", "elsewhere.png")
+    pairs = [{"a": a, "b": b, "similarity": 0.991} | splits for a, b in names]
     about = {"features_train": {"index_digest": "1"}, "features_val": {"index_digest": "2"}}
     record = EvaluationRecord(metrics={"images": 200}, provenance={"splits": about})
     record.write(explored.with_suffix(".json"))
@@ -373,6 +382,8 @@ def test_pages_of_somebodys_own_images(own: Path, dark: bool, width: int) -> Non
                 look_through(browser, "ct_min")
                 pair = browser.script("return document.getElementById('pairs').innerText")
                 assert "0.991" in pair and "train and val" in pair and "elsewhere.png" in pair
+                # Number 1 is in the other split: nothing is shown for one of its name.
+                assert browser.script(PAIRED) == [198, 199, -1, -1]
             elif page == "summary.html":
                 assert shown == [32] * 4 * 8
                 assert "maect embed" in text and "my birds' --out birds.parquet" in text

@@ -212,7 +212,8 @@ for (const kind of given) add(get("by"), "option", kind, {value: kind});
 by = given[0];
 get("by").onchange = event => { by = event.target.value; key(); draw(); };
 for (const cell of document.querySelectorAll("#pairs td[data-name]")) {
-  const i = data.names.indexOf(cell.dataset.name);
+  const {name, split} = cell.dataset;  // a name may be in several splits
+  const i = data.names.findIndex((one, k) => one === name && data.splits[data.split[k]] === split);
   if (i >= 0) { cell.prepend(thumb(i, 64)); cell.onclick = () => choose(i); }
 }
 atlas.decode().then(() => {
