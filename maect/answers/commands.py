@@ -49,7 +49,7 @@ def embed(
     Args:
         out: X.parquet, which cluster and search read; X.csv; or X.npy, with X.files.csv (default
             IMAGES.parquet, here).
-        afresh: compute all vectors again.
+        afresh: compute all vectors again, and replace the file whatever made it.
         precision: of the encoder's products (default fp32); bf16 takes about half the time on CPUs
             and GPUs that have it, and search follows.
     """

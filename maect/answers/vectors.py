@@ -213,7 +213,12 @@ def _write_npy(path: Path, first: Vectors, parts: Iterable[Vectors], n: int) -> 
             out[len(names) : len(names) + len(part.files)] = part.values
             names += part.files
         out.flush()
-        write_rows(path.with_suffix(".files.csv"), ["file"], ([name] for name in names))
+        write_rows(_written(path)[-1], ["file"], ([name] for name in names))
+
+
+def _written(path: Path) -> tuple[Path, ...]:
+    """The files that `write_vectors` writes: X.npy has no names, which lie beside it."""
+    return (path, path.with_suffix(".files.csv")) if path.suffix == ".npy" else (path,)
 
 
 def write_rows(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:
@@ -236,8 +241,12 @@ def check_format(
     """
     if path.suffix not in formats:
         raise UserError(f"{path}: what format? Its name must end with {' or '.join(formats)}")
-    if path.exists() and any(one and one.exists() and path.samefile(one) for one in inputs):
-        raise UserError(f"{path}: is read, and would be replaced; choose another name to write to")
+    read = [one for one in inputs if one and one.exists()]
+    for file in _written(path):
+        if file.exists() and any(file.samefile(one) for one in read):
+            raise UserError(
+                f"{file}: is read, and would be replaced; choose another name to write to"
+            )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -360,7 +369,7 @@ def embed_into(
 
     Raises:
         UserError: as `embed`, a suffix that is none of these, or a file of another encoder or
-            folder that `afresh` does not give up.
+            folder, or any .csv or .npy, that `afresh` does not give up.
     """
     check_format(out, inputs=[images])
     work = _Work(encoder, images, kind, batch_size)
@@ -416,9 +425,20 @@ class _Work:
     def know(self, out: Path) -> None:
         """Take over the vectors of a file as far as they are those of the same images.
 
-        UserError: it has those of another encoder or folder, which may have taken hours.
+        UserError: it has those of another encoder or folder, which may have taken hours, or does
+        not say whose it has.
         """
-        if out.suffix != ".parquet" or not out.is_file():
+        if out.suffix != ".parquet":
+            # A break may have left the names of an array, and not yet the array.
+            goes_on = parts_of(out).exists() and not out.exists()
+            found = next((file for file in _written(out) if file.exists()), None)
+            if found and not goes_on:
+                raise UserError(
+                    f"{found}: exists, and does not say what made it: name another file with "
+                    "--out, or replace it with --afresh"
+                )
+            return
+        if not out.is_file():
             return
         before = Vectors.read(out)
         for key in (key for key in before.about | self.about if key != "run"):
