@@ -256,7 +256,9 @@ def read_table(path: Path) -> pd.DataFrame:
     texts = _texts(TABLES[path.stem]) if path.stem in TABLES else []
     text = read_table_text(path)
     try:
-        frame = pd.read_csv(io.StringIO(text), dtype=dict.fromkeys(texts, str))
+        # A method may be called 50, None or NA.
+        types = dict.fromkeys([*KEYS, *texts], str)
+        frame = pd.read_csv(io.StringIO(text), dtype=types, keep_default_na=False, na_values=[""])
         if list(frame.columns[:2]) != KEYS:
             raise ValueError(f"its first columns are not {', '.join(KEYS)}")
         numbers = [column for column in frame.columns[2:] if column not in texts]

@@ -165,6 +165,16 @@ def test_a_table_survives_its_file(result, evaluations, tmp_path):
     pd.testing.assert_frame_equal(read_table(tmp_path / "t.csv"), frame, check_dtype=False)
 
 
+def test_a_method_may_be_called_as_a_number_or_as_nothing(evaluations, tmp_path):
+    rows = [Row("tiny", method, []) for method in ("50", "0.50", "None", "NA")]
+    write_table(build_table("clustering", rows, evaluations), tmp_path / "clustering.csv")
+    read = read_table(tmp_path / "clustering.csv")
+    assert read["method"].tolist() == [row.method for row in rows]
+    assert [line.method for line in printed(read, "clustering").lines] == read["method"].tolist()
+    write_table(build_table("clustering", rows[:2], evaluations), tmp_path / "clustering.csv")
+    assert read_table(tmp_path / "clustering.csv")["method"].tolist() == ["50", "0.50"]
+
+
 def test_rows_may_have_a_protocol_of_their_own(result, evaluations):
     result("mae_large", "fine_tune", fine_tune=85.4)
     result("mae_large", "fine_tune_randaugment", fine_tune=85.5)
