@@ -312,7 +312,7 @@ def publish(
     # A fine-tuned run is published with its classifier, any other as an encoder.
     head = run / "head.safetensors" if card.labelled else None
     export_run(run, out, resize or resize_of(run), card, head)
-    # Other files of the folder, such as those of a clone, stay.
+    # Files of the folder that `export` does not write, such as those of a clone, stay.
     rules = out / ".gitattributes"
     lines = rules.read_text(encoding="utf-8").splitlines() if rules.exists() else []
     if LARGE not in lines:

@@ -30,7 +30,7 @@ from maect.records import RunRecord, checked_sha256
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
-MODEL, ONNX = "model.safetensors", "model.onnx"
+MODEL, ONNX, ONNX_DATA = "model.safetensors", "model.onnx", "model.onnx.data"
 ONNX_BYTES = 2_000_000_000  # what one file may hold (Protocol Buffers)
 TRANSFORM = "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
 
@@ -74,6 +74,8 @@ def export_run(
 ) -> str:
     """Write `model.safetensors`, `config.json` and a model card `README.md`.
 
+    What `export_onnx` wrote there before is removed, since it is of the encoder of then.
+
     Args:
         resize: shorter side of images before the centre crop; none: 256/224 of their size.
         card: what the model card says beside what the run's record does.
@@ -106,6 +108,8 @@ def export_run(
     arguments = timm_arguments(encoder, pooling)
     architecture = architecture_of(encoder)
     config = hub_config(architecture, encoder, arguments, resize)
+    for name in (ONNX, ONNX_DATA):  # first: never beside another encoder
+        (out / name).unlink(missing_ok=True)
     if head is None:
         with atomic_write(out / MODEL) as temporary:
             shutil.copyfile(source, temporary)

@@ -147,6 +147,19 @@ def test_onnx_gives_the_same_vectors(tmp_path, capsys, monkeypatch):
     assert "install maect[onnx]" in capsys.readouterr().err
 
 
+def test_a_later_export_leaves_no_model_of_an_earlier_encoder(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("model.onnx", "model.onnx.data", "mine.txt"):
+        (out / name).write_text("of before")
+    finished_run(tmp_path / "ct", load_encoder("tiny"), "cls")
+    refused = ["export", str(tmp_path / "ct"), str(out), "--resize", "10"]
+    assert main(refused) == 2 and len([*out.iterdir()]) == 3
+    assert main(refused[:3]) == 0
+    left = {"config.json", "mine.txt", "model.safetensors", "README.md"}
+    assert {path.name for path in out.iterdir()} == left
+
+
 def test_the_model_card_says_where_it_comes_from(tmp_path):
     weights = {"file": "checkpoint.pth", "sha256": "f" * 64, "layout": "ibot", "left_out": {}}
     weights |= {"size": 1, "modified": 1}
