@@ -49,6 +49,7 @@ def card_of(
         _check_name(name)
     labelled = STAGES[RunRecord.of(run).stage].labelled
     chain = list(reversed(_chain(run)))
+    reads_labels = labelled or _reads_labels([config for _, config in chain])
     base = base_model or next(filter(None, (_of_timm(folder) for folder, _ in chain)), None)
     shards = dict.fromkeys(config.shards for _, config in chain if config.shards is not None)
     known = HUB["citations"]
@@ -56,7 +57,7 @@ def card_of(
     used = [(path.stem, one.provenance.get("test_data")) for path, one in _evaluations(run)]
     sections = fill_template(
         Path(__file__).with_suffix(".md"),
-        labelled=labelled,
+        reads_labels=reads_labels,
         data={s: open_index(s) if (s / "index.json").exists() else None for s in shards},
         chain=chain,
         base=base,
@@ -66,7 +67,9 @@ def card_of(
         imported=[config.weights.name for _, config in chain if config.weights is not None],
         cited=dict.fromkeys(known[one.stage] for _, one in chain if one.stage in known),
     )
-    return Card(labelled, licence, sections, results, repository, base, _hub_data(chain))
+    return Card(
+        labelled, reads_labels, licence, sections, results, repository, base, _hub_data(chain)
+    )
 
 
 def _check_name(name: str) -> None:
@@ -89,6 +92,14 @@ def _chain(run: Path) -> list[tuple[Path, RunConfig]]:
         chain.append((folder, RunConfig.read(folder / "config.yaml")))
         folder = chain[-1][1].source
     return chain
+
+
+def _reads_labels(chain: Sequence[RunConfig]) -> bool | None:
+    """Return whether a stage of a chain read labels; None: not known, as of imported weights."""
+    if any(config.settings.reads_labels for config in chain):
+        return True
+    known = bool(chain) and chain[0].source is None and chain[0].settings.trains
+    return False if known else None
 
 
 def _hub_data(chain: Sequence[tuple[Path, RunConfig]]) -> tuple[str, ...]:

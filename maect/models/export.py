@@ -51,12 +51,15 @@ class Card:
     """Contents of the model card beside the model itself.
 
     Attributes:
+        labelled: whether the last stage learnt from labels, so that there is a classifier.
+        reads_labels: whether any stage read labels; none: not known, as of imported weights.
         licence: of the weights, as the hub calls it.
         sections: on use, data, training, results, licence and citation, in Markdown.
         results: the same results as the hub reads them, its `model-index`.
     """
 
     labelled: bool = False
+    reads_labels: bool | None = None
     licence: str | None = None
     sections: str = ""
     results: "tuple[EvalResult, ...]" = ()

@@ -137,6 +137,11 @@ class WithoutLabels(Training):
         return bool(self.heads)
 
     @property
+    def reads_labels(self) -> bool:
+        """An oracle does."""
+        return any(head.needs_labels for head in self.heads.values())
+
+    @property
     def reaches_encoder(self) -> bool:
         """Return whether the heads' gradient goes on into the encoder."""
         return True
@@ -209,8 +214,7 @@ class WithoutLabels(Training):
     def training_images(self, index: "Index") -> "Index":
         """All images of a split; UserError: too few, or an oracle without labels."""
         images = super().training_images(index)
-        oracle = any(head.needs_labels for head in self.heads.values())
-        if oracle and images.labels.min() < 0:
+        if self.reads_labels and images.labels.min() < 0:
             raise UserError(f"{index.directory}: an oracle needs labels; some images have none")
         return images
 

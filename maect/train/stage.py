@@ -56,6 +56,11 @@ class Stage(Settings):
         return ("encoder.safetensors",)
 
     @property
+    def reads_labels(self) -> bool:
+        """Return whether a run reads the labels of what it is trained on."""
+        return self.labelled
+
+    @property
     def needs_source(self) -> bool:
         """Return whether it starts from a run."""
         return bool(self.starts_from)

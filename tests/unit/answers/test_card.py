@@ -14,7 +14,7 @@ from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.evaluate.base import Features
 from maect.experiment.resolve import ending
 from maect.recipes import load_encoder
-from maect.stages import load_recipe
+from maect.stages import Import, load_recipe
 from maect.stages.run import RunConfig
 
 SPLITS = (("train", "train"), ("test", "val"))
@@ -69,6 +69,32 @@ def test_the_card_says_data_training_results_and_licence(root: Path) -> None:
     assert (result.dataset_name, result.dataset_split) == ("owls", "val")
     for word in ("## Intended use", "@inproceedings{lehner2024contrastive,", "{he2022masked,"):
         assert card.count(word) == 1
+
+
+@pytest.mark.parametrize(
+    ("origin", "tuning", "words"),
+    [
+        ("pretrain", {}, "trained without labels"),
+        ("pretrain", {"head": {"lookup": "oracle"}}, "trained with labels"),
+        ("import", {}, ""),  # whoever trained these may have had labels
+        ("import", {"head": {"lookup": "oracle"}}, "trained with labels"),
+    ],
+)
+def test_the_card_says_with_labels_if_any_stage_read_them(
+    root: Path, origin: str, tuning: dict[str, Any], words: str
+) -> None:
+    changes: dict[str, dict[str, Any]] = {"ct": {"settings": load_recipe("ct_min", "tiny", tuning)}}
+    if origin == "import":
+        changes["mae"] = {"stage": "import", "recipe": None, "settings": Import(layout="dino")}
+    for run, change in changes.items():
+        file = root / "runs" / run / "config.yaml"
+        RunConfig.read(file).model_copy(update=change).write(file)
+    assert main(["export", str(root / "runs/ct"), str(root / "hub")]) == 0
+    card = (root / "hub/README.md").read_text(encoding="utf-8")
+    said = words.removeprefix("trained")
+    assert f"without a classifier{words and ', '}{words}: 4 blocks" in card
+    assert f"The encoder learnt{said} from them." in card
+    assert card.count("with labels") + card.count("without labels") == 2 * bool(words)
 
 
 @pytest.mark.parametrize("changes", [{"norm": False}, {"norm": False, "blocks": 4}])
