@@ -10,7 +10,7 @@ from docutils.core import publish_parts
 from jinja2 import Environment, StrictUndefined
 
 from maect.experiment.pages import PAGES
-from maect.report.claims import claims_table
+from maect.report.claims import FAILS, HOLDS, NOISE, OPEN, UNEQUAL, claims_table
 from maect.report.configs import SummaryConfig
 from maect.report.figures.data import class_titles
 from maect.report.registry import FIGURES, TABLES
@@ -67,7 +67,8 @@ def test_figures_claims_and_the_workflow_have_one():
     for figure in FIGURES:
         assert "<p>" in caption("figure", figure)
     assert "Contrastive Tuning" in rendered("workflow.rst", files=[])
-    assert "not measured" in caption("claims", "claims")
+    text = caption("claims", "claims")
+    assert all(f"<em>{word}</em>" in text for word in (HOLDS, FAILS, NOISE, OPEN, UNEQUAL))
 
 
 def test_the_report_opens_on_table_picture_and_verdict(tmp_path):
