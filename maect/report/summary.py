@@ -5,6 +5,7 @@ import io
 import itertools
 import shlex
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from maect.report.registry import FIGURES, TABLES
 from maect.report.render import printed, render_page, verdicts
 from maect.report.tables import read_table
 from maect.report.titles import method_title
+from maect.stages import STAGES
 
 GROUPS, PICTURES = 6, 8
 SAMPLES, SIDE = 24, 64  # images of the data set, and pixels of their longer side
@@ -85,22 +87,27 @@ def equal_rows(table: Path) -> list[str]:
     shown = entry(table.stem, TABLES, "table").metrics
     columns = [metric.name for metric in shown if metric.name in frame]
     runs = {(row.architecture, row.method): row.runs for row in _rows(table)}
-    for _, same in frame.groupby("architecture", sort=False):
-        first, *others = (line for _, line in same.iterrows())
-        for line in others:
-            one, two = first[columns].astype(float), line[columns].astype(float)
-            both = one.notna() & two.notna()
-            if not both.any() or not (one[both] == two[both]).all():
-                continue
-            own = runs.get((line["architecture"], line["method"]), ())
-            found = (entries(table.parents[1] / "runs" / run / "metrics.jsonl") for run in own)
-            steps = max((logged[-1]["step"] for logged in found if logged), default=0)
-            what = f"{counted(steps, 'step')} of tuning have" if steps else "tuning has"
-            remarks.append(
-                f"{method_title(line['method'])} has the same numbers as "
-                f"{method_title(first['method'])}: {what} hardly changed the encoder. "
-                "Give it more epochs."
-            )
+    models = {run: model for model, own in runs.items() for run in own}
+    lines = {(line["architecture"], line["method"]): line for _, line in frame.iterrows()}
+    for model, line in lines.items():
+        own = runs.get(model, ())
+        behind = [record.run for run in own[:1] for record in _behind(table, run)][1:]
+        first = next((lines[models[run]] for run in behind if models.get(run) in lines), None)
+        if first is None:
+            continue
+        one, two = first[columns].astype(float), line[columns].astype(float)
+        both = one.notna() & two.notna()
+        same = both.any() and (one[both] == two[both]).all()
+        if not same or (one[both] == 100).all():  # which tuning cannot raise
+            continue
+        found = (entries(table.parents[1] / "runs" / run / "metrics.jsonl") for run in own)
+        steps = max((logged[-1]["step"] for logged in found if logged), default=0)
+        what = f"{counted(steps, 'step')} of tuning have" if steps else "tuning has"
+        remarks.append(
+            f"{method_title(line['method'])} has the same numbers as "
+            f"{method_title(first['method'])}: {what} hardly changed the encoder. "
+            "Give it more epochs."
+        )
     return remarks
 
 
@@ -110,13 +117,18 @@ def _rows(table: Path) -> list[Row]:
     return ShownConfig.read(config).rows if config.exists() else []
 
 
+def _behind(table: Path, run: str) -> Iterator[RunRecord]:
+    """Records of a run and of all it started from, the run itself first, as far as they exist."""
+    return lineage(run, lambda name: RunRecord.find(table.parents[1] / "runs" / name))
+
+
 def made(table: Path) -> str:
     """Return when the trainings behind a table ended, and their duration; empty: not known."""
-    runs = table.parents[1] / "runs"
     names = [run for row in _rows(table) for run in row.runs]
-    behind = (lineage(run, lambda name: RunRecord.find(runs / name)) for run in reversed(names))
+    behind = (_behind(table, run) for run in reversed(names))
     records = {record.run: record for record in itertools.chain.from_iterable(behind)}
-    trained = [record for record in records.values() if record.finished]
+    trains = {name for name, stage in STAGES.items() if stage.trains}
+    trained = [one for one in records.values() if one.finished and one.stage in trains]
     hours = sum((record.device_hours or 0) / (record.world_size or 1) for record in trained)
     if not trained or not hours:
         return ""

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from maect.core.entries import line_of
-from maect.core.files import write_record
+from maect.core.files import read_record, write_record
 from maect.records import RunRecord
 from maect.report.configs import Row, ShownConfig
 from maect.report.registry import TABLES
@@ -77,12 +77,19 @@ def test_equal_rows_are_said_with_the_reason(tmp_path: Path) -> None:
         "encoder. Give it more epochs."
     ]
     assert equal_rows(table_of(tmp_path, ("mae", 71.9), ("ct_min", 72.0))) == []
+    # At 100 % there is nothing that tuning could raise.
+    assert equal_rows(table_of(tmp_path, ("mae", 100.0), ("ct_min", 100.0))) == []
+    # Neither was tuned from the other.
+    assert equal_rows(table_of(tmp_path, ("moco_v3", 71.9), ("ibot", 71.9))) == []
 
 
 def test_when_and_how_long(tmp_path: Path) -> None:
     table = table_of(tmp_path, ("mae", 71.9), ("ct_min", 71.9))
     # What a run starts from counts once; two devices for half an hour are half an hour.
     assert made(table) == "2 trainings, 60 minutes together; the last one ended on 2026-11-26."
+    imported = RunRecord.path(tmp_path / "runs/mae_tiny")
+    write_record(imported, read_record(imported) | {"stage": "import", "device_hours": None})
+    assert made(table) == "1 training, 30 minutes together; the last one ended on 2026-11-26."
     table.with_suffix(".yaml").unlink()
     assert made(table) == ""
 
