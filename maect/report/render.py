@@ -135,10 +135,13 @@ def printed(
     runs = {(row.architecture, row.method): row.runs for row in rows}
 
     def anchor(line: "pd.Series", metric: Metric) -> str:
-        names = table.evaluations_of(metric, line["method"])
-        for run in runs.get((line["architecture"], line["method"]), []):
-            if path := result_of(evaluations, run, names, metric.source):
-                return f"{run}-{path.stem}"
+        method = line["method"]
+        names = table.evaluations_of(metric, method)
+        own = runs.get((line["architecture"], method), ())
+        # In the order in which `build_table` looks for the number.
+        for key, name, run in itertools.product(metric.sources(method), names, own):
+            if result_of(evaluations, run, (name,), key):
+                return f"{run}-{name}"
         return ""
 
     stand_ins = metrics and not any(metric in table.metrics for metric in metrics)

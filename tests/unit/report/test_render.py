@@ -75,6 +75,16 @@ def test_every_number_leads_to_its_result_and_its_run(result, evaluations):
     assert "&lt;ct-s0&gt;" in page
 
 
+def test_a_number_leads_to_the_result_that_it_is_of(result, evaluations):
+    """The first evaluation that any seed has, also where the first seed has only the second."""
+    result("ct", "fine_tune_1pct_mae", low_shot_1pct=1.0)
+    result("ct-s1", "fine_tune_1pct", low_shot_1pct=2.0)
+    rows = [Row("large", "ct_min", ["ct", "ct-s1"])]
+    table = printed(build_table("low_shot", rows, evaluations), "low_shot", rows, evaluations)
+    (cell,) = (cell for line in table.lines for cell in line.cells if cell.value)
+    assert (cell.value, cell.anchor) == ("2.0", "ct-s1-fine_tune_1pct")
+
+
 def test_no_minus_zero_and_no_rounding_surprise(result, evaluations):
     result("r", "clustering", accuracy=54.94, silhouette=10.96)
     frame = build_table("clustering", [Row("large", "ct_min", ["r"])], evaluations)
