@@ -13,6 +13,7 @@ from maect.core.errors import UserError, check_names
 from maect.core.files import need
 
 if TYPE_CHECKING:
+    from maect.core.settings import SettingsFile
     from maect.evaluate import EvaluationConfig
     from maect.stages.run import RunConfig
     from maect.tools.jobs import Where
@@ -115,10 +116,15 @@ class Changed:
         config = config.named(self.out)
         if isinstance(config.settings, FewLabels):
             config = config.model_copy(update={"settings": config.settings.read_lists()})
-        if self.out.exists() and self.out.read_text(encoding="utf-8") != config.text(self.out):
-            raise UserError(f"{self.out}: exists and says something else; choose another --out")
+        _check_free(self.out, config)
         config.write(self.out)
         return config, self.out
+
+
+def _check_free(path: Path, config: "SettingsFile") -> None:
+    """Refuse to write a config over a file that says something else (UserError)."""
+    if path.exists() and path.read_text(encoding="utf-8", errors="replace") != config.text(path):
+        raise UserError(f"{path}: exists and says something else; choose another --out")
 
 
 @command(
@@ -249,7 +255,8 @@ def features(
     Args:
         run: folder of the run; or the resolved file of features, alone.
         shards: folder of a split's shards, for a run.
-        out: the file to write, X.safetensors, for a run; its settings go to X.yaml beside it.
+        out: the file to write, X.safetensors, for a run; its settings go to X.yaml beside it. What
+            is there with other settings is refused.
         precision: of the encoder's products (default: tf32 from ViT-B's width on, which takes a GPU
             a quarter of the time of fp32; below it fp32).
         before_norm: leave out the encoder's final norm.
@@ -282,6 +289,11 @@ def features(
             "blocks": blocks,
         }
         config = validated(FeaturesConfig, given, "maect features")
+        _check_free(path, config)
+        if out.exists() and not path.exists():
+            raise UserError(
+                f"{out}: exists, and no {path.name} says what it is; choose another --out"
+            )
     jobs.extract_features(config, path, launching.where())
 
 

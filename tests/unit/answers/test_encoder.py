@@ -99,18 +99,41 @@ def test_an_exported_folder_is_not_imported(
 
 @pytest.mark.usefixtures("at_once")
 def test_features_of_another_resize_are_extracted_again(
-    run: Path, photographs: Path, tmp_path: Path
+    run: Path, photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shards, out = tmp_path / "shards", tmp_path / "ct.safetensors"
+    shards = tmp_path / "shards"
     assert main(["shard", str(photographs), str(shards), "--kind", "unlabelled"]) == 0
     bare = tmp_path / "bare"  # which says nothing of the resizing of images
     bare.mkdir()
     for name in ("encoder.safetensors", RUN):
         shutil.copy(run / name, bare)
-    words = ["features", str(bare), "--shards", str(shards), "--out", str(out)]
+    words = ["features", str(bare), "--shards", str(shards), "--out"]
     for stated, made in ((["--resize", "24"], 24), ([], 18)):
-        assert main([*words, *stated]) == 0
+        out = tmp_path / f"{made}.safetensors"
+        assert main([*words, str(out), *stated]) == 0
         assert open_features(out).record["resize"] == made
+    before, resolved = out.read_bytes(), out.with_suffix(".yaml")
+    assert main([*words, str(out), "--resize", "20"]) == 2
+    assert f"{resolved}: exists and says something else; choose another --out" in caplog.text
+    assert out.read_bytes() == before
+    resolved.write_text(resolved.read_text().replace("resize: 18", "resize: 20"))
+    assert main(["features", str(resolved)]) == 0
+    assert open_features(out).record["resize"] == 20
+
+
+@pytest.mark.usefixtures("at_once")
+def test_features_leave_files_of_others_alone(
+    run: Path, photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards, experiment = tmp_path / "shards", tmp_path / "birds.yaml"
+    assert main(["shard", str(photographs), str(shards), "--kind", "unlabelled"]) == 0
+    experiment.write_text("runs: {}\n")
+    copy = shutil.copy(run / "encoder.safetensors", tmp_path)
+    for name, said in (("birds", experiment), ("encoder", copy)):
+        out = tmp_path / f"{name}.safetensors"
+        assert main(["features", str(run), "--shards", str(shards), "--out", str(out)]) == 2
+        assert f"{said}: exists" in caplog.text
+    assert experiment.read_text() == "runs: {}\n" and not (tmp_path / "encoder.yaml").exists()
 
 
 def test_other_batches_and_other_forms_of_an_image(
