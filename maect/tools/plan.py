@@ -9,6 +9,7 @@ from typing import Any
 
 from maect.core.errors import UserError
 from maect.core.files import seek_record
+from maect.core.kept import standing
 from maect.data.sources import open_source
 from maect.evaluate.throughput import Throughput
 from maect.experiment import Experiment, resolve
@@ -24,6 +25,7 @@ from maect.recipes.flops import peak_flops, relative_speed
 from maect.recipes.memory import gpu_memory
 from maect.records import EvaluationRecord, RunRecord
 from maect.stages import STAGES, Training
+from maect.stages.run import RunConfig
 
 IMAGENET_VAL = 50_000  # images, which protocols without operations state their minutes for
 LEAST = 10.0  # seconds of any other job that is no training; assumed
@@ -223,6 +225,8 @@ class Plan:
     """Commands on the login node: shards, tables, figures."""
     listed: dict[Path, SplitFacts] = field(default_factory=dict)
     """Of splits that are not planned yet: their folders, and what was counted."""
+    trained: frozenset[str] = frozenset()
+    """Names of the runs that it trains."""
 
     def shards(self, folder: Path) -> SplitFacts:
         """Return what is known of a split."""
@@ -276,6 +280,9 @@ def make_plan(
             unknown = plan.shards(folder).images is None
             if unknown and (counted := listed(experiment, *split)):
                 plan.listed[folder.absolute()] = counted
+    plan.trained = frozenset(
+        job.wildcards["run"] for job in jobs if job.rule in STAGES and STAGES[job.rule].trains
+    )
     for job in jobs:
         given = job.wildcards
         if job.rule == "index_shards":
@@ -332,8 +339,7 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     computing, fitted = _fitted(stage, computing, encoder, nodes, devices, gpu, online)
     shards = plan.shards(folder)
     speed = measured(experiment.root, stage.name, run.size, encoder, device.name == "cpu")
-    begun = experiment.folder(run.name)
-    left = 1 - min(1.0, part(record.progress(begun, record.read_job(begun))) or 0.0)
+    left = _left(plan, experiment, config)
     seconds, source = None, ""
     if shards.images is None:
         plan.unknown.add(f"images of {run.dataset} {run.split}")
@@ -353,6 +359,28 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
         needs=_makers(resolve.inputs_of_run(experiment, run.name)), here=is_here(job),
         memory=stage.peak_memory(encoder, nodes * devices, computing), fitted=fitted,
     )  # fmt: skip
+
+
+def _left(plan: Plan, experiment: Experiment, config: RunConfig) -> float:
+    """Return the part of a training's steps that is left: all if its last job was another's."""
+    folder, weights = experiment.folder(config.run), dict[str, str]()
+    job = record.read_job(folder)
+    if job is None or config.shards is None:
+        return 1.0
+    if config.source is not None:
+        source = config.source.name
+        if source in plan.trained and _left(
+            plan, experiment, resolve.run_config(experiment, source)
+        ):
+            return 1.0  # from other weights
+        made = RunRecord.seek(standing(RunRecord.path(config.source)))
+        weights = made.sha256 if made else {}
+    data = seek_record(config.shards / "index.json").get("digest", "")
+    if not job.computes(config.fingerprint(data, weights)):
+        return 1.0
+    if job.verdict == "done" and not (folder / "state").is_dir():
+        return 1.0  # what it left is lost
+    return 1 - min(1.0, part(record.progress(folder, job)) or 0.0)
 
 
 def _fitted(

@@ -10,8 +10,8 @@ import yaml
 
 from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
-from maect.experiment import Experiment, load
-from maect.launch.record import Job, write_job
+from maect.experiment import Experiment, load, resolve
+from maect.launch.record import Job, Request, write_job
 from maect.recipes import Pixels, load_encoder
 from maect.recipes.cost import encode_flops, encoder_weights
 from maect.records import RunRecord
@@ -168,6 +168,45 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     assert "mae_gpu/run.json on NVIDIA H200" in planned.source
     (planned,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
     assert "ct_aug_tiny/run.json" in planned.source
+
+
+def test_only_steps_of_what_is_asked_for_are_done(here: Path) -> None:
+    """Retrainings were priced at nothing: the job before had done all of its own steps."""
+    experiment, weights = load("digits"), {"encoder.safetensors": "a"}
+    mae, head = (experiment.folder(name) for name in ("mae_tiny", "head_min_tiny"))
+    shards = experiment.shards("digits", "train")
+    for folder in (shards, mae / "state", head):
+        folder.mkdir(parents=True)
+    write_record(shards / "index.json", {"n": 1297, "digest": "d"})
+    write_record(RunRecord.path(mae), {"run": "mae_tiny", "stage": "pretrain", "sha256": weights})
+
+    def left(name: str, *others: str) -> float:
+        jobs = [
+            RuleJob(load("digits").runs[one].stage, {"run": one}, HERE) for one in (name, *others)
+        ]
+        planned = {job.name: job.seconds for job in make_plan(jobs, experiment, Device("cpu")).jobs}
+        stage = experiment.runs[name].settings
+        flops = 1297 * stage.epochs * stage.flops_per_image(experiment.runs[name].encoder)
+        return planned[name] / (flops / (2 * CPU_RATE))
+
+    def note(folder: Path, identity: str, step: int, verdict: str | None = None) -> None:
+        report = {"step": step, "steps": 4}
+        write_job(folder, Job("local", "maect-x", 2, 0, Request(identity=identity),
+                              progress=report, verdict=verdict))  # fmt: skip
+
+    asked = resolve.run_config(experiment, "mae_tiny").fingerprint("d", {})
+    note(mae, asked, 3)
+    assert left("mae_tiny") == pytest.approx(0.25)
+    note(mae, "of another recipe, seed, source or data", 4, "done")
+    assert left("mae_tiny") == pytest.approx(1)
+    note(head, resolve.run_config(experiment, "head_min_tiny").fingerprint("d", weights), 2)
+    assert left("head_min_tiny") == pytest.approx(0.5)
+    assert left("head_min_tiny", "mae_tiny") == pytest.approx(1)  # what it starts from changes
+    note(mae, asked, 4, "done")  # its encoder is written again from its state
+    assert left("mae_tiny") == pytest.approx(0)
+    assert left("head_min_tiny", "mae_tiny") == pytest.approx(0.5)
+    (mae / "state").rmdir()
+    assert left("mae_tiny") == pytest.approx(1)
 
 
 def test_a_run_on_images_of_many_channels_is_a_measurement(here: Path) -> None:
