@@ -159,8 +159,12 @@ def compare(run: Path, folder: Path) -> Repetition:
 
 
 def _values(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """All of an entry that depends on recipe, seed and data alone."""
-    return {name: value for name, value in entry.items() if name not in ("step", "timing")}
+    """All of an entry that depends on recipe, seed and data alone; not the online evaluation."""
+    return {
+        name: value
+        for name, value in entry.items()
+        if name not in ("step", "timing") and not name.startswith("online_")
+    }
 
 
 def _listed(values: Mapping[str, str]) -> str:
