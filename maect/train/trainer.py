@@ -208,6 +208,7 @@ def train(
         replay=repeat,
         trace=window,
         accumulation=computing.accumulation,
+        labelled=bool(images.labels.min() >= 0),
     )
     trainer.evaluations = TrainingEvaluations(trainer, scores, evaluator)
     try:
@@ -281,6 +282,7 @@ class Trainer:
         replay: of the step that is repeated, if one is: then nothing is saved.
         trace: profiles some of the steps, if it is asked for.
         accumulation: forward passes of an update.
+        labelled: whether all images have labels; else it is unknown which lookups are right.
     """
 
     context: Context
@@ -303,6 +305,7 @@ class Trainer:
     replay: Replay | None = None
     trace: Trace | None = None
     accumulation: int = 1
+    labelled: bool = True
 
     def __post_init__(self) -> None:
         self._saved_at = time.monotonic()
@@ -421,6 +424,8 @@ class Trainer:
         stop, save_now = (value > 0 for value in total[1:3])
         means = [value / self.context.world_size for value in total[3:]]
         named = dict(zip(names, means, strict=True))
+        if not self.labelled:
+            named = {k: v for k, v in named.items() if not k.startswith("lookup_accuracy")}
         if self.replay and self.replay.step == self.step + 1:
             self.replay.values = named | {"grad_norm": norm}
         if not math.isfinite(means[0]):

@@ -7,8 +7,9 @@ import torch
 from ranks import run
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
-from tiny_runs import losses, metrics
+from tiny_runs import job_maker, losses, metrics, noise_shards
 
+from maect.data.shards import shard
 from maect.models.precision import bfloat16_on
 from maect.recipes import Encoder
 from maect.stages.head import Head
@@ -23,6 +24,17 @@ def weights(folder, name="encoder"):
 
 def equal(a, b, prefix=""):
     return all(torch.equal(value, b[key]) for key, value in a.items() if key.startswith(prefix))
+
+
+def test_lookups_among_images_without_labels_are_not_judged(tmp_path):
+    noise_shards(tmp_path, 40)
+    shards = tmp_path / "unlabelled"
+    shard(tmp_path / "images", shards, "unlabelled", 2)
+    both = {"contrastive": "detached", "head": {}, "epochs": 1}
+    mae = job_maker(tmp_path, shards)("mae", "mae", **both)
+    assert run(1, mae, log=tmp_path / "log") == ["done"]
+    logged = {name for entry in metrics(mae["folder"]) for name in entry}
+    assert "lookup_similarity" in logged and "lookup_accuracy" not in logged
 
 
 def test_all_variants_train(job, tmp_path):
