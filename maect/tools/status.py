@@ -141,6 +141,8 @@ def status_of(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluste
         run = RunRecord.read(standing(RunRecord.path(folder))) if done else None
     except (UserError, OSError) as error:
         job, note = None, str(error)
+    if run and job and job.state != "ended" and not job.computes(run.fingerprint):
+        run, done = None, False  # it is made again, by another recipe
     report = record.progress(folder, job)
     number = f"{job.cluster} {job.id or '-'}" if job else ""
     logged = entries(folder / "metrics.jsonl", TAIL, run.logged_epochs if run else None)

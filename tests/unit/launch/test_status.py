@@ -12,8 +12,11 @@ from launching import ROOT, Run, finish, kill, wait_for
 from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.core.files import write_record
+from maect.core.kept import backup_of
 from maect.experiment import load
 from maect.launch import clusters, record
+from maect.launch.slurm import Slurm
+from maect.launch.state import Notice
 from maect.records import RunRecord
 from maect.tools.status import Status, columns, show, state_and_note, status
 
@@ -64,6 +67,27 @@ def test_a_limit_of_slurm_is_no_failure(tmp_path):
         job = record.new_job(tmp_path, "slurm", 1, None, "")
         job.state, job.ending = "ended", ending
         assert state_and_note(tmp_path, job, clusters())[0] == state
+
+
+def test_a_retraining_that_waits_is_not_done(tmp_path, monkeypatch):
+    """What was finished is set aside only once the job of the new recipe has begun."""
+
+    class Pending(Slurm):
+        def poll(self, folder, job):
+            return Notice("pending", "Priority")
+
+    monkeypatch.setattr("maect.tools.status.clusters", lambda: {"slurm": Pending()})
+    folder = tmp_path / "experiment/runs/mae"
+    folder.mkdir(parents=True)
+    finished = {"run": "mae", "stage": "pretrain", "fingerprint": "before"}
+    write_record(backup_of(RunRecord.path(folder)), finished)
+    for identity, state in (("now", "waiting"), ("before", "done")):
+        job = record.new_job(folder, "slurm", 16, None)
+        job.request = record.Request(identity=identity)
+        job.accepted("4711")
+        record.write_job(folder, job)
+        (line,) = status(tmp_path / "experiment")[1]
+        assert (line.state, line.part) == (state, 1.0 if state == "done" else None)
 
 
 def test_runs_that_have_not_begun_and_evaluations(tmp_path):
