@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from maect.core.errors import UserError
 from maect.core.files import seek_record
 from maect.core.kept import standing
 from maect.data.sources import open_source
-from maect.evaluate.throughput import Throughput
+from maect.evaluate.throughput import RECIPES, Throughput
 from maect.experiment import Experiment, resolve
 from maect.experiment import start as starting
 from maect.launch import record
@@ -24,7 +25,7 @@ from maect.recipes.cost import encode_flops
 from maect.recipes.flops import peak_flops, relative_speed
 from maect.recipes.memory import gpu_memory
 from maect.records import EvaluationRecord, RunRecord
-from maect.stages import STAGES, Training
+from maect.stages import STAGES, Stage, Training, load_recipe, recorded
 from maect.stages.run import RunConfig
 
 IMAGENET_VAL = 50_000  # images, which protocols without operations state their minutes for
@@ -133,22 +134,33 @@ class Device:
 
 
 def measured(
-    root: Path, stage: str, size: str, encoder: Encoder, on_cpu: bool
+    root: Path, stage: Training, size: str, encoder: Encoder, on_cpu: bool
 ) -> tuple[float, str] | None:
     """Images per second of one device in a stage; the file that says so, and the device.
 
     A finished run with the same encoder comes before a `throughput` result, which has no loader.
-    A CPU's speed is not taken for a GPU's, nor a GPU's for a CPU's.
+    Of several runs that with the nearest operations an image counts: other views or frozen blocks
+    are priced in proportion. A CPU's speed is not taken for a GPU's, nor a GPU's for a CPU's.
     """
+    found = []
+
+    def ratio(other: Stage) -> float:
+        return other.flops_per_image(encoder) / stage.flops_per_image(encoder)
+
     for folder in sorted(root.glob("runs/*")):
         record = RunRecord.find(folder)
-        if record is None or record.stage != stage or record.encoder != encoder:
+        if record is None or record.stage != stage.name or record.encoder != encoder:
             continue
         if {one.get("threads") is not None for one in record.attempts} != {on_cpu}:
             continue
         if record.images_per_second and record.world_size:
             speed = record.images_per_second / record.world_size
-            return speed, f"{RunRecord.path(folder)} on {record.attempts[-1]['device']}"
+            source = f"{RunRecord.path(folder)} on {record.attempts[-1]['device']}"
+            with suppress(UserError):  # of another version
+                found.append((ratio(recorded(record)), speed, source))
+    if found:
+        work, speed, source = min(found, key=lambda one: abs(one[0] - 1))
+        return work * speed, source
     for file in sorted(root.glob("evaluations/*/*.json")):
         if (result := EvaluationRecord.seek(file)) is None:
             continue
@@ -156,8 +168,9 @@ def measured(
         speeds, device = result.metrics.get("samples_per_second", {}), result.metrics.get("device")
         if device is None or (device == "cpu") != on_cpu:
             continue
-        if about == (Throughput.name, size) and stage in speeds:
-            return speeds[stage], f"{file} on {device}"
+        if about == (Throughput.name, size) and stage.name in speeds:
+            work = ratio(load_recipe(RECIPES[stage.name], size))
+            return work * speeds[stage.name], f"{file} on {device}"
     return None
 
 
@@ -338,7 +351,7 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     online = experiment.spec.online_evaluation is not None
     computing, fitted = _fitted(stage, computing, encoder, nodes, devices, gpu, online)
     shards = plan.shards(folder)
-    speed = measured(experiment.root, stage.name, run.size, encoder, device.name == "cpu")
+    speed = measured(experiment.root, stage, run.size, encoder, device.name == "cpu")
     left = _left(plan, experiment, config)
     seconds, source = None, ""
     if shards.images is None:

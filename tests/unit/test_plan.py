@@ -136,8 +136,8 @@ GPU = {"device": "NVIDIA H200", "threads": None}
 
 def test_a_measurement_beats_operations(here: Path) -> None:
     experiment, encoder = load("digits"), load_encoder("tiny", None)
-    root = experiment.root
-    assert measured(root, "tune", "tiny", encoder, on_cpu=True) is None
+    root, stage = experiment.root, load_recipe("ct_min", "tiny")
+    assert measured(root, stage, "tiny", encoder, on_cpu=True) is None
     (root / "evaluations/mae_tiny").mkdir(parents=True)
     throughput = {
         "metrics": {"samples_per_second": {"tune": 50.0}, "device": "cpu"},
@@ -152,6 +152,7 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     (root / "runs/ct_aug_tiny").mkdir(parents=True)
     record = {"run": "ct_aug_tiny", "stage": "tune", "world_size": 4, "images_per_second": 100.0}
     record |= {"encoder": encoder.model_dump(mode="json"), "attempts": [CPU]}
+    record |= {"settings": stage.model_dump(mode="json")}
     write_record(RunRecord.path(root / "runs/ct_aug_tiny"), record)
     (root / "runs/ct_min_tiny").mkdir()
     job = Job("local", "maect-x", 2, 0, progress={"step": 125, "steps": 250})
@@ -211,12 +212,32 @@ def test_only_steps_of_what_is_asked_for_are_done(here: Path) -> None:
 
 def test_a_run_on_images_of_many_channels_is_a_measurement(here: Path) -> None:
     encoder = load_encoder("tiny", None, FIVE)
+    stage = load_recipe("ct_min", "tiny")
     record = {"run": "ct", "stage": "tune", "encoder": encoder.model_dump(mode="json")}
+    record |= {"settings": stage.model_dump(mode="json")}
     (here / "runs/ct").mkdir(parents=True)
     speed = {"images_per_second": 100.0, "world_size": 4, "attempts": [CPU]}
     write_record(RunRecord.path(here / "runs/ct"), record | speed)
-    known = measured(here, "tune", "tiny", encoder, on_cpu=True)
+    known = measured(here, stage, "tiny", encoder, on_cpu=True)
     assert known is not None and known[0] == 25.0
+
+
+def test_a_run_with_other_views_is_a_measurement_in_proportion(here: Path) -> None:
+    encoder = load_encoder("large")
+    recipes = {name: load_recipe(name, "large") for name in ("refine_global", "refine_d2v2")}
+    speeds = {"refine_global": 1600.0, "refine_d2v2": 800.0}
+    flops = {name: stage.flops_per_image(encoder) for name, stage in recipes.items()}
+    assert flops["refine_d2v2"] > 1.5 * flops["refine_global"]
+    expected = 1600.0 / 16 * flops["refine_global"] / flops["refine_d2v2"]
+    for name in recipes:
+        (here / "runs" / name).mkdir(parents=True)
+        record = {"run": name, "stage": "refine", "encoder": encoder.model_dump(mode="json")}
+        record |= {"settings": recipes[name].model_dump(mode="json"), "attempts": [GPU]}
+        record |= {"images_per_second": speeds[name], "world_size": 16}
+        write_record(RunRecord.path(here / "runs" / name), record)
+        known = measured(here, recipes["refine_d2v2"], "large", encoder, on_cpu=False)
+        assert known is not None and known[0] == pytest.approx(expected)
+        expected = 800.0 / 16  # nearer
 
 
 def unknown_images(folder: Path, runs: dict[str, Any] | None = None) -> Experiment:
