@@ -22,10 +22,11 @@ from yte.exceptions import YteError
 from maect.core.errors import UserError, counted
 from maect.core.files import read_json
 from maect.experiment import Experiment
-from maect.experiment.resolve import features_read
+from maect.experiment.resolve import features_file, features_read
 from maect.launch import LaunchError, Resources, Task, launch, submit
 from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS, node_range
 from maect.launch.slurm import command
+from maect.records import is_finished
 from maect.tools import neighbors
 from maect.tools.plan import feature_bytes, shards_of
 from maect.tools.plan_text import size_text
@@ -316,19 +317,21 @@ def storage(experiment: Experiment) -> list[Finding]:
 
 
 def needs(experiment: Experiment) -> tuple[int, int]:
-    """Bytes and files of the whole experiment, near enough; shards that exist cost nothing."""
-    size, files = 0, FILES_PER_RUN * len(experiment.runs)
+    """Bytes and files of what an experiment still lacks, near enough."""
+    left = [run for run in experiment.runs.values() if not is_finished(experiment.folder(run.name))]
+    size, files = 0, FILES_PER_RUN * len(left)
     for name, dataset in experiment.datasets.items():
         for split, given in dataset.splits.items():
             known = shards_of(experiment.shards(name, split))
             if not known.written:
                 size += known.bytes or 0
                 files += 4 * given.shards
-    for run in experiment.runs.values():
+    for run in left:
         size += run.settings.state_bytes(run.encoder)
     for name, dataset_name, source in features_read(experiment):
-        images = shards_of(experiment.shards(dataset_name, source.split)).images or 0
-        size += feature_bytes(experiment.runs[name].encoder, images)
+        if not features_file(experiment, name, dataset_name, source).exists():
+            images = shards_of(experiment.shards(dataset_name, source.split)).images or 0
+            size += feature_bytes(experiment.runs[name].encoder, images, source.blocks)
     return size, files + 10 * len(experiment.evaluations)
 
 

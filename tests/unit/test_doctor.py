@@ -12,6 +12,7 @@ from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.experiment import Experiment, load
 from maect.launch import Resources
+from maect.records import RunRecord
 from maect.stages.pretrain import Pretrain
 from maect.tools import doctor
 from maect.tools.doctor import Finding, judge, lines, misspelt, nodes_of, read_profile, resources
@@ -214,25 +215,38 @@ def test_features_of_the_splits_that_evaluations_read(tmp_path: Path) -> None:
     """Whatever they are called; a split that no evaluation reads costs nothing."""
     shards = tmp_path / "results/shards/digits/held_out"
     shards.mkdir(parents=True)
-    values = {
+    values: dict[str, Any] = {
         "storage": str(tmp_path / "results"),
         "datasets": {
             "digits": {"splits": {name: {"images": "x"} for name in ("train", "val", "held_out")}}
         },
         "runs": {"mae": {"recipe": "mae", "size": "tiny"}},
-        "evaluate": [{"runs": ["mae"], "protocols": ["knn"]}],
     }
     file = tmp_path / "mine.yaml"
 
-    def needed(split: str, images: int) -> int:
+    def needed(split: str, images: int, protocol: str = "knn") -> int:
         write_record(shards / "index.json", {"n": images, "shards": []})
-        protocols = {"knn": {"test_split": split}}
+        protocols = {protocol: {"test_split": split}}
+        values["evaluate"] = [{"runs": ["mae"], "protocols": [protocol]}]
         file.write_text(yaml.safe_dump(values | {"protocols": protocols}))
         return doctor.needs(load(str(file)))[0]
 
     width = load("digits").runs["mae_tiny"].encoder.width
     assert needed("val", 10**9) == needed("val", 1)
     assert needed("held_out", 10**9 + 1) - needed("held_out", 1) == 10**9 * (4 * width + 8)
+    four = needed("held_out", 10**9 + 1, "knn_last_4") - needed("held_out", 1, "knn_last_4")
+    assert four == 10**9 * (4 * 4 * width + 8)
+    # What is there needs no room any more.
+    features, mae = tmp_path / "results/features/mae", tmp_path / "results/runs/mae"
+    features.mkdir(parents=True)
+    (features / "digits-held_out.safetensors").touch()
+    assert needed("held_out", 10**9) == needed("held_out", 1)
+    before, files = needed("held_out", 1), doctor.needs(load(str(file)))[1]
+    mae.mkdir(parents=True)
+    write_record(RunRecord.path(mae), {"run": "mae", "stage": "pretrain"})
+    run = load(str(file)).runs["mae"]
+    assert before - needed("held_out", 1) == run.settings.state_bytes(run.encoder)
+    assert files - doctor.needs(load(str(file)))[1] == doctor.FILES_PER_RUN
 
 
 def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
