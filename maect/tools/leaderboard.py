@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError
-from maect.core.files import write_text
+from maect.core.files import check_free, write_text
 from maect.core.templates import fill_template
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import encoder_checksum, encoder_settings
@@ -40,8 +40,8 @@ def leaderboard(runs: list[Path], out: Path) -> str:
             `efficient_probe` and `knn_leaderboard`.
 
     Raises:
-        UserError: an evaluation is missing, damaged or of another encoder than the run has, or two
-            runs have the same name.
+        UserError: an evaluation is missing, damaged or of another encoder than the run has, two
+            runs have the same name, or a `results.csv` is there with other rows.
     """
     names = [Path(os.path.abspath(run)).name for run in runs]
     if len({*names}) < len(names):
@@ -49,12 +49,14 @@ def leaderboard(runs: list[Path], out: Path) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
+    files = dict[str, str]()
     for name, run in zip(names, runs, strict=True):
         row, logs = _row(name, Path(os.path.abspath(run)))
         writer.writerow(row)
-        for log, content in logs.items():
-            write_text(out / log, content)
-    write_text(out / "results.csv", text.getvalue())
+        files |= logs
+    check_free(out / "results.csv", text.getvalue())
+    for file, content in (files | {"results.csv": text.getvalue()}).items():
+        write_text(out / file, content)
     return text.getvalue()
 
 

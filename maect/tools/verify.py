@@ -14,7 +14,7 @@ import pandas as pd
 import yaml
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.files import read_json, seek_record, write_text
+from maect.core.files import check_free, read_json, seek_record, write_text
 from maect.experiment import Experiment, load
 from maect.records import RunRecord
 from maect.report.claims import ACCURACIES, split_of
@@ -130,7 +130,7 @@ def verify(
         run: runs the pipeline on an experiment's file and targets; returns its status.
 
     Raises:
-        UserError: not such a folder, or no such cell.
+        UserError: not such a folder, no such cell, or an experiment of this name in `out`.
     """
     runs = published / "runs.csv"
     if not runs.exists():
@@ -139,7 +139,9 @@ def verify(
     spec = yaml.safe_load(before.file.read_text(encoding="utf-8"))
     file = out / f"{before.name}.yaml"
     again = out / before.name
-    write_text(file, yaml.safe_dump(spec | {"storage": str(again)}, sort_keys=False))
+    text = yaml.safe_dump(spec | {"storage": str(again)}, sort_keys=False)
+    check_free(file, text)
+    write_text(file, text)
     experiment = load(str(file))
     asked = chosen(cells(published, experiment), names, seed)
     if not asked:

@@ -102,6 +102,14 @@ def test_rows_and_logs_are_in_the_leaderboards_form(
     assert rows["mean"]["knn"] == "" and not (tmp_path / "logs/mean/knn.txt").exists()
     assert "no k-NN: features pooled by mean, the linear probe reads cls" in rows["mean"]["notes"]
     assert rows["mean"]["lp"] == row["lp"]
+    # It writes over no rows of others, nor over what was filled in.
+    assert cli.main(["leaderboard", *runs, "--out", str(tmp_path)]) == 0
+    filled = (tmp_path / "results.csv").read_text() + "theirs,DINO\n"
+    (tmp_path / "results.csv").write_text(filled)
+    capsys.readouterr()
+    assert cli.main(["leaderboard", *runs, "--out", str(tmp_path)]) == 2
+    assert "results.csv: exists and says something else" in capsys.readouterr().err
+    assert (tmp_path / "results.csv").read_text() == filled
 
 
 def test_what_is_missing_is_one_line(

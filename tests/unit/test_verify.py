@@ -91,6 +91,13 @@ def test_nothing_to_make_again_is_an_error(published: Path, tmp_path: Path) -> N
         verify(published, [], tmp_path / "out", lambda file, targets: 0)
 
 
+def test_an_experiment_of_the_same_name_is_left_alone(published: Path, tmp_path: Path) -> None:
+    (tmp_path / "digits.yaml").write_text("runs: {}\n")
+    with pytest.raises(UserError, match=r"digits.yaml: exists and says something else"):
+        verify(published, [KNN], tmp_path, lambda file, targets: 0)
+    assert (tmp_path / "digits.yaml").read_text() == "runs: {}\n"
+
+
 def test_cells_are_named_or_drawn(published: Path, tmp_path: Path) -> None:
     found = cells(published, load("digits"))
     names = [cell.name for cell in found]
