@@ -47,6 +47,7 @@ def first_look(chosen: Experiment, epochs: Mapping[str, int] = EPOCHS) -> Path:
     (dataset,) = chosen.datasets
     _shard(chosen, dataset)
     runs = {name: chosen.folder(name) for name in (BEFORE, HEAD)} | {AFTER: out / "runs" / AFTER}
+    digests = []
     for name, folder in runs.items():
         config = resolve.run_config(chosen, name)
         if name in epochs:
@@ -55,14 +56,18 @@ def first_look(chosen: Experiment, epochs: Mapping[str, int] = EPOCHS) -> Path:
                 update={"settings": validated(type(config.settings), settings, name)}
             )
         config.write(folder / "config.yaml")
+        digests.append(config.digest)
+    identity = digest(digests)
     given = {
         "runs": [str(folder) for folder in runs.values()],
         "shards": [str(chosen.shards(dataset, split)) for split in ("train", "val")],
+        "identity": identity,
     }
     launch(
-        Task("maect.tools.first_look:on_ranks", given, digest(given, dict(epochs))),
+        Task("maect.tools.first_look:on_ranks", given, identity),
         out, Resources.parse(nodes=1, devices="auto"),
-        is_done=(out / NUMBERS).exists, describe="first look",
+        is_done=lambda: read_json(out / NUMBERS, {}).get("identity") == identity,
+        describe="first look",
     )  # fmt: skip
     return out
 
@@ -83,7 +88,7 @@ def _shard(chosen: Experiment, dataset: str) -> None:
             shard(config.images, own, config.kind, config.shards, **config.options)
 
 
-def on_ranks(context: Context, *, runs: list[str], shards: list[str]) -> str:
+def on_ranks(context: Context, *, runs: list[str], shards: list[str], identity: str) -> str:
     """Train the runs one after the other; evaluate and draw the first and the last."""
     from maect.evaluate.features import extract
     from maect.evaluate.store import open_features
@@ -105,7 +110,8 @@ def on_ranks(context: Context, *, runs: list[str], shards: list[str]) -> str:
             shown[run.name] = _scores(context, run, *files), open_features(files[-1])
     if context.rank == 0:
         _draw(shown, out / "first_look.png")
-        write_json(out / NUMBERS, {name: scores for name, (scores, _) in shown.items()})
+        numbers = {name: scores for name, (scores, _) in shown.items()}
+        write_json(out / NUMBERS, {"identity": identity, "scores": numbers})
     return "done"
 
 
@@ -162,6 +168,6 @@ def table(out: Path) -> str:
     """The numbers that `first_look` left in a folder, a line for each encoder."""
     lines = [" " * 26 + "".join(f"{title:>9}" for title in COLUMNS)]
     names = "MAE", "MAE-CT, tuned briefly"
-    for name, scores in zip(names, read_json(out / NUMBERS).values(), strict=True):
+    for name, scores in zip(names, read_json(out / NUMBERS)["scores"].values(), strict=True):
         lines.append(f"  {name:<24}" + "".join(f"{scores[title]:9.1f}" for title in COLUMNS))
     return "\n".join(lines)

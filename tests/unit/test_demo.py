@@ -3,17 +3,20 @@
 import logging
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from snakemake_interface_logger_plugins.common import LogEvent
 
-from maect.core.files import read_json, write_text
+from maect.core.files import read_json, write_json, write_text
 from maect.data.digits import write_digits
 from maect.data.index import open_index
 from maect.experiment import load
+from maect.launch import LaunchError, Task
+from maect.launch.owner import own
 from maect.tools import quiet
-from maect.tools.demo import ASKED
+from maect.tools.demo import ASKED, demo
 from maect.tools.dry_run import jobs_to_run
 from maect.tools.first_look import AFTER, BEFORE, HEAD, NUMBERS, _shard, first_look, table
 
@@ -34,7 +37,7 @@ def test_the_first_look_is_the_pipelines_own_beginning(
     changes = dict(word.split("=") for word in ASKED)
     out = first_look(load("digits.yaml", **changes), {AFTER: 2})
     assert (out / "first_look.png").read_bytes().startswith(b"\x89PNG")
-    assert list(read_json(out / NUMBERS)) == [BEFORE, AFTER]
+    assert list(read_json(out / NUMBERS)["scores"]) == [BEFORE, AFTER]
     header, before, after = table(out).splitlines()
     assert header.split()[0] == "k-NN" and before.split()[0] == "MAE" and "tuned" in after
     left = jobs_to_run(["encoders"], ["experiment=digits.yaml", *ASKED], LOCAL)
@@ -43,6 +46,39 @@ def test_the_first_look_is_the_pipelines_own_beginning(
     assert not {"plan_shards", "write_shard", "index_shards"} & {
         job.rule for job in left if job.wildcards.get("split") in ("train", "val")
     }
+
+
+def test_a_first_look_by_other_settings_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade may change a recipe: the pipeline trains anew, and the old table stayed."""
+    made = []
+
+    def launch(
+        task: Task, folder: Path, *_: object, is_done: Callable[[], bool], **__: object
+    ) -> None:
+        if not is_done():
+            made.append(task.identity)
+            write_json(folder / NUMBERS, {"identity": task.arguments.get("identity")})
+
+    monkeypatch.setattr("maect.tools.first_look.launch", launch)
+    monkeypatch.chdir(tmp_path)
+    digits = Path(__file__).parents[2] / "workflow/experiments/digits.yaml"
+    for epochs, times in ((2, 1), (2, 1), (3, 2)):
+        views = f"set: &views {{epochs: {epochs}, crop"
+        text = digits.read_text(encoding="utf-8").replace("set: &views {crop", views)
+        write_text(tmp_path / "digits.yaml", text)
+        first_look(load("digits.yaml"))
+        assert len({*made}) == len(made) == times
+
+
+def test_no_first_look_beside_the_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs would take a run from each other, again and again."""
+    monkeypatch.chdir(tmp_path)
+    with own(tmp_path / "results/digits"), pytest.raises(LaunchError, match="belongs to process"):
+        demo(lambda *_: 0)
 
 
 def test_digits_that_were_half_written_are_completed(
