@@ -97,8 +97,7 @@ def measure(stage: WithoutLabels, encoder: Encoder, batch: int) -> float:
     # A part of the training's batch, so that it divides the queue as that does.
     parts = [n for n in range(2, stage.batch_size + 1) if stage.batch_size % n == 0] or [2]
     batch = max([n for n in parts if n <= batch], default=parts[0])
-    # A training in parts passes over such a batch several times an update.
-    stage = stage.model_copy(update={"batch_size": batch, "accumulation": 1})
+    stage = stage.model_copy(update={"batch_size": batch})
     objective = stage.objective(encoder, 0)
     rank = SingleRank(max(1, len(os.sched_getaffinity(0)) // CPU_RANKS), torch.cuda.is_available())
     try:
