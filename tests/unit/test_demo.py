@@ -72,9 +72,7 @@ def test_a_first_look_by_other_settings_is_made_again(
         assert len({*made}) == len(made) == times
 
 
-def test_no_first_look_beside_the_pipeline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_first_look_beside_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs would take a run from each other, again and again."""
     monkeypatch.chdir(tmp_path)
     with own(tmp_path / "results/digits"), pytest.raises(LaunchError, match="belongs to process"):
