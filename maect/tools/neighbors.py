@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from maect.core.entries import entries
-from maect.core.files import seek_record
 from maect.core.seeds import seedless
 from maect.evaluate.base import Features
 from maect.evaluate.store import moments, open_features, standardize
@@ -65,23 +64,19 @@ def measured(experiment: Experiment, name: str) -> Measured | None:
     """
     own = experiment.runs[name]
     for run in filter(None, (name, own.source)):
-        if (percent := _logged(experiment, run, "lookup_accuracy", LAST)) is not None:
+        if (percent := _logged(experiment.folder(run), "lookup_accuracy", LAST)) is not None:
             return Measured(percent, f"lookups of {run}")
     first = begins_with(name, experiment.runs).name
     features = features_file(experiment, first, own.dataset, Features(own.split))
     if features.exists() and (percent := nearest(features)) is not None:
         return Measured(percent, f"features of {first}")
-    if (percent := _logged(experiment, first, "online_neighbors", 1)) is not None:
+    if (percent := _logged(experiment.folder(first), "online_neighbors", 1)) is not None:
         return Measured(percent, f"online evaluation of {first}")
     return None
 
 
-def _logged(experiment: Experiment, run: str, key: str, last: int) -> float | None:
-    """Mean of the last values of a run's log; None where there are none, or no labels."""
-    folder, images = experiment.folder(run), experiment.runs[run]
-    index = seek_record(experiment.shards(images.dataset, images.split) / "index.json")
-    if index.get("class_names") == []:  # 0 in logs of earlier versions
-        return None
+def _logged(folder: Path, key: str, last: int) -> float | None:
+    """Mean of the last values of a run's log; None where there are none, as without labels."""
     record = RunRecord.find(folder)
     epochs = record.logged_epochs if record else None
     values = [e[key] for e in entries(folder / "metrics.jsonl", TAIL, epochs) if key in e]

@@ -97,7 +97,7 @@ class Repetition:
         differences: step, value, what the log says, what was repeated.
         compared: number of logged steps that were compared.
         absent: repeated steps of which the log has no sound entry.
-        names: what was compared. Versions may log other values.
+        names: what was compared.
     """
 
     first: int
@@ -146,15 +146,15 @@ def compare(run: Path, folder: Path) -> Repetition:
         if entry["step"] >= first
     }
     differences = [
-        (step, name, logged[step][name], value[name])
+        (step, name, logged[step].get(name), value.get(name))
         for step, value in repeated.items()
         if step in logged
-        for name in sorted(logged[step].keys() & value.keys())
-        if repr(logged[step][name]) != repr(value[name])
+        for name in sorted(logged[step].keys() | value.keys())
+        if repr(logged[step].get(name)) != repr(value.get(name))
     ]
     absent = sorted(({*repeated} | ({report["step"]} if report["fault"] else set())) - {*logged})
     compared = [step for step in repeated if step in logged]
-    names = sorted({name for step in compared for name in logged[step].keys() & repeated[step]})
+    names = sorted({name for step in compared for name in repeated[step]})
     return Repetition(first, report, differences, len(compared), absent, tuple(names))
 
 

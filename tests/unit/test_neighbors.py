@@ -96,16 +96,6 @@ def test_what_is_nearest_to_the_look_up_counts(experiment: Experiment) -> None:
     assert warnings(experiment) == []  # its own lookups have become good enough
 
 
-def test_lookups_without_labels_tell_nothing(experiment: Experiment) -> None:
-    """Logs of earlier versions have 0 there."""
-    logged(experiment, "head_min_tiny", lookup_accuracy=[0.0])
-    assert len(warnings(experiment)) == 1
-    shards = experiment.shards("digits", "train")
-    shards.mkdir(parents=True)
-    write_record(shards / "index.json", {"n": 1, "class_names": []})
-    assert warnings(experiment) == []
-
-
 def test_only_tuning_with_crops_and_a_look_up_is_warned_of_and_once(
     experiment: Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
