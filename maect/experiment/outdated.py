@@ -102,11 +102,14 @@ class _Comparison:
             for (dataset, split), ending in pairs:
                 kind = resolve.of_ending(split, ending)
                 path = resolve.features_file(self.experiment, run, dataset, kind)
-                config = resolve.features_config(self.experiment, run, dataset, kind)
                 made_of = {"encoder_sha256": self.encoder(run)}
-                made_of["index_digest"] = self.index(config.shards)
-                if _differ(self.header(path), config.how | made_of):
+                if _differ(self.header(path), self.asked_of(run, dataset, kind) | made_of):
                     yield path
+
+    def asked_of(self, run: str, dataset: str, kind: Features) -> dict[str, Any]:
+        """Return what a header of features would say if they were made now, as far as is known."""
+        config = resolve.features_config(self.experiment, run, dataset, kind)
+        return config.how | {"index_digest": self.index(config.shards)}
 
     def evaluations(self) -> Iterator[Path]:
         for run, name in self.experiment.evaluations:
@@ -122,11 +125,13 @@ class _Comparison:
         if _differ(about, {"encoder_sha256": self.encoder(run)}):
             return True
         splits, inputs = about.get("splits", {}), about.get("inputs", {})
+        dataset = self.experiment.dataset_of(name)
         for key, kind in config.settings.inputs().items():
             paths = config.paths(key)
             if isinstance(kind, Features):
-                header = self.header(paths[0])
-                if _differ(splits.get(key, {}), {k: header.get(k) for k in splits.get(key, {})}):
+                # Without the features, which are large, the result itself says what they were.
+                read = self.header(paths[0]) or self.asked_of(run, dataset, kind)
+                if _differ(splits.get(key, {}), {k: read.get(k) for k in splits.get(key, {})}):
                     return True
             elif isinstance(kind, Shards):
                 if _differ(splits.get(key, {}), {"index_digest": self.index(paths[0])}):

@@ -258,10 +258,10 @@ def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:
         evaluated = experiment.dataset_of(name)
         result = experiment.root / "evaluations" / run / f"{name}.json"
         for kind in experiment.evaluation(run, name).inputs().values():
-            made = result
+            made = [result]
             if isinstance(kind, Features):
-                made = resolve.features_file(experiment, run, evaluated, kind)
-            if isinstance(kind, Features | Shards) and made.exists():
+                made.append(resolve.features_file(experiment, run, evaluated, kind))
+            if isinstance(kind, Features | Shards) and any(path.exists() for path in made):
                 read.add(experiment.shards(evaluated, kind.split) / "index.json")
     lost: dict[tuple[str, str], None] = {}
     for dataset, split in experiment.splits:

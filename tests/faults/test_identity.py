@@ -24,6 +24,7 @@ from maect.experiment import Experiment, load, resolve
 from maect.experiment.chosen_shards import note_own
 from maect.experiment.outdated import outdated
 from maect.experiment.pages import pages
+from maect.experiment.start import lost_shards
 from maect.records import RunRecord
 from maect.train.run_folder import fingerprint
 
@@ -218,6 +219,18 @@ def test_what_is_gone_is_no_difference(place: Path) -> None:
     for name in ("shards", "features", "runs/mae"):
         shutil.rmtree(place / "results" / name)
     assert found_in(place) == set()
+
+
+def test_features_that_are_gone_hide_no_difference(place: Path) -> None:
+    """Results say which images, in which precision; shards removed as told are missed."""
+    shutil.rmtree(place / "results/features")
+    assert found_in(place) == set()
+    assert found_in(place, features="bf16") == EVALUATIONS
+    index = place / "results/shards/mine/val/index.json"
+    write_record(index, read_record(index) | {"digest": "0" * 64})
+    assert found_in(place) == EVALUATIONS
+    shutil.rmtree(index.parent)
+    assert found_in(place) == set() and lost_shards(write(place)) == [("mine", "val")]
 
 
 def test_a_table_was_to_be_made_again_and_was_not(place: Path) -> None:
