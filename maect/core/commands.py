@@ -166,6 +166,8 @@ def _add(
     if typing.get_origin(kind) is Sequence:
         (kind,) = typing.get_args(kind)
         given["nargs"] = "+" if option or needed else "*"
+        if option:  # a second one adds to the first
+            given |= {"action": "extend"} if needed else {"action": "extend", "default": [*default]}
     elif not option and not needed:
         given["nargs"] = "?"
     if typing.get_origin(kind) is Literal:

@@ -14,6 +14,7 @@ import yaml
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import PIPELINE
 from maect.core.owners import exposed
+from maect.core.yaml_files import read_mapping
 from maect.evaluate import PROTOCOLS
 from maect.stages import STAGES
 
@@ -33,7 +34,8 @@ def find_profile(name_or_path: str) -> Path:
     profile may run code.
 
     Raises:
-        UserError: there is no such profile, or every user could write it.
+        UserError: there is no such profile, every user could write it, or it says `config`, which
+            `--config` replaces.
     """
     known = PROFILES / name_or_path
     folders = (Path(name_or_path), PIPELINE / name_or_path) if "/" in name_or_path else (known,)
@@ -41,6 +43,11 @@ def find_profile(name_or_path: str) -> Path:
         if (folder / "config.yaml").is_file():
             if reason := exposed(folder / "config.yaml"):
                 raise UserError(f"--profile {name_or_path}: {reason}")
+            if "config" in read_mapping(folder / "config.yaml", "profile"):
+                raise UserError(
+                    f"{folder / 'config.yaml'}: config: maect does not read it there; remove it, "
+                    "and write --config KEY=VALUE"
+                )
             return folder
     names = sorted(file.parent.name for file in PROFILES.glob("*/config.yaml"))
     if (Path(name_or_path) / "config.yaml").is_file():

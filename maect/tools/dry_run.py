@@ -36,7 +36,8 @@ def check_words(words: Sequence[str], own: Sequence[str] = ()) -> None:
     """Check that Snakemake knows what `maect run` passes to it; options `own` are for the hint.
 
     Raises:
-        UserError: an unknown option or target, or an option without its value.
+        UserError: an unknown option or target, an option without its value, or a value of `config`
+            that the option of `maect run` would replace.
     """
     parser, stderr = get_argument_parser(), io.StringIO()
     parser.allow_abbrev = False  # `--delete` would delete all output
@@ -52,6 +53,9 @@ def check_words(words: Sequence[str], own: Sequence[str] = ()) -> None:
         near = difflib.get_close_matches(word.partition("=")[0], [*own, *known], n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else "see maect run --help and snakemake --help"
         raise UserError(f"unknown option {word}; {hint}")
+    if options.config:
+        said = " ".join(options.config)
+        raise UserError(f"-C {said}: Snakemake would drop it; write --config {said}")
     check_targets(options.targets)
 
 

@@ -50,12 +50,12 @@ def put_away(
 
 
 def test_words_options_and_groups_are_those_of_the_signature(capsys) -> None:
-    given = "kitchen a b --size 2.5 --on-top --labels 1 2 --how slow --unknown"
+    given = "kitchen a b --size 2.5 --on-top --labels 1 2 --how slow --labels 3 --unknown"
     options, rest = Parser(prog="maect", of=put_away).parse_known_args(given.split(" "))
     assert put_away.name == "put-away" and put_away.passes_words_on
     assert put_away.run(options, rest) == 3
     place = Place(Path("kitchen"), on_top=True)
-    said = f"{place} ['a', 'b'] ('--unknown',) 1 slow 2.5 [1, 2]\n"
+    said = f"{place} ['a', 'b'] ('--unknown',) 1 slow 2.5 [1, 2, 3]\n"
     assert capsys.readouterr().out == said
 
 

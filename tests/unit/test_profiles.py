@@ -12,7 +12,7 @@ from parsed_workflow import parsed, read_profile
 from snakemake.resources import Resource
 
 from maect.core.errors import UserError
-from maect.experiment.profile import HERE, by_rule, like_slurm
+from maect.experiment.profile import HERE, by_rule, find_profile, like_slurm
 from maect.launch.resources import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
 from maect.recipes import load_encoder
 from maect.recipes.flops import relative_speed
@@ -169,6 +169,13 @@ def test_a_login_node_does_little_at_once(name: str) -> None:
 def test_a_kind_that_is_none() -> None:
     with pytest.raises(UserError, match="unknown job 'traning'; did you mean 'training'"):
         by_rule({"traning": {"nodes": 1}})
+
+
+def test_a_profile_says_nothing_of_the_experiment(tmp_path: Path) -> None:
+    """`maect run` gives Snakemake a `--config` of its own, which replaces that of a profile."""
+    (tmp_path / "config.yaml").write_text("__use_yte__: true\nconfig: [storage=results/other]\n")
+    with pytest.raises(UserError, match=r"config\.yaml: config: .* write --config KEY=VALUE"):
+        find_profile(str(tmp_path))
 
 
 @pytest.mark.parametrize("modules", [False, True], ids=["no modules", "modules"])
