@@ -270,6 +270,45 @@ def test_the_same_answer_from_anywhere(place: Path, tmp_path: Path) -> None:
     assert after == before
 
 
+def test_finished_shards_are_not_said_to_be_made_again(place: Path, tmp_path: Path) -> None:
+    """A start refuses that, and says how."""
+    splits = {"val": {"images": str(place / "images/val"), "shards": 2}}
+    write(place, datasets={"mine": {"resize": 16, "splits": splits}})
+    _, said = plan(place, tmp_path / "here")
+    assert "To have them made anew: rm -r" in said and "made again where" not in said
+
+
+FORCED = """
+import sys
+from pathlib import Path
+from snakemake import api
+from snakemake.settings import types as settings
+
+with api.SnakemakeApi(settings.OutputSettings(quiet={settings.Quietness.ALL})) as snakemake:
+    loaded = snakemake.workflow(
+        resource_settings=settings.ResourceSettings(cores=1),
+        config_settings=settings.ConfigSettings(config={"experiment": sys.argv[2]}),
+        snakefile=Path(sys.argv[1]),
+    )
+    asked = settings.DAGSettings(targets={sys.argv[3]}, forcetargets=True)
+    loaded.dag(asked).summary()
+    workflow = loaded._workflow
+    is_forced = workflow.globals["is_forced"]
+    print("forced:", *sorted(job.rule.name for job in workflow.dag.jobs if is_forced(job)))
+"""
+
+
+def test_a_forced_target_forces_no_training_that_it_needs(place: Path) -> None:
+    """`-f`, after a recipe was changed: what the training left is not given up."""
+    words = [str(ROOT / "Snakefile"), "mine.yaml", "results/evaluations/mae/knn.json"]
+    for changes, forced in (({}, "forced: knn"), (runs(epochs=7), "forced:")):
+        write(place, storage="results", **changes)
+        done = subprocess.run(
+            [sys.executable, "-c", FORCED, *words], capture_output=True, text=True, cwd=place
+        )
+        assert done.stdout.splitlines()[-1:] == [forced], done.stderr[-3000:]
+
+
 def test_snakemake_is_not_asked_what_it_remembers() -> None:
     """No profile lets arguments or input lists of `.snakemake` decide."""
     for name in ("local", "slurm"):

@@ -158,9 +158,15 @@ try:
     OUTDATED = outdated.outdated(experiment) if workflow.is_main_process else []
 except UserError as error:
     stop(error)
-if OUTDATED:
-    few = ", ".join(str(path.relative_to(ROOT)) for path in OUTDATED[:3])
-    more = f" and {len(OUTDATED) - 3} more" if len(OUTDATED) > 3 else ""
+# Shards that are finished a start does not make again: the warning above says what to do.
+REMADE = [
+    path
+    for path in OUTDATED
+    if path.name != "plan.json" or not path.with_name("index.json").exists()
+]
+if REMADE:
+    few = ", ".join(str(path.relative_to(ROOT)) for path in REMADE[:3])
+    more = f" and {len(REMADE) - 3} more" if len(REMADE) > 3 else ""
     print(
         f"maect: made by other settings, or of other files, than {experiment.file} asks for, and made "
         f"again where a target needs it: {few}{more}",
@@ -253,11 +259,15 @@ def finish():
 
 
 def is_forced(job):
-    """Whether the user wants it to run: Snakemake forces what was interrupted, too."""
+    """Whether the user wants it to run: Snakemake forces what was interrupted, too.
+
+    `-f` asks for the targets alone, though it holds for all that is run for them.
+    """
     asked = workflow.dag_settings
     called = {job.rule.name, *map(os.path.abspath, job.output)}
     named = {*asked.forcerun, *map(os.path.abspath, asked.forcerun)}
-    asked_for = asked.forceall or asked.forcetargets or called & named
+    target = asked.forcetargets and job in workflow.dag.targetjobs
+    asked_for = asked.forceall or target or called & named
     return bool(workflow.dag.reason(job).forced and asked_for)
 
 
