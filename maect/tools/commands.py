@@ -199,12 +199,12 @@ def status(root: Sequence[Path] = (), *, every: bool = False) -> None:
 
 
 @command(example="sync wandb results/digits/runs/mae_tiny")
-def sync(service: Literal["wandb", "mlflow"], run: Path, *, project: str = "maect") -> None:
+def sync(service: Literal["wandb", "mlflow"], run: Path, *, project: str | None = None) -> None:
     """Copy a run's log to Weights & Biases or MLflow.
 
     Args:
         run: folder of the run, finished or not.
-        project: its project there (default maect).
+        project: its project there (default that of the copy so far, else maect).
     """
     from maect.tools.sync import sync as copy
 

@@ -27,8 +27,10 @@ _AT_ONCE = 500
 class WandB:
     """Weights & Biases, in `$WANDB_MODE` and at `$WANDB_BASE_URL` as its client has it.
 
-    `id` is what the service calls the copy.
+    `id` is what the service calls the copy, `done` the last step that it was given.
     """
+
+    done = 0
 
     def __init__(self, run: Path, project: str, id: str | None, config: dict[str, Any]) -> None:
         wandb = _package("wandb")
@@ -43,6 +45,7 @@ class WandB:
         """Add what was logged at a step; steps come in their order."""
         shown = {f"online/{name}": self._image(str(path)) for name, path in pictures.items()}
         self._run.log(values | shown, step=step)
+        self.done = step
 
     def close(self, finished: bool) -> None:
         """End this copying; whether the run itself has ended, too."""
@@ -50,7 +53,12 @@ class WandB:
 
 
 class MLflow:
-    """MLflow, at `$MLFLOW_TRACKING_URI`; the project is its experiment."""
+    """MLflow, at `$MLFLOW_TRACKING_URI`; the project is its experiment.
+
+    `done` is the last step whose values it has acknowledged.
+    """
+
+    done = 0
 
     def __init__(self, run: Path, project: str, id: str | None, config: dict[str, Any]) -> None:
         mlflow = _package("mlflow")
@@ -65,16 +73,17 @@ class MLflow:
         self.id = id
 
     def log(self, step: int, values: dict[str, float], pictures: dict[str, Path]) -> None:
-        """Add what was logged at a step."""
+        """Add what was logged at a step; its pictures first, as a second time replaces them."""
+        for path in pictures.values():
+            self._client.log_artifact(self.id, str(path), PICTURES)
         now = int(1000 * time.time())
         self._waiting += [self._metric(name, value, now, step) for name, value in values.items()]
         if len(self._waiting) >= _AT_ONCE:
             self._send()
-        for path in pictures.values():
-            self._client.log_artifact(self.id, str(path), PICTURES)
 
     def _send(self) -> None:
         self._client.log_batch(self.id, metrics=self._waiting)
+        self.done = max([self.done, *(metric.step for metric in self._waiting)])
         self._waiting = []
 
     def close(self, finished: bool) -> None:
@@ -89,14 +98,15 @@ FOUND = {"wandb": ("wandb/settings", ".wandb/settings"), "mlflow": ("mlruns", "m
 without a variable."""
 
 
-def sync(service: str, run: Path, project: str) -> int:
+def sync(service: str, run: Path, project: str | None = None) -> int:
     """Copy the steps of a run that a service does not have yet; returns how many these are.
 
-    A `project` is what the service puts runs into; of MLflow an experiment.
+    A `project` is what the service puts runs into; of MLflow an experiment. Without one it is that
+    of the copy so far, else `maect`.
 
     Raises:
-        UserError: no such run, the service's package is not installed, or others may say what it
-            reads in the working folder.
+        UserError: no such run, a copy in another project, the service's package is not installed,
+            or others may say what it reads in the working folder.
     """
     metrics, path = run / "metrics.jsonl", run / SYNCED
     if not metrics.exists():
@@ -105,6 +115,13 @@ def sync(service: str, run: Path, project: str) -> int:
         )
     known: dict[str, Any] = read_record(path) if path.exists() else {}
     before = known.get(service, {"id": None, "step": 0})
+    copied_to = before.get("project", project)
+    if project not in (None, copied_to):
+        raise UserError(
+            f"{run}: {service} has it in the project {copied_to}; leave --project out, or move "
+            f"{path} away to copy everything anew"
+        )
+    project = copied_to or "maect"
     new = [line for line in entries(metrics) if line["step"] > before["step"]]
     if not new and before["id"] is not None:
         return 0
@@ -113,18 +130,20 @@ def sync(service: str, run: Path, project: str) -> int:
     settings = read_yaml(config) if config.exists() else {}
     copy = SERVICES[service](run, project, before["id"], settings)
     # At once: should this end early, the next call goes on with the same copy.
-    write_record(path, known | {service: {"id": copy.id, "step": before["step"]}})
-    done = before["step"]
+    record = {"id": copy.id, "step": before["step"], "project": project}
+    write_record(path, known | {service: record})
     try:
         for line in new:
             step = int(line.pop("step"))
             files = (run / PICTURES).glob(f"*-{step:08d}.jpg")
             pictures = {file.name.rpartition("-")[0]: file for file in sorted(files)}
             copy.log(step, line.pop("timing") | line, pictures)
-            done = step
     finally:
-        copy.close(is_finished(run))
-        write_record(path, known | {service: {"id": copy.id, "step": done}})
+        try:
+            copy.close(is_finished(run))
+        finally:  # also where the connection is gone
+            record["step"] = max(record["step"], copy.done)
+            write_record(path, known | {service: record})
     return len(new)
 
 

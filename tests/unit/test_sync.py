@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ class Recorder:
     """A service that keeps what it is told."""
 
     calls: list[Any] = []  # noqa: RUF012
+    done = 0
 
     def __init__(self, run: Path, project: str, id: str | None, told: dict[str, Any]) -> None:
         self.id = id or "abc"
@@ -39,6 +41,7 @@ class Recorder:
 
     def log(self, step: int, values: dict[str, float], pictures: dict[str, Path]) -> None:
         self.calls.append((step, values["loss"], values["device_seconds"], [*pictures]))
+        self.done = step
 
     def close(self, finished: bool) -> None:
         self.calls.append(finished)
@@ -61,7 +64,11 @@ def test_only_what_is_new_is_copied(
     write_record(RunRecord.path(run), {"run": "mae", "stage": "pretrain"})
     assert main(["sync", "wandb", str(run), "--project", "birds"]) == 0
     assert Recorder.calls[5:] == [("ct", "birds", "abc", 4), (4, 1.6, 2.0, []), True]
-    assert read_record(run / "synced.json") == {"wandb": {"id": "abc", "step": 4}}
+    assert read_record(run / "synced.json") == {
+        "wandb": {"id": "abc", "step": 4, "project": "birds"}
+    }
+    assert main(["sync", "wandb", str(run), "--project", "cats"]) == 2
+    assert "wandb has it in the project birds; leave --project out" in capsys.readouterr().err
 
 
 def test_a_copy_that_ended_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +79,7 @@ def test_a_copy_that_ended_early_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
             sent.append(-1)
             raise ConnectionError
         sent.append(step)
+        self.done = step
 
     monkeypatch.setitem(sync.SERVICES, "wandb", Recorder)
     monkeypatch.setattr(Recorder, "calls", [])
@@ -81,6 +89,54 @@ def test_a_copy_that_ended_early_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert sync.sync("wandb", tmp_path / "ct", "birds") == 2
     assert sent == [1, -1, 2, 3]
     assert [call[2] for call in Recorder.calls if call is not False] == [None, "abc"]
+
+
+class Client:
+    """MLflow's client; the server is away from the second batch on, until it is `back`."""
+
+    def __init__(self, stored: list[int], back: list[bool]) -> None:
+        self.stored, self.back, self.batches = stored, back, 0
+
+    def get_experiment_by_name(self, name: str) -> None: ...
+
+    def create_experiment(self, name: str) -> str:
+        return "1"
+
+    def create_run(self, experiment: str, run_name: str) -> SimpleNamespace:
+        return SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+    def log_param(self, *_: Any) -> None: ...
+
+    def log_artifact(self, *_: Any) -> None: ...
+
+    def set_terminated(self, *_: Any) -> None: ...
+
+    def log_batch(self, id: str, metrics: list[Any]) -> None:
+        self.batches += 1
+        if self.batches > 1 and not self.back:
+            raise ConnectionError
+        self.stored += [metric.step for metric in metrics if metric.name == "loss"]
+
+
+def test_a_connection_that_is_lost_costs_no_step_and_repeats_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[int] = []
+    back: list[bool] = []
+    monkeypatch.setattr(sync, "_AT_ONCE", 4)  # two steps of two values
+    metric = lambda name, value, time, step: SimpleNamespace(name=name, step=step)  # noqa: E731
+    fake = SimpleNamespace(
+        MlflowClient=lambda: Client(stored, back), entities=SimpleNamespace(Metric=metric)
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://own")
+    run = write_run(tmp_path / "ct", 5)
+    with pytest.raises(ConnectionError):
+        sync.sync("mlflow", run)
+    assert read_record(run / "synced.json")["mlflow"]["step"] == 2
+    back.append(True)
+    assert sync.sync("mlflow", run) == 3
+    assert stored == [1, 2, 3, 4, 5]
 
 
 def test_what_cannot_be_copied_is_named(
