@@ -100,6 +100,7 @@ def _run(
     where = f"{file}: runs"
 
     def fill(text: str) -> str:
+        text = re.sub(r"\$\{(\w+)\}", r"${{\1}}", text)  # a variable, which `fill_path` fills in
         try:
             return text.format_map(chosen)
         except (KeyError, ValueError, IndexError) as error:

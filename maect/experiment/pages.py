@@ -230,7 +230,9 @@ def _summary_config(experiment: Experiment, name: str) -> configs.SummaryConfig:
     own = [run for run in experiment.evaluated if experiment.runs[run].scored_by is None]
     if own and not experiment.spec.compare_with_paper:
         given["run"] = experiment.folder(own[-1])
-        given["images"] = experiment.images(experiment.default_dataset, "train")
+        splits = experiment.datasets[experiment.default_dataset].splits
+        shown = "train" if "train" in splits else next(iter(splits))
+        given["images"] = experiment.images(experiment.default_dataset, shown)
     classifies = "run" in given and (own[-1], "linear_probe") in experiment.evaluations
     description = experiment.spec.description
     return configs.SummaryConfig(

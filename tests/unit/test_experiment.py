@@ -286,6 +286,32 @@ def test_a_page_without_anything_to_show_is_refused(tmp_path: Path, page: str) -
     assert start.faults(found, asked) == []
 
 
+def test_images_of_an_import_may_lie_in_a_split_of_any_name(tmp_path: Path) -> None:
+    """Its summary shows how to embed them."""
+    found = load(
+        write(
+            tmp_path,
+            datasets={"mine": {"splits": {"pictures": {"images": "/images", "kind": "unlabelled"}}}},
+            runs={"mae": {"weights": "/w.pth", "layout": "mae", "size": "base"}},
+            protocols={"explore": {"splits": ["pictures"]}},
+            evaluate=[{"runs": ["mae"], "protocols": ["explore"]}],
+            compare_with_paper=False,
+        )
+    )
+    (summary,) = (config for path, config in resolve.files(found) if path.stem == "summary")
+    assert summary.images == Path("/images")
+
+
+def test_weights_are_named_by_variables_and_by_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAECT_TEST_WEIGHTS", "/w")
+    weights = "${MAECT_TEST_WEIGHTS}/${MAECT_TEST_NONE}/{size}.pth"
+    run = {"weights": weights, "layout": "mae", "size": "{size}", "each": {"size": ["base"]}}
+    found = load(write(tmp_path, runs={"mae_{size}": run}, evaluate=[]))
+    assert str(found.runs["mae_base"].weights) == "/w/${MAECT_TEST_NONE}/base.pth"
+
+
 def test_what_a_job_reads(tmp_path: Path) -> None:
     asked = [{"runs": ["ct_*"], "protocols": ["knn", "linear_probe", "robustness"]}]
     protocols = {"robustness": {"splits": ["val"]}}
@@ -430,6 +456,11 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
             {"runs": {"vit-s16": {"recipe": "mae", "size": "tiny"}}},
             "vit-s16: an end such as -s16 is for",
         ),
+        (
+            {"datasets": {"mine": {"splits": {"training": {"images": "/i"}}}}, "evaluate": []},
+            "runs: mae_tiny: datasets: mine: splits: unknown 'train'; did you mean 'training'?",
+        ),
+        ({"protocols": {"low_shot": {"nosuchkey": 3}}}, "unknown key 'nosuchkey'"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
