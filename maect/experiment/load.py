@@ -331,6 +331,11 @@ class Experiment:
             return self.root / "images" / dataset / split
         return Path(fill_path(given.images))
 
+    def written_kind(self, dataset: str) -> str:
+        """Return of which kind the bundled images are that lie in the results; empty: unknown."""
+        path = self.root / "images" / dataset / "kind.txt"
+        return path.read_text().strip() if path.exists() else ""
+
     def rows(self, name: str) -> list[Row]:
         """Lines of a table or figure."""
         return self._rows[name]

@@ -32,7 +32,14 @@ def outdated(experiment: Experiment) -> list[Path]:
     What is made of such a file follows it. Of what inputs are gone nothing can be told: it stays.
     """
     found = _Comparison(experiment)
-    return [*found.shards(), *found.runs(), *found.features(), *found.evaluations(), *found.shown()]
+    return [
+        *found.images(),
+        *found.shards(),
+        *found.runs(),
+        *found.features(),
+        *found.evaluations(),
+        *found.shown(),
+    ]
 
 
 class _Comparison:
@@ -40,6 +47,12 @@ class _Comparison:
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.root = experiment, experiment.root
+
+    def images(self) -> Iterator[Path]:
+        for name, dataset in self.experiment.datasets.items():
+            written = self.experiment.written_kind(name)
+            if dataset.bundled and written not in ("", dataset.kind):
+                yield self.root / "images" / name
 
     def shards(self) -> Iterator[Path]:
         for name, part in self.experiment.splits:

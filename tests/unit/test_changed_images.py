@@ -19,6 +19,7 @@ from maect.data.sources.shared import index_digest
 from maect.evaluate.base import Features
 from maect.experiment import Experiment, load
 from maect.experiment.chosen_shards import note_own, note_taken
+from maect.experiment.outdated import outdated
 from maect.experiment.resolve import features_config, run_config
 from maect.experiment.start import changed_images, other_shards, refresh_runs, shards_of
 from maect.stages.run import resize_of
@@ -53,7 +54,7 @@ def make(found: Experiment, split: str = "train", finish: bool = True) -> Path:
     folder = found.own_shards("fruit", split)
     note_own(folder, found.shards_config("fruit", split))
     only = Path(given.only) if given.only else None
-    images = Path(str(given.images))
+    images = found.images("fruit", split)
     (shard if finish else plan_shards)(
         **{"source": images, "out": folder, "kind": given.kind, "shards": given.shards},
         only=only,
@@ -246,6 +247,26 @@ def test_a_start_says_to_every_run_how_images_are_resized() -> None:
     )
     refresh_runs(load("mine.yaml"))
     assert resize_of(config.parent) is None
+
+
+def test_bundled_images_of_another_kind() -> None:
+    """They are written again, once the shards of those before are removed as the message says."""
+
+    def asked(kind: str) -> Experiment:
+        values = {"datasets": {"fruit": {"kind": kind, "splits": {"train": {}}}}, "runs": {}}
+        Path("mine.yaml").write_text(yaml.safe_dump(values))
+        return load("mine.yaml")
+
+    found = asked("digits")
+    shutil.copytree("fruit", found.images("fruit", "train"))
+    folder = make(found)
+    assert outdated(asked("shapes")) == other_shards(asked("shapes"), [PAIR]) == [], "unknown"
+    Path("results/mine/images/fruit/kind.txt").write_text("digits\n")
+    assert outdated(found) == other_shards(found, [PAIR]) == []
+    (note,) = other_shards(asked("shapes"), [PAIR])
+    assert "kind (shapes, made with digits)" in note and note.count(str(folder)) == 1
+    shutil.rmtree(folder)
+    assert outdated(asked("shapes")) == [Path("results/mine/images/fruit")]
 
 
 def test_a_plan_that_was_not_finished_is_not_gone_on_with() -> None:

@@ -291,7 +291,9 @@ def test_images_of_an_import_may_lie_in_a_split_of_any_name(tmp_path: Path) -> N
     found = load(
         write(
             tmp_path,
-            datasets={"mine": {"splits": {"pictures": {"images": "/images", "kind": "unlabelled"}}}},
+            datasets={
+                "mine": {"splits": {"pictures": {"images": "/images", "kind": "unlabelled"}}}
+            },
             runs={"mae": {"weights": "/w.pth", "layout": "mae", "size": "base"}},
             protocols={"explore": {"splits": ["pictures"]}},
             evaluate=[{"runs": ["mae"], "protocols": ["explore"]}],
