@@ -82,7 +82,6 @@ class Experiment:
         self.evaluations = self._add_runs_to_score()
         for evaluated, name in self.evaluations:
             self._check_evaluation(evaluated, name)
-        self._check_unused()
         self._check_names("tables", spec.tables, TABLE_NAMES)
         self._check_names("figures", spec.figures, FIGURES)
         self._rows = {
@@ -114,12 +113,6 @@ class Experiment:
             if run.settings.trains:
                 where = f"runs: {run.name}: datasets: {run.dataset}: splits"
                 self._check_names(where, [run.split], self.datasets[run.dataset].splits)
-
-    def _check_unused(self) -> None:
-        """Refuse a fault in the settings of a protocol that nothing asks for."""
-        for name in self.spec.protocols if self.runs else ():
-            self._evaluation(next(iter(self.runs.values())).size, name)
-            self._computing(name)
 
     def _check_plain(self) -> None:
         """Refuse names that commands could not say without quotes."""

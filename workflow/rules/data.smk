@@ -15,7 +15,7 @@ rule write_images:
     message:
         "Writing {resources.kind} as images"
     shell:
-        "maect retrieve {resources.kind} {output:q} 2> {log:q}; "
+        "maect retrieve {resources.kind} {output:q} 2> {log:q} && "
         "echo {resources.kind} > {output:q}/kind.txt"
 
 
