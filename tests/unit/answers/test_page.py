@@ -27,7 +27,7 @@ def test_the_page_works_word_for_word(
     home.parent.mkdir(parents=True)
     shutil.copytree(run, home)
     (home / "metrics.jsonl").write_text(line_of(1, {"loss": 2.0}, {"device_seconds": 1.0}))
-    monkeypatch.setitem(SERVICES, "wandb", MagicMock(return_value=MagicMock(id="abc")))
+    monkeypatch.setitem(SERVICES, "wandb", MagicMock(return_value=MagicMock(id="abc", done=0)))
     monkeypatch.setattr("maect.data.retrieve.retrieve", lambda what, out: [out / what])
     shutil.copytree(run, tmp_path / "weights/dinov2_small")
     shutil.copytree(photographs, tmp_path / "birds")

@@ -175,7 +175,7 @@ def test_the_hour_on_record():
     lines = report(folder)
     said = hour.page(lines)
     assert (folder / "README.md").read_text() == said
-    assert said.startswith("# An hour on NVIDIA H200")
+    assert said.startswith("# Checks on NVIDIA H200")
     for line in lines:
         known = line["status"] in ("passed", "missed", "goes on", "killed", "out of time")
         assert known or line["status"].startswith("needs "), line
