@@ -17,6 +17,7 @@ from maect.report.figures import method_style, panels, save
 
 HERE = Path(__file__).parent
 DATA_SETS = {"digits_law": "digits", "cifar10_law": "CIFAR-10", "tiny_imagenet": "Tiny-ImageNet"}
+GREY = "#555555"
 VIEWS = {"min": "crops and flips (digits: crops)", "aug": "with colours"}
 
 
@@ -44,7 +45,7 @@ def tuned(folder: Path) -> pd.DataFrame:
                 "model": seedless(run),
                 "views": config["settings"]["augmentation"],
                 "lookup": head["lookup"],
-                "right": drawn.get(head["lookup"]) or float(runs.at[run, "lookups_right"]),
+                "right": drawn.get(head["lookup"]) or float(str(runs.at[run, "lookups_right"])),
                 "gain": knn[run] - knn[first],
             }
 
@@ -61,14 +62,14 @@ def main() -> None:
             own = every[every["views"] == views].groupby(["lookup", "model"])[["right", "gain"]]
             mean, std = own.mean(), own.std()
             if "oracle" in mean.index:
-                oracle = mean.loc["oracle"].sort_values("right")
+                oracle = mean.loc[["oracle"]].sort_values("right")
                 ax.plot(oracle["right"], oracle["gain"], **style)
             if "topk" in mean.index:
-                real, error = mean.loc["topk"], std.loc["topk"]
+                real, error = mean.loc[["topk"]], std.loc[["topk"]]
                 hollow = {"linestyle": "", "fillstyle": "none", "markersize": 9, "capsize": 2}
                 ax.errorbar(real["right"], real["gain"], error["gain"], **style | hollow)
             if "none" in mean.index:
-                ax.axhline(mean.loc["none"]["gain"].mean(), color=style["color"], linestyle=":")
+                ax.axhline(mean.loc[["none"], "gain"].mean(), color=style["color"], linestyle=":")
             ax.plot([], [], **style, label=title)
     for ax, title in zip(axes, VIEWS.values(), strict=True):
         ax.axhline(0, color="#777777", linewidth=0.7)
@@ -77,11 +78,10 @@ def main() -> None:
     for ax in axes:
         ax.set_ylim(-0.5, highest)
     axes[0].set_ylabel("k-NN, gain over MAE (points)")
-    grey = {"color": "#555555"}
     kinds = [
-        Line2D([], [], **grey, label="drawn lookup"),
-        Line2D([], [], **grey, marker="o", fillstyle="none", linestyle="", label="real lookup"),
-        Line2D([], [], **grey, linestyle=":", label="no lookup"),
+        Line2D([], [], color=GREY, label="drawn lookup"),
+        Line2D([], [], color=GREY, marker="o", fillstyle="none", linestyle="", label="real lookup"),
+        Line2D([], [], color=GREY, linestyle=":", label="no lookup"),
     ]
     handles = [*axes[0].get_legend_handles_labels()[0], *kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)

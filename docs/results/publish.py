@@ -128,8 +128,8 @@ def _tables(merged: Experiment, runs: pd.DataFrame, out: Path) -> list[str]:
         for own in seeds.values():
             del own[COST]
         sets, splits = tables_of_sets(shown), read_json(out / "images.json", {}).items()
-        own = f"{merged.default_dataset} "
-        images = {n.removeprefix(own): one["n"] for n, one in splits if n.startswith(own)}
+        prefix = f"{merged.default_dataset} "
+        images = {n.removeprefix(prefix): one["n"] for n, one in splits if n.startswith(prefix)}
         frame = claims_table(made, seeds=seeds, sets=sets, images=images)
         _write(frame, out / "claims.csv")
     return missing

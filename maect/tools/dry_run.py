@@ -55,7 +55,10 @@ def check_words(words: Sequence[str], own: Sequence[str] = ()) -> None:
         raise UserError(f"unknown option {word}; {hint}")
     if options.config:
         said = " ".join(options.config)
-        raise UserError(f"-C {said}: Snakemake would drop it; write --config {said}")
+        raise UserError(
+            f"{said} as an option of Snakemake (-C, or behind --): it would be dropped; write "
+            f"--config {said}, before --"
+        )
     check_targets(options.targets)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError
-from maect.core.files import check_free, write_text
+from maect.core.files import write_text
 from maect.core.templates import fill_template
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import encoder_checksum, encoder_settings
@@ -41,7 +41,7 @@ def leaderboard(runs: list[Path], out: Path) -> str:
 
     Raises:
         UserError: an evaluation is missing, damaged or of another encoder than the run has, two
-            runs have the same name, or a `results.csv` is there with other rows.
+            runs have the same name, or the `results.csv` has other methods or cells filled in.
     """
     names = [Path(os.path.abspath(run)).name for run in runs]
     if len({*names}) < len(names):
@@ -54,10 +54,24 @@ def leaderboard(runs: list[Path], out: Path) -> str:
         row, logs = _row(name, Path(os.path.abspath(run)))
         writer.writerow(row)
         files |= logs
-    check_free(out / "results.csv", text.getvalue())
+    _check_results(out / "results.csv", text.getvalue())
     for file, content in (files | {"results.csv": text.getvalue()}).items():
         write_text(out / file, content)
     return text.getvalue()
+
+
+def _check_results(path: Path, text: str) -> None:
+    """Refuse to lose rows of other methods, and cells that somebody filled in (UserError)."""
+    if not path.exists():
+        return
+    new = {row["method"]: row for row in csv.DictReader(io.StringIO(text))}
+    old = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8", errors="replace")))
+    for row in old:
+        of = new.get(row.get("method") or "", {})
+        if any(value and not of.get(column) for column, value in row.items()):
+            raise UserError(
+                f"{path}: has other methods, or cells that were filled in; choose another --out"
+            )
 
 
 def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -27,10 +27,11 @@ _AT_ONCE = 500
 class WandB:
     """Weights & Biases, in `$WANDB_MODE` and at `$WANDB_BASE_URL` as its client has it.
 
-    `id` is what the service calls the copy, `done` the last step that it was given.
+    `id` is what the service calls the copy, `done` the last step that it has for certain: until the
+    end they wait in its client. A step that comes again is ignored there.
     """
 
-    done = 0
+    done = _given = 0
 
     def __init__(self, run: Path, project: str, id: str | None, config: dict[str, Any]) -> None:
         wandb = _package("wandb")
@@ -45,11 +46,12 @@ class WandB:
         """Add what was logged at a step; steps come in their order."""
         shown = {f"online/{name}": self._image(str(path)) for name, path in pictures.items()}
         self._run.log(values | shown, step=step)
-        self.done = step
+        self._given = step
 
     def close(self, finished: bool) -> None:
         """End this copying; whether the run itself has ended, too."""
         self._run.finish()
+        self.done = self._given
 
 
 class MLflow:

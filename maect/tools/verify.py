@@ -15,6 +15,7 @@ import yaml
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import check_free, read_json, seek_record, write_text
+from maect.core.yaml_files import read_mapping
 from maect.experiment import Experiment, load
 from maect.records import RunRecord
 from maect.report.claims import ACCURACIES, split_of
@@ -65,7 +66,9 @@ def cells(published: Path, experiment: Experiment) -> list[Checked]:
             continue
         frame = read_table(path).set_index(["architecture", "method"])
         metrics = [one for one in table.metrics if not one.by_model and one.name in frame]
-        metrics += filter(None, map(table.other, frame.filter(regex="(?<!_std)(?<!_paper)$")))
+        metrics += filter(
+            None, map(table.other, map(str, frame.filter(regex="(?<!_std)(?<!_paper)$")))
+        )
         for row in experiment.rows(path.stem):
             for metric in metrics:
                 if (row.architecture, row.method) not in frame.index:
@@ -140,7 +143,9 @@ def verify(
     file = out / f"{before.name}.yaml"
     again = out / before.name
     text = yaml.safe_dump(spec | {"storage": str(again)}, sort_keys=False)
-    check_free(file, text)
+    earlier = file.exists() and read_mapping(file, "experiment").get("storage") == str(again)
+    if not earlier:
+        check_free(file, text)
     write_text(file, text)
     experiment = load(str(file))
     asked = chosen(cells(published, experiment), names, seed)

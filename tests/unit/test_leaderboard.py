@@ -108,8 +108,11 @@ def test_rows_and_logs_are_in_the_leaderboards_form(
     (tmp_path / "results.csv").write_text(filled)
     capsys.readouterr()
     assert cli.main(["leaderboard", *runs, "--out", str(tmp_path)]) == 2
-    assert "results.csv: exists and says something else" in capsys.readouterr().err
+    assert "results.csv: has other methods, or cells that were filled in" in capsys.readouterr().err
     assert (tmp_path / "results.csv").read_text() == filled
+    (tmp_path / "results.csv").unlink()
+    assert cli.main(["leaderboard", runs[0], "--out", str(tmp_path)]) == 0
+    assert cli.main(["leaderboard", *runs, "--out", str(tmp_path)]) == 0  # its own, and one more
 
 
 def test_what_is_missing_is_one_line(

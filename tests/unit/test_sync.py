@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from PIL import Image
@@ -69,6 +70,19 @@ def test_only_what_is_new_is_copied(
     }
     assert main(["sync", "wandb", str(run), "--project", "cats"]) == 2
     assert "wandb has it in the project birds; leave --project out" in capsys.readouterr().err
+
+
+def test_what_waits_in_the_client_of_wandb_is_not_taken_for_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = MagicMock()
+    client.init.return_value.finish.side_effect = [KeyboardInterrupt, None]
+    monkeypatch.setitem(sys.modules, "wandb", client)
+    run = write_run(tmp_path / "ct", 3)
+    with pytest.raises(KeyboardInterrupt):
+        sync.sync("wandb", run, "birds")
+    assert sync.sync("wandb", run, "birds") == 3
+    assert sync.sync("wandb", run, "birds") == 0
 
 
 def test_a_copy_that_ended_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

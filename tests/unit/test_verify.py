@@ -98,6 +98,15 @@ def test_an_experiment_of_the_same_name_is_left_alone(published: Path, tmp_path:
     assert (tmp_path / "digits.yaml").read_text() == "runs: {}\n"
 
 
+def test_the_experiment_of_an_earlier_call_is_written_anew(published: Path, tmp_path: Path) -> None:
+    """After an upgrade it may say something else; what is the same is not computed again."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "digits.yaml").write_text(f"storage: {out / 'digits'}\nruns: {{}}\n")
+    run = pipeline(published, {"knn": 86.4})
+    assert verify(published, [KNN], out, run) == 0
+
+
 def test_cells_are_named_or_drawn(published: Path, tmp_path: Path) -> None:
     found = cells(published, load("digits"))
     names = [cell.name for cell in found]
