@@ -135,7 +135,7 @@ def test_interrupt_while_the_controller_is_away(run):
     run.slurm.stop_daemon("slurmctld")
     try:
         launcher.send_signal(signal.SIGINT)
-        words = finish(launcher)
+        words = finish(launcher, 400)
     finally:
         run.slurm.start_daemon("slurmctld")
     assert launcher.returncode == 130 and "was not cancelled" in words

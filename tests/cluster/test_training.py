@@ -54,7 +54,7 @@ class Training(SlurmRun):
     def recipe(folder: Path, shards: Path) -> list[str]:
         RunConfig(
             run=folder.name, stage="pretrain", size="tiny", shards=shards,
-            encoder=load_encoder("tiny"), settings=load_recipe("mae", "tiny", {"epochs": 8}),
+            encoder=load_encoder("tiny"), settings=load_recipe("mae", "tiny", {"epochs": 24}),
         ).write(folder / "config.yaml")  # fmt: skip
         return ["train", str(folder / "config.yaml"), "--save-every-minutes", "0.03"]
 
