@@ -81,7 +81,7 @@ def test_hidden_devices(
         (["run", "digits", "--confg", "seeds=2"], "unknown option --confg; did you mean --config?"),
         (["run", "digits", "--nonsense"], "unknown option --nonsense; see maect run --help"),
         (["run", "digits", "--cores"], "argument --cores"),
-        (["run", "digits", "-n", "-C", "seeds=3"], "it would be dropped; write --config seeds=3, before --"),
+        (["run", "digits", "-n", "-C", "seeds=3"], "dropped; write --config seeds=3, before --"),
         (["run", "digits", "tabels", "-n"], "unknown target 'tabels'; did you mean 'tables'?"),
         (["clean", "OUT"], "OUT: no runs there"),
         (["show", "OUT"], "no such results folder"),
