@@ -11,12 +11,11 @@ from typing import Any
 
 import yaml
 
-from maect.core.errors import UserError, check_names, did_you_mean
+from maect.core.errors import UserError, did_you_mean
 from maect.core.files import PIPELINE
 from maect.core.owners import exposed
 from maect.core.yaml_files import read_mapping
 from maect.evaluate import PROTOCOLS
-from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS
 from maect.stages import STAGES
 
 PROFILES = PIPELINE / "cluster_profiles"
@@ -25,8 +24,6 @@ SLURM = PROFILES / "slurm/config.yaml"
 KINDS = ("training", "node", "device", "cpu")
 HERE = ("write_shard", "import")
 """Rules that run where Snakemake does, of which a profile may say `threads`."""
-RESOURCES = (*PROFILE, *PROFILE_OF_TRAININGS, "threads", "gpu_jobs", "tmpdir")
-"""What a profile may say of a job: the last three are for Snakemake itself."""
 Jobs = Mapping[str, Mapping[str, Any]]
 
 
@@ -70,19 +67,15 @@ def kinds() -> dict[str, str]:
 
 
 def by_rule(jobs: Jobs) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return Snakemake's `set-resources` and `set-threads` of rules.
+    """Return Snakemake's `set-resources` and `set-threads` of rules; UserError for unknown jobs.
 
     `jobs` has resources by kind of job (`KINDS`) or rule; `threads` is a rule's share of the cores.
-
-    Raises:
-        UserError: an unknown job, or a resource that nothing reads.
     """
     kind_of, asked = kinds(), dict[str, Mapping[str, Any]]()
     for name in jobs:
         if name not in {*KINDS, *kind_of, *HERE}:
             hint = did_you_mean(name, [*KINDS, *kind_of])
             raise UserError(f"cluster profile: unknown job {name!r}; {hint}")
-        check_names(f"cluster profile: {name}", jobs[name], RESOURCES)
     larger: Mapping[str, Any] = {}
     for kind in KINDS:
         larger = {**larger, **jobs.get(kind, {})}

@@ -171,13 +171,6 @@ def test_a_kind_that_is_none() -> None:
         by_rule({"traning": {"nodes": 1}})
 
 
-def test_a_resource_that_nothing_reads() -> None:
-    with pytest.raises(UserError, match="node: unknown 'mem'; did you mean 'mem_mb'"):
-        by_rule({"node": {"mem": 480000}})
-    with pytest.raises(UserError, match="tune: unknown 'walltime'"):
-        like_slurm({"tune": {"walltime": 60}})
-
-
 def test_a_profile_says_nothing_of_the_experiment(tmp_path: Path) -> None:
     """`maect run` gives Snakemake a `--config` of its own, which replaces that of a profile."""
     (tmp_path / "config.yaml").write_text("__use_yte__: true\nconfig: [storage=results/other]\n")
