@@ -143,12 +143,6 @@ def read_text(path: str | Path) -> str:
         return file.read().decode()
 
 
-def check_free(path: Path, text: str) -> None:
-    """Refuse to write a text over a file of the user's that says something else (UserError)."""
-    if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-        raise UserError(f"{path}: exists and says something else; choose another --out")
-
-
 def write_text(path: str | Path, text: str) -> None:
     """Write `text` atomically."""
     with atomic_write(path) as temporary:

@@ -128,9 +128,7 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
         raise UserError(f"{path}: no such clusters; evaluate clustering first")
     with safe_open(path, framework="numpy") as file:
         made = json.loads((file.metadata() or {}).get("maect", "null"))
-    # Older ones do not say of which features they are.
-    said = made is not None and {"encoder_sha256", "index_digest"} <= made.keys()
-    if not said or not made.items() <= origin(test).items():
+    if made != origin(test):
         raise UserError(
             f"{path}: clusters of another encoder, or of other images or features, than "
             f"{test.path}; evaluate clustering again, with the same `norm` and `blocks`"

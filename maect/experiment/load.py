@@ -324,10 +324,11 @@ class Experiment:
             return self.root / "images" / dataset / split
         return Path(fill_path(given.images))
 
-    def written_kind(self, dataset: str) -> str:
-        """Return of which kind the bundled images are that lie in the results; empty: unknown."""
-        path = self.root / "images" / dataset / "kind.txt"
-        return path.read_text().strip() if path.exists() else ""
+    def other_kind(self, dataset: str) -> str:
+        """Return the kind of the bundled images that were written, if it is not that asked for."""
+        asked, path = self.datasets[dataset], self.root / "images" / dataset / "kind.txt"
+        written = path.read_text().strip() if asked.bundled and path.exists() else asked.kind
+        return written if written != asked.kind else ""
 
     def rows(self, name: str) -> list[Row]:
         """Lines of a table or figure."""

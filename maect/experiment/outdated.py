@@ -49,10 +49,8 @@ class _Comparison:
         self.experiment, self.root = experiment, experiment.root
 
     def images(self) -> Iterator[Path]:
-        for name, dataset in self.experiment.datasets.items():
-            written = self.experiment.written_kind(name)
-            if dataset.bundled and written not in ("", dataset.kind):
-                yield self.root / "images" / name
+        for name in filter(self.experiment.other_kind, self.experiment.datasets):
+            yield self.root / "images" / name
 
     def shards(self) -> Iterator[Path]:
         for name, part in self.experiment.splits:

@@ -226,17 +226,15 @@ def other_shards(experiment: Experiment, splits: Iterable[tuple[str, str]]) -> l
     """
     notes = []
     for name, split in splits:
-        dataset = experiment.datasets[name]
-        folder, given = experiment.shards(name, split), dataset.splits[split]
+        folder, given = experiment.shards(name, split), experiment.datasets[name].splits[split]
         if not (given.source.sharded and (folder / "plan.json").exists()):
             continue
         # Bundled images are always the same.
         own = _is_sharded(experiment, name, split)
         found = experiment.changes(name, split) if own else None
         parts = [experiment.said_otherwise(name, split)]
-        written = experiment.written_kind(name)
-        if dataset.bundled and written not in ("", dataset.kind):
-            parts.append(f"kind ({dataset.kind}, made with {written})")
+        if written := experiment.other_kind(name):
+            parts.append(f"kind ({experiment.datasets[name].kind}, made with {written})")
         if found and found.others:
             moved = f"images ({found.now}, made of {found.before})"
             parts.append(f"{moved if found.moved else found.now}: {found}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 from maect.answers.commands import Resize
 from maect.core.commands import Log, Positive, Word, command
 from maect.core.errors import UserError, check_names
-from maect.core.files import check_free, need
+from maect.core.files import need
 
 if TYPE_CHECKING:
     from maect.evaluate import EvaluationConfig
@@ -115,9 +115,15 @@ class Changed:
         config = config.named(self.out)
         if isinstance(config.settings, FewLabels):
             config = config.model_copy(update={"settings": config.settings.read_lists()})
-        check_free(self.out, config.text(self.out))
+        _check_free(self.out, config.text(self.out))
         config.write(self.out)
         return config, self.out
+
+
+def _check_free(path: Path, text: str) -> None:
+    """Refuse to write a config over a file that says something else (UserError)."""
+    if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+        raise UserError(f"{path}: exists and says something else; choose another --out")
 
 
 @command(
@@ -282,7 +288,7 @@ def features(
             "blocks": blocks,
         }
         config = validated(FeaturesConfig, given, "maect features")
-        check_free(path, config.text(path))
+        _check_free(path, config.text(path))
         if out.exists() and not path.exists():
             raise UserError(
                 f"{out}: exists, and no {path.name} says what it is; choose another --out"

@@ -14,7 +14,7 @@ import pandas as pd
 import yaml
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.files import check_free, read_json, seek_record, write_text
+from maect.core.files import read_json, seek_record, write_text
 from maect.core.yaml_files import read_mapping
 from maect.experiment import Experiment, load
 from maect.records import RunRecord
@@ -142,11 +142,9 @@ def verify(
     spec = yaml.safe_load(before.file.read_text(encoding="utf-8"))
     file = out / f"{before.name}.yaml"
     again = out / before.name
-    text = yaml.safe_dump(spec | {"storage": str(again)}, sort_keys=False)
-    earlier = file.exists() and read_mapping(file, "experiment").get("storage") == str(again)
-    if not earlier:
-        check_free(file, text)
-    write_text(file, text)
+    if file.exists() and read_mapping(file, "experiment").get("storage") != str(again):
+        raise UserError(f"{file}: an experiment of yours; choose another --out")
+    write_text(file, yaml.safe_dump(spec | {"storage": str(again)}, sort_keys=False))
     experiment = load(str(file))
     asked = chosen(cells(published, experiment), names, seed)
     if not asked:
@@ -160,9 +158,6 @@ def verify(
     print(f"{len(asked)} cells by {len(files)} evaluations, below {again}", flush=True)
     if status := run(file, sorted(files)):
         return status
-    shards = {
-        s: experiment.shards(d, s) for d, s in experiment.splits if d == experiment.default_dataset
-    }
     known = pd.read_csv(runs, index_col="run", keep_default_na=False)["encoder_sha256"]
     outside = open_ = 0
     several = len({cell.row.architecture for cell in asked}) > 1
@@ -172,7 +167,8 @@ def verify(
         made = [RunRecord.find(again / "runs" / one) for one in cell.row.runs]
         sums = [one and one.encoder_sha256 for one in made]
         same = sums == [str(known.get(one, "")) for one in cell.row.runs]
-        index = shards[split_of(cell.table, cell.metric.name)] / "index.json"
+        split = split_of(cell.table, cell.metric.name)
+        index = experiment.shards(experiment.default_dataset, split) / "index.json"
         most, why = tolerance(cell, same, int(seek_record(index).get("n", 1)))
         difference = round(value - cell.value, DECIMALS)
         allowed = why if math.isinf(most) else f"at most {most:.2g} ({why})"

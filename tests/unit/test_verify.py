@@ -93,7 +93,7 @@ def test_nothing_to_make_again_is_an_error(published: Path, tmp_path: Path) -> N
 
 def test_an_experiment_of_the_same_name_is_left_alone(published: Path, tmp_path: Path) -> None:
     (tmp_path / "digits.yaml").write_text("runs: {}\n")
-    with pytest.raises(UserError, match=r"digits.yaml: exists and says something else"):
+    with pytest.raises(UserError, match=r"digits.yaml: an experiment of yours"):
         verify(published, [KNN], tmp_path, lambda file, targets: 0)
     assert (tmp_path / "digits.yaml").read_text() == "runs: {}\n"
 
