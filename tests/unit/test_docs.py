@@ -49,6 +49,14 @@ def test_the_files_that_the_readme_links_to_are_there() -> None:
         assert (ROOT / target).exists(), target
 
 
+def test_the_index_of_results_names_every_page() -> None:
+    results = ROOT / "docs/results"
+    index = results / "README.md"
+    links = re.findall(r"\]\(([^)#]+)", index.read_text(encoding="utf-8"))
+    pages = {*results.glob("*.md"), *results.glob("*/README.md")} - {index}
+    assert {results / link for link in links if not link.startswith("..")} == pages
+
+
 def commands(text: str) -> list[list[str]]:
     """Words of the `maect` commands in code blocks, whose lines a backslash may join."""
     text = text.replace("\\\n", " ")
