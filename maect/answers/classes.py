@@ -20,6 +20,7 @@ from maect.records import RunRecord, checked_sha256, is_finished
 from maect.stages import STAGES
 
 _KIND = "logistic_regression"
+_COLUMNS = ["file", "class", "probability"]
 
 Array = NDArray[np.float32]
 
@@ -83,6 +84,13 @@ def check_replaceable(path: Path) -> None:
         if read_arrays(path)[1].get("maect") == _KIND:
             return
     raise UserError(f"{path}: exists, and was not fitted by --labelled; choose another name")
+
+
+def check_replaceable_table(path: Path) -> None:
+    """Refuse, by a UserError, to write over a table that is not of `write_classes`."""
+    own = ",".join(_COLUMNS).encode()
+    if path.is_file() and not path.read_bytes().startswith(own):
+        raise UserError(f"{path}: exists, and is no table of maect predict; choose another name")
 
 
 def classifier_of(run: Path) -> Path:
@@ -158,4 +166,4 @@ def write_classes(vectors: Vectors, classifier: VectorClassifier, path: Path) ->
         [name, classifier.class_names[column], f"{row[column]:.4f}"]
         for name, row, column in zip(vectors.files, probabilities, best, strict=True)
     )
-    write_rows(path, ["file", "class", "probability"], rows)
+    write_rows(path, _COLUMNS, rows)

@@ -227,6 +227,7 @@ def predict(
     from maect import load
     from maect.answers.classes import (
         check_replaceable,
+        check_replaceable_table,
         classifier_of,
         fit_classifier,
         read_classifier,
@@ -236,6 +237,7 @@ def predict(
     from maect.answers.vectors import embed as vectors_of
 
     check_format(out, (".csv",), [images])
+    check_replaceable_table(out)
     path = classifier or classifier_of(run)
     if labelled is not None:
         if classifier is None:

@@ -229,16 +229,19 @@ def test_a_table_that_is_read_is_not_written(
     assert main(["embed", str(run), str(table), "--out", str(labelled)]) == 0
     fit = ["predict", str(run), str(table), "--labelled", str(labelled), "--classifier"]
     kept.write_bytes((run / "encoder.safetensors").read_bytes())
+    own = tmp_path / "own.csv"
+    own.write_text("file,class\na.png,cat\n")
     for words, fault in (
         (["embed", str(run), str(table), "--out", str(table)], "mine.files.csv: is read"),
         (["embed", str(run), str(table), "--out", str(array), "--afresh"], "files.csv: is read"),
         ([*fit, str(tmp_path / "c.safetensors"), "--out", str(table)], "mine.files.csv: is read"),
         ([*fit, str(labelled), "--out", str(tmp_path / "p.csv")], "was not fitted by --labelled"),
         ([*fit, str(kept), "--out", str(tmp_path / "p.csv")], "was not fitted by --labelled"),
+        ([*fit, str(tmp_path / "c.safetensors"), "--out", str(own)], "no table of maect predict"),
     ):
-        before = [path.read_bytes() for path in (table, labelled, kept)]
+        before = [path.read_bytes() for path in (table, labelled, kept, own)]
         assert main(words) == 2 and fault in capsys.readouterr().err
-        assert [path.read_bytes() for path in (table, labelled, kept)] == before
+        assert [path.read_bytes() for path in (table, labelled, kept, own)] == before
     kept.unlink()
     for _ in range(2):  # its own is made again
         assert main([*fit, str(kept), "--out", str(tmp_path / "p.csv")]) == 0
