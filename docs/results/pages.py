@@ -165,8 +165,7 @@ def _headline(folder: Path, runs: pd.DataFrame) -> str:
         "seeds",
     )
     lines = [f"| | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
-    several = (folder / "measured.csv").exists()
-    trained = set(pd.read_csv(folder / "measured.csv")["run"] if several else runs["run"])
+    trained = set(pd.read_csv(folder / "measured.csv")["run"])
     chosen = _after_tests(folder)
     for line, stem, cost in zip(frame.to_dict("records"), stems, costs, strict=True):
         cells = [_spread(line[c], line[f"{c}_std"]) for c in columns]
@@ -205,16 +204,6 @@ Values = dict[tuple[str, str, str], float]
 
 
 def _measured(folder: Path) -> Values:
-    if not (folder / "measured.csv").exists():  # one seed: its numbers are those of the tables
-        tables = {name: folder / f"tables/{name}.csv" for name in ("low_shot", "clustering")}
-        known = {
-            n: read_table(path).to_dict("records") for n, path in tables.items() if path.exists()
-        }
-        return {
-            (f"{line['method']}_{line['architecture']}", *key): float(line[key[1]])
-            for key in GAINS.values()
-            for line in known.get("clustering" if key[0] == "clustering" else "low_shot", ())
-        }
     frame = pd.read_csv(folder / "measured.csv")
     values = frame.set_index(["run", "evaluation", "metric"])["value"].to_dict()
     return cast(Values, values)
