@@ -20,10 +20,10 @@ from maect.core.files import read_json, seek_record, write_text
 from maect.core.settings import digest
 from maect.evaluate.base import OutputOf, Trained
 from maect.experiment import Experiment
+from maect.experiment.outdated import Differences
 from maect.experiment.resolve import evaluation_config, input_path, run_config
 from maect.records import EvaluationRecord, RunRecord
 from maect.stages.run import RunConfig
-from maect.train.run_folder import fingerprint
 
 Pair = tuple[str, str]
 
@@ -67,55 +67,28 @@ def what_is_here(experiment: Experiment) -> Here:
     all that it was made from do.
     """
 
-    def digest_of(dataset: str, split: str) -> str | None:
-        """Of a split's images, if they are here."""
-        return seek_record(experiment.shards(dataset, split) / "index.json").get("digest")
+    differences = Differences(experiment)
 
     @cache
     def record(name: str) -> RunRecord | None:
         """A run's completion record; none if the run does not count."""
-        folder, run = experiment.folder(name), experiment.runs[name]
-        found, now = RunRecord.find(folder), run_config(experiment, name)
-        if found is None or (found.stage, found.source) != (now.stage, run.source):
+        found, source = RunRecord.find(experiment.folder(name)), experiment.runs[name].source
+        if not found or differences.is_another_run(name, found) or (source and not record(source)):
             return None
-        if now.settings.trains:
-            same = (found.seed, found.encoder) == (now.seed, now.encoder)
-            if not (same and now.settings.is_said_by(found.settings)):
-                return None
-        if run.source is not None and not record(run.source):
-            return None
-        images = digest_of(run.dataset, run.split)
-        if now.settings.trains and images is not None:
-            source = None if run.source is None else experiment.folder(run.source)
-            given = now.stage, now.settings, now.encoder, now.seed, images, source
-            if found.fingerprint != fingerprint(*given):
-                return None
         return found
 
     @cache
     def result(pair: Pair) -> EvaluationRecord | None:
         """An evaluation's result; none if it does not count."""
         found, made_by = EvaluationRecord.seek(result_file(experiment, pair)), record(pair[0])
-        if not found or not made_by:
+        if not found or not made_by or differences.is_another_evaluation(*pair, found):
             return None
-        now, about = evaluation_config(experiment, *pair), found.provenance
-        if not now.is_answered_by(found) or about["encoder_sha256"] != made_by.encoder_sha256:
-            return None
-        for name, kind in now.settings.inputs().items():
-            given = about.get("inputs", {}).get(name)
-            if isinstance(kind, OutputOf):
-                made = result((pair[0], kind.evaluation))
-                if not made or given != made.left_sha256:
-                    return None
-            elif isinstance(kind, Trained):
+        for kind in evaluation_config(experiment, *pair).settings.inputs().values():
+            if isinstance(kind, OutputOf) and not result((pair[0], kind.evaluation)):
+                return None
+            if isinstance(kind, Trained):
                 folders = cast(list[Path], input_path(experiment, *pair, kind))
-                records = [record(folder.name) for folder in folders]
-                if given != [one and one.encoder_sha256 for one in records] or None in records:
-                    return None
-            else:
-                images = digest_of(experiment.default_dataset, kind.split)
-                seen = about.get("splits", {}).get(name, {}).get("index_digest", images)
-                if images is not None and seen != images:
+                if not all(record(folder.name) for folder in folders):
                     return None
         return found
 

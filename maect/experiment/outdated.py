@@ -31,28 +31,28 @@ def outdated(experiment: Experiment) -> list[Path]:
 
     What is made of such a file follows it. Of what inputs are gone nothing can be told: it stays.
     """
-    found = _Comparison(experiment)
+    found = Differences(experiment)
     return [
-        *found.images(),
-        *found.shards(),
-        *found.runs(),
-        *found.features(),
-        *found.evaluations(),
-        *found.shown(),
+        *found._images(),
+        *found._shards(),
+        *found._runs(),
+        *found._features(),
+        *found._evaluations(),
+        *found._shown(),
     ]
 
 
-class _Comparison:
+class Differences:
     """A results folder beside what is asked for; every record is read once."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.root = experiment, experiment.root
 
-    def images(self) -> Iterator[Path]:
+    def _images(self) -> Iterator[Path]:
         for name in filter(self.experiment.other_kind, self.experiment.datasets):
             yield self.root / "images" / name
 
-    def shards(self) -> Iterator[Path]:
+    def _shards(self) -> Iterator[Path]:
         for name, part in self.experiment.splits:
             dataset = self.experiment.datasets[name]
             own, split = self.experiment.own_shards(name, part), dataset.splits[part]
@@ -70,7 +70,7 @@ class _Comparison:
                 if _differ(made, {"class_names": classes, "of": of}):
                     yield own / "index.json"
 
-    def runs(self) -> Iterator[Path]:
+    def _runs(self) -> Iterator[Path]:
         for name in self.experiment.runs:
             folder = self.experiment.folder(name)
             made = self.run(folder)
@@ -78,6 +78,7 @@ class _Comparison:
                 yield RunRecord.path(folder)
 
     def is_another_run(self, name: str, made: RunRecord) -> bool:
+        """Return whether a finished run is not the one asked for, or began with other weights."""
         config = resolve.run_config(self.experiment, name)
         settings, shape = config.settings, config.encoder
         if made.stage != config.stage:
@@ -104,7 +105,7 @@ class _Comparison:
             return False  # what it was made of is gone
         return made.fingerprint != config.fingerprint(data, weights_of)
 
-    def features(self) -> Iterator[Path]:
+    def _features(self) -> Iterator[Path]:
         protocols = [self.experiment.evaluation(*pair) for pair in self.experiment.evaluations]
         read = [kind for one in protocols for kind in one.inputs().values()]
         endings = {resolve.ending(kind) for kind in read if isinstance(kind, Features)}
@@ -122,7 +123,7 @@ class _Comparison:
         config = resolve.features_config(self.experiment, run, dataset, kind)
         return config.how | {"index_digest": self.index(config.shards)}
 
-    def evaluations(self) -> Iterator[Path]:
+    def _evaluations(self) -> Iterator[Path]:
         for run, name in self.experiment.evaluations:
             path = self.root / "evaluations" / run / f"{name}.json"
             made = self.result(path)
@@ -130,6 +131,7 @@ class _Comparison:
                 yield path
 
     def is_another_evaluation(self, run: str, name: str, made: EvaluationRecord) -> bool:
+        """Return whether a result is of other settings, weights, images or inputs."""
         config, about = resolve.evaluation_config(self.experiment, run, name), made.provenance
         if not config.is_answered_by(made):
             return True
@@ -162,7 +164,7 @@ class _Comparison:
                 return False  # gone: what it was scored by is unknown
         return False
 
-    def shown(self) -> Iterator[Path]:
+    def _shown(self) -> Iterator[Path]:
         for path, config, outputs in pages(self.experiment):
             there = [output for output in outputs if output.exists()]
             if there and not _is_made_by(config, path, there):
