@@ -78,8 +78,10 @@ def fetch_all(remotes: Iterable[Remote], out: Path, wait: float = 2.0) -> list[P
         path = out / remote.name
         if not path.exists():
             _download(remote, path, wait)
-        _check(remote, path)
+        actual, seen = _checked(remote, path), _seen(path)
         fetched.append(path if not remote.unpacks_to else _unpack(path, out / remote.unpacks_to))
+        if not seen.exists():  # not of an archive that cannot be unpacked
+            write_text(seen, f"{actual}  {path.name}\n")
     return fetched
 
 
@@ -152,17 +154,23 @@ def _append(url: str, part: Path) -> None:
         raise ConnectionError(f"connection closed after {received} of {length} bytes")
 
 
-def _check(remote: Remote, path: Path) -> None:
-    """Compare with the known hash, or with the one seen at first."""
-    seen = path.with_name(f"{path.name}.sha256")
-    actual = sha256_file(path)
-    expected = remote.sha256
+def _seen(path: Path) -> Path:
+    """The file with the hash of a file's first download."""
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _checked(remote: Remote, path: Path) -> str:
+    """Return a file's hash; a UserError if it is not the known one, or the one seen at first."""
+    seen, actual = _seen(path), sha256_file(path)
+    expected, cure = remote.sha256, ""
     if expected is None and seen.exists():
         expected = seen.read_text(encoding="utf-8").split()[0]
-    if expected is not None and actual != expected:
-        raise UserError(f"{path}: sha256 is {actual}, expected {expected}; delete it and try again")
-    if not seen.exists():
-        write_text(seen, f"{actual}  {path.name}\n")
+        cure = f" (if the first download was wrong, delete {seen.name}, too)"
+    if expected not in (None, actual):
+        raise UserError(
+            f"{path}: sha256 is {actual}, expected {expected}; delete it and try again{cure}"
+        )
+    return actual
 
 
 def _unpack(archive: Path, folder: Path) -> Path:

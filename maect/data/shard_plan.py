@@ -50,6 +50,11 @@ def planned(
     if shards < 1:
         raise UserError(f"--shards {shards}: at least one is needed")
     images = open_source(kind, source, labels, pixels)
+    if labels is None and "labels" in images.needs:
+        raise UserError(
+            f"{source}: the validation images carry no labels; give --labels (the devkit "
+            "ILSVRC2012_devkit_t12.tar.gz, or a text file with lines `name label`)"
+        )
     if images.in_place and shorter_side is not None:
         raise UserError(f"{source}: --shorter-side: an index of tars makes no image; unpack them")
     listing = images.listing()

@@ -197,7 +197,7 @@ def _write(out: Path, number: int, threads: int) -> None:
     if is_finished(out, number):
         return
     plan = read_plan(out)
-    pixels, skip = _pixels(plan["options"]), "skip_unreadable" in plan
+    pixels, skip = Pixels.of_shards(plan["options"]), "skip_unreadable" in plan
     source = open_source(plan["kind"], Path(plan["source"]), pixels=pixels)
     tar = out / shard_name(plan["split"], number)
     tars = {path: i for i, path in enumerate(plan.get("tars", []))}
@@ -314,7 +314,7 @@ def prepare(
 ) -> Iterator[Ready | str]:
     """The images in order, or why one cannot be read; a bounded number in memory."""
     side: int = options.get("shorter_side") or sys.maxsize
-    pixels = _pixels(options)
+    pixels = Pixels.of_shards(options)
 
     def one(entry: Entry) -> Ready | str:
         try:
@@ -343,13 +343,6 @@ def _read(source: ImageSource, entry: Entry) -> bytes:
         raise UserError(
             f"{source.path}: {entry.name}: {reason(error)}; start again, or `exclude` it"
         ) from None
-
-
-def _pixels(options: dict[str, Any]) -> Pixels:
-    """Those of a plan's options; mean and deviation of what is read are not among them."""
-    made = options.get("pixels", {})
-    channels = made.get("channels", 3)
-    return Pixels.model_validate(made | {"mean": (0.5,) * channels, "std": (0.5,) * channels})
 
 
 def _recompress(ready: Ready, side: int) -> Ready:
@@ -471,8 +464,8 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
     for record in records:
         found.merge(record)
     # Where no image was turned or has other channels, nothing is special about reading them.
-    made = plan["options"].get("pixels", {})
-    special = found.turned or made.get("channels", 3) != 3
+    read = Pixels.of_shards(plan["options"])
+    special = found.turned or read.channels != 3
     write_record(
         out / "index.json",
         {
@@ -485,7 +478,7 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
             **({"unlisted": plan["unlisted"]} if "unlisted" in plan else {}),
             **({"unreadable": faults} if faults else {}),
             **({"in_place": True} if "tars" in plan else {}),
-            **({"pixels": _pixels(plan["options"]).model_dump(mode="json")} if special else {}),
+            **({"pixels": read.model_dump(mode="json")} if special else {}),
             **found.as_dict(),
             **({"warning": warning} if (warning := found.warning()) else {}),
             "shards": shards,

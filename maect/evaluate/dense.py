@@ -7,6 +7,8 @@ are squeezed into the encoder's square, as CAPI does (facebookresearch/capi, eva
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
@@ -191,14 +193,31 @@ class Patches:
         return self.classes.reshape(-1, self.classes.shape[2])
 
 
+def _stems(index: Index) -> list[str]:
+    """Names of all samples below their source, without extension; a UserError if two agree.
+
+    Keys would not do: a long one ends in a checksum of the whole name.
+    """
+    from maect.data.shard_plan import image_names
+
+    stems = [os.path.splitext(name)[0] for name in image_names(index)]
+    stem, times = Counter(stems).most_common(1)[0]
+    if times > 1:
+        raise UserError(
+            f"{index.directory}: {times} files are called {stem!r}, with different endings; a mask "
+            "has the name of one image"
+        )
+    return stems
+
+
 class MaskSplit:
     """The masks of a split's images, in the images' order."""
 
     def __init__(self, images: Index, masks: Index) -> None:
         """Join them by name; a UserError if an image has no mask, or one of another size."""
         self.images, self.masks = images, masks
-        by_name = {name: row for row, name in enumerate(masks.keys())}
-        names = images.keys()
+        names, of_masks = _stems(images), _stems(masks)
+        by_name = {name: row for row, name in enumerate(of_masks)}
         missing = [name for name in names if name not in by_name]
         if missing:
             raise UserError(
@@ -217,12 +236,16 @@ class MaskSplit:
         from maect.data.decode import UnreadableError, open_image
 
         row = self.rows[number]
+        data = self.masks.read(row)
+        # Pillow spreads grey of 2 or 4 bits over 0 to 255.
+        few_bits = data[:4] == b"\x89PNG" and data[25] == 0 and data[24] < 8
         try:
-            with open_image(self.masks.read(row)) as (image, _):
-                if image.mode not in ("L", "P"):
+            with open_image(data) as (image, _):
+                if image.mode not in ("L", "P") or few_bits:
+                    depth = f"{data[24]}-bit grey" if few_bits else f"the mode {image.mode}"
                     raise UserError(
-                        f"{self.masks.directory}: {self.masks.key(row)!r} has pixels of the mode "
-                        f"{image.mode}; a mask has one number 0 to 255 for each"
+                        f"{self.masks.directory}: {self.masks.key(row)!r} has pixels of {depth}; "
+                        "a mask has one number 0 to 255 for each, in 8 bits"
                     )
                 return np.asarray(image)
         except UnreadableError as error:

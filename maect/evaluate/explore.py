@@ -7,6 +7,7 @@ that the page needs no images.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from typing import Any, ClassVar
 
@@ -16,10 +17,11 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.lazy import Image, NDArray, np
 from maect.data.index import open_index
+from maect.data.sources.base import UNLABELLED
 from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures, Shards
 from maect.evaluate.clusters import cluster, comparable, scale_of
 from maect.evaluate.retrieval import thumbnails
-from maect.evaluate.store import check_images
+from maect.evaluate.store import FeatureFile, check_images
 from maect.evaluate.umap import embedded
 
 PIXELS = 5_000_000
@@ -97,11 +99,12 @@ class Explore(ReadsFeatures):
             thumbnails(index, part, file, self.side)
             for index, (file, part) in zip(indices, pairs, strict=True)
         ]
+        classes, labels = in_common(pairs)
         tensors: dict[str, NDArray[Any]] = {
             "points": points,
             "splits": splits,
             "ids": ids,
-            "labels": np.concatenate([file.labels[part] for file, part in pairs]),
+            "labels": labels,
             "clusters": groups.cluster,
             "distance": groups.distance,
             "grains": np.array(sorted(groups.grains), np.int64),
@@ -118,7 +121,7 @@ class Explore(ReadsFeatures):
         about = {
             "names": names,
             "splits": list(self.splits),
-            "classes": list(files[0].record["class_names"]),
+            "classes": classes,
             "side": pictures[0].shape[1],
         }
         job.write_tensors(tensors, about)
@@ -131,6 +134,25 @@ class Explore(ReadsFeatures):
         chosen = np.random.default_rng(self.seed).permutation(len(ids))[: self.images]
         chosen.sort()
         return splits[chosen], ids[chosen]
+
+
+def in_common(
+    parts: list[tuple[FeatureFile, NDArray[np.int64]]],
+) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the class names of all splits, and each drawn image's place among them or -1.
+
+    Splits may have other classes: one is without labels, or is a view of some classes.
+    """
+    names = [
+        [*known, *map(str, range(len(known), file.classes))]
+        for file, _ in parts
+        for known in [file.record["class_names"]]
+    ]
+    classes = list(dict.fromkeys(itertools.chain(*names)))
+    # The last place is that of -1.
+    places = [np.array([*map(classes.index, own), UNLABELLED]) for own in names]
+    drawn = zip(places, parts, strict=True)
+    return classes, np.concatenate([place[file.labels[part]] for place, (file, part) in drawn])
 
 
 def columns_of(count: int) -> int:

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from maect.data import random
+from maect.data.convert import ready_pixels
 from maect.data.decode import UnreadableError, whole
 from maect.data.index import HEIGHT, ID, WIDTH
 from maect.data.loader import ahead
@@ -60,11 +61,12 @@ class Crops:
 
 def picture(split: MaskSplit, row: int) -> Image.Image:
     """An image of a split at its own size; a UserError if it cannot be decoded."""
-    sides = split.images.rows[row]
+    index, (height, width) = split.images, split.images.rows[row][[HEIGHT, WIDTH]].tolist()
     try:
-        pixels = whole(split.images.read(row), int(sides[WIDTH]), int(sides[HEIGHT]))
+        data = index.read(row)
+        pixels = ready_pixels(data, True, 3) if index.turned else whole(data, width, height)
     except UnreadableError as error:
-        raise split.images.undecodable(row, error) from None
+        raise index.undecodable(row, error) from None
     return Image.fromarray(pixels, "RGB")
 
 

@@ -63,6 +63,13 @@ class Pixels(Settings):
         """Return what decides how files are read, as far as it is said."""
         return self.model_dump(mode="json", exclude_defaults=True, exclude={"mean", "std"})
 
+    @classmethod
+    def of_shards(cls, options: dict[str, Any]) -> "Pixels":
+        """Return how files were read for shards; the means and deviations are of no image."""
+        made = options.get("pixels", {})
+        half = (0.5,) * made.get("channels", 3)
+        return cls.model_validate(made | {"mean": half, "std": half})
+
     @model_validator(mode="after")
     def _fitting(self) -> "Pixels":
         for name, values in (("mean", self.mean), ("std", self.std)):

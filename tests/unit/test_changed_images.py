@@ -12,9 +12,11 @@ import pytest
 import yaml
 from PIL import Image
 
+from maect.core.errors import UserError
 from maect.data.config import CONFIG
 from maect.data.shards import plan_shards, shard
 from maect.data.sources import changes
+from maect.data.sources.imagenet import imagenet_classes
 from maect.data.sources.shared import index_digest
 from maect.evaluate.base import Features
 from maect.experiment import Experiment, load
@@ -22,6 +24,7 @@ from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.outdated import outdated
 from maect.experiment.resolve import features_config, run_config
 from maect.experiment.start import changed_images, other_shards, refresh_runs, shards_of
+from maect.recipes import Pixels
 from maect.stages.run import resize_of
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +133,46 @@ def test_other_images_of_which_there_are_too_many_to_look_at(
     (note,) = other_shards(experiment(images="other"), [PAIR])
     assert "1 file added (c/)" in note
     assert changed_images(experiment(images="same")) == []
+
+
+def test_other_folders_of_imagenet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its classes are known, whichever are there."""
+    monkeypatch.setattr(changes, "MOST", 3)
+    ids, given = imagenet_classes(), {"kind": "imagenet", "only": None, "shards": 1}
+    for folder, classes in (("some", ids[:2]), ("all", ids[:4])):
+        for name in classes:
+            shutil.copytree("fruit/a", f"{folder}/{name}")
+    make(experiment(images="some", **given))
+    shutil.copytree("some", "same")
+    assert changed_images(experiment(images="same", **given)) == []
+    (note,) = other_shards(experiment(images="all", **given), [PAIR])
+    assert f"2 files added ({ids[2]}/ …)" in note
+
+
+def test_other_validation_images_of_imagenet() -> None:
+    """Their labels are given apart."""
+    Path("labels.txt").write_text("".join(f"{number} {number}\n" for number in range(4)))
+    shutil.copytree("fruit/a", "images")
+    out = Path("shards")
+    shard(Path("images"), out, "imagenet_val", 1, labels=Path("labels.txt"))
+    assert changes.changes(out, Path("images")) is None
+    assert not changes.may_differ(out, Path("images"))
+    shutil.copytree("fruit/b", "others")
+    assert "4 files changed" in str(changes.changes(out, Path("others")))
+    Path("images/0.ppm").unlink()
+    assert "1 file removed (0.ppm)" in str(changes.changes(out, Path("images")))
+    with pytest.raises(UserError, match="carry no labels; give --labels"):
+        shard(Path("images"), Path("unlabelled"), "imagenet_val", 1)
+
+
+def test_a_copy_with_other_times_is_compared_as_its_data_set_reads_it() -> None:
+    image = Image.new("RGBA", (8, 8), (9, 9, 9, 0))
+    Path("clear/a").mkdir(parents=True)
+    image.save("clear/a/0.png")
+    pixels = Pixels(background=(255, 0, 0))
+    shard(Path("clear"), Path("shards"), "noise", 1, pixels=pixels)
+    os.utime("clear/a/0.png", (0, 0))
+    assert changes.changes(Path("shards")) is None
 
 
 @pytest.mark.parametrize("edit", ["", "moved", "list moved", "skip", "no record", "list gone"])

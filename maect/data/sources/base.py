@@ -150,6 +150,10 @@ class ImageSource(Source):
         `folder` takes files that are needed meanwhile.
         """
 
+    def folder_names(self) -> Sequence[str] | None:
+        """Names of the folders that are classes; None: the images lie in no such folders."""
+        return None
+
     def known_classes(self) -> Sequence[str] | None:
         """Class names as far as they are known without listing the images; None: they are not."""
         return None

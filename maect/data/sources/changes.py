@@ -13,6 +13,7 @@ from maect.core.errors import UserError, counted
 from maect.core.files import read_record, seek_record, write_record
 from maect.data.sources import find_source, open_source
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, as_utf8
+from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +28,14 @@ Stat = tuple[int, int]
 
 
 def note_files(out: Path, source: ImageSource, entries: Sequence[Entry]) -> None:
-    """Write beside shards names, sizes and times of the files with the images, if these are few."""
+    """Write beside shards names, sizes and times of the files with the images.
+
+    Of more than `MOST` files only the names of their class folders.
+    """
     if len({source.file_of(entry) for entry in entries}) <= MOST:
         write_record(out / FILES, {"files": dict(sorted(_stats(source, entries).items()))})
+    elif folders := source.folder_names():
+        write_record(out / FILES, {"folders": [*folders]})
 
 
 def _stats(source: ImageSource, entries: Iterable[Entry]) -> dict[str, Stat]:
@@ -44,14 +50,23 @@ def _stats(source: ImageSource, entries: Iterable[Entry]) -> dict[str, Stat]:
     return stats
 
 
-def _noted(out: Path) -> dict[str, Stat]:
-    """Return what `note_files` wrote."""
+def _noted(out: Path) -> tuple[dict[str, Stat] | None, list[str] | None]:
+    """Return what `note_files` wrote: of files, or of class folders."""
+    if not (out / FILES).exists():
+        return None, None
     try:
-        files = read_record(out / FILES)["files"]
+        noted = read_record(out / FILES)
     except UserError as error:
         log.warning("%s", error)
         raise
-    return {name: (size, changed) for name, (size, changed) in files.items()}
+    files = noted.get("files")
+    stats = None if files is None else {name: (size, time) for name, (size, time) in files.items()}
+    return stats, noted.get("folders")
+
+
+def _opened(plan: dict[str, Any], images: Path) -> ImageSource:
+    """The images of a plan, at another place."""
+    return open_source(plan["kind"], images, pixels=Pixels.of_shards(plan["options"]))
 
 
 @dataclass(frozen=True)
@@ -102,13 +117,14 @@ def changes(out: Path, images: Path | None = None) -> Changes | None:
         out: the shards, finished or only planned.
         images: where the images are looked for now; where they were by default.
     """
-    plan, known = seek_record(out / "plan.json"), out / FILES
+    plan = seek_record(out / "plan.json")
     try:
         before = Path(plan["source"])
-        source = open_source(plan["kind"], before if images is None else images.resolve())
-        if not known.exists():
-            return _other_classes(before, source, plan["class_names"])
-        noted, listing = _noted(out), source.listing()
+        source = _opened(plan, before if images is None else images.resolve())
+        noted, folders = _noted(out)
+        if noted is None:
+            return _other_folders(before, source, folders)
+        listing = source.listing()
         now = _stats(source, listing.entries)
         if [*now] == [source.path.name] and [*noted] == [before.name]:  # one file, called otherwise
             now = {before.name: now[source.path.name]}
@@ -147,10 +163,10 @@ def _edited(
     return {of_file[entry] for entry in differing(out, source, chosen)}
 
 
-def _other_classes(before: Path, source: ImageSource, names: list[str]) -> Changes | None:
+def _other_folders(before: Path, source: ImageSource, names: list[str] | None) -> Changes | None:
     """Class folders, each with a slash at its end, where images that lie elsewhere have others."""
-    now = source.known_classes() if source.path != before else None
-    if now is None or [*now] == names:
+    now = source.folder_names() if source.path != before else None
+    if now is None or names is None or [*now] == names:
         return None
     added = [f"{name}/" for name in now if name not in names]
     removed = [f"{name}/" for name in names if name not in now]
@@ -185,8 +201,9 @@ def may_differ(out: Path, images: Path) -> bool:
     if changes(out, images) is not None:
         return True
     try:
-        source = open_source(plan["kind"], images)
-        return _stats(source, source.listing().entries) != _noted(out)
+        noted, _ = _noted(out)
+        source = _opened(plan, images)
+        return noted is not None and _stats(source, source.listing().entries) != noted
     except (UserError, KeyError, ValueError, OSError):
         return False
 

@@ -30,9 +30,13 @@ class Folder(ImageSource):
         names = class_folders(self.path)
         return list_classes(self.path, [(name, i) for i, name in enumerate(names)], names)
 
-    def known_classes(self) -> Sequence[str] | None:
+    def folder_names(self) -> Sequence[str] | None:
         """The class folders, where they are."""
         return class_folders(self.path) if self.path.is_dir() else None
+
+    def known_classes(self) -> Sequence[str] | None:
+        """The class folders."""
+        return self.folder_names()
 
 
 class Unlabelled(ImageSource):

@@ -12,6 +12,7 @@ from pathlib import Path
 from maect.core.errors import UserError
 from maect.data.sources.archives import tar_members
 from maect.data.sources.base import (
+    UNLABELLED,
     Entry,
     ImageSource,
     Listing,
@@ -65,6 +66,10 @@ class ImageNet(_ImageNet):
         folders = [(name, _label(name, str(self.path))) for name in class_folders(self.path)]
         return list_classes(self.path, folders, [*imagenet_classes()])
 
+    def folder_names(self) -> Sequence[str] | None:
+        """The class folders, where they are."""
+        return class_folders(self.path) if self.path.is_dir() else None
+
 
 class ImageNetTrainTar(_ImageNet):
     """ImageNet-1k's training images as they are downloaded; nothing is unpacked."""
@@ -99,18 +104,13 @@ class ImageNetVal(_ImageNet):
 
     def list_images(self) -> Listing:
         """Images by name."""
-        if self.labels is None:
-            raise UserError(
-                f"{self.path}: the validation images carry no labels; give --labels (the devkit "
-                "ILSVRC2012_devkit_t12.tar.gz, or a text file with lines `name label`)"
-            )
-        known = read_labels(self.labels)
+        known = None if self.labels is None else read_labels(self.labels)
         entries = []
         for name, path, offset, size in self._images():
-            stem = Path(name).stem
-            if stem not in known:
+            label = UNLABELLED if known is None else known.get(Path(name).stem)
+            if label is None:
                 raise UserError(f"{self.labels}: no label for {name}")
-            entries.append(Entry(name, known[stem], path, offset, size))
+            entries.append(Entry(name, label, path, offset, size))
         return Listing(entries, [*imagenet_classes()], [])
 
     def _images(self) -> list[tuple[str, str, int, int]]:

@@ -226,7 +226,7 @@ def test_archives_with_links_are_refused(server: Server, tmp_path: Path) -> None
     server.files["/x.tar"] = stream.getvalue()
     with pytest.raises(UserError, match="'things/up' is neither file nor folder"):
         fetch_all([server.remote("x.tar", unpacks_to="things")], tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"x.tar", "x.tar.sha256"}
+    assert {path.name for path in tmp_path.iterdir()} == {"x.tar"}
 
 
 def test_a_broken_archive(server: Server, tmp_path: Path) -> None:
@@ -234,6 +234,22 @@ def test_a_broken_archive(server: Server, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be unpacked"):
         fetch_all([server.remote("x.tar.gz", unpacks_to="things")], tmp_path)
     assert not (tmp_path / "things").exists()
+    (tmp_path / "x.tar.gz").unlink()  # as it says
+    server.files["/x.tar.gz"] = archive("tar.gz")
+    fetch_all([server.remote("x.tar.gz", unpacks_to="things")], tmp_path)
+    assert (tmp_path / "things").is_dir()
+
+
+def test_a_wrong_first_download_can_be_forgotten(server: Server, tmp_path: Path) -> None:
+    """Such as a login page in place of weights whose hash is not known."""
+    (tmp_path / "file.bin").write_text("<html>")
+    fetch_all([server.remote()], tmp_path)
+    (tmp_path / "file.bin").unlink()
+    with pytest.raises(UserError, match=r"try again \(if the first .* delete file.bin.sha256, too"):
+        fetch_all([server.remote()], tmp_path)
+    (tmp_path / "file.bin").unlink()
+    (tmp_path / "file.bin.sha256").unlink()
+    fetch_all([server.remote()], tmp_path)
 
 
 def test_names_of_the_catalogue(tmp_path: Path) -> None:

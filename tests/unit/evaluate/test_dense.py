@@ -4,17 +4,19 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 from sklearn.metrics import jaccard_score
 from sklearn.neighbors import KNeighborsClassifier
 
 from maect.core.errors import UserError
 from maect.core.files import read_record
+from maect.data.index import WIDTH, Index, open_index
 from maect.data.shapes import draw, write_shapes
 from maect.data.shards import shard
 from maect.evaluate.base import EvaluationJob
@@ -24,7 +26,9 @@ from maect.evaluate.knn import nearest
 from maect.evaluate.patch_knn import PatchKnn
 from maect.evaluate.patch_linear import PatchLinear
 from maect.evaluate.patch_logistic import PatchLogistic
+from maect.evaluate.segments import picture
 from maect.evaluate.store import in_memory
+from maect.recipes import Pixels
 
 from .conftest import Rank, resolved
 
@@ -258,9 +262,7 @@ def test_two_ranks_give_the_same(drawn, tmp_path, protocol):
     assert two[protocol.name] == pytest.approx(one[protocol.name], abs=1)
 
 
-def test_masks_that_do_not_fit_are_refused(drawn, tmp_path):
-    from maect.data.index import open_index
-
+def test_masks_that_do_not_fit_are_refused(drawn, tmp_path, monkeypatch):
     images = open_index(drawn / "shards" / "val")
     with pytest.raises(UserError, match=r"no mask '00..', nor of 19 others"):
         MaskSplit(images, open_index(drawn / "shards" / "train_masks"))
@@ -279,6 +281,49 @@ def test_masks_that_do_not_fit_are_refused(drawn, tmp_path):
     row = [int(images.key(i)) for i in range(images.n)].index(42)
     with pytest.raises(UserError, match="mode RGB"):
         split.read(row)
+    Image.new("P", (32, 32)).save(folder / "0042.png", bits=4)
+    data = bytearray((folder / "0042.png").read_bytes())
+    assert data[24:26] == bytes([4, 3])
+    data[25] = 0  # grey
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
+    monkeypatch.setattr(Index, "read", lambda index, row: bytes(data))
+    with pytest.raises(UserError, match="4-bit grey"):
+        split.read(row)
+
+
+def test_masks_are_joined_by_names_of_any_length_and_never_to_two_images(tmp_path):
+    name = "n" * 100
+    for folder, kind, suffix in (("images", "unlabelled", "jpg"), ("masks", "masks", "png")):
+        (tmp_path / folder).mkdir()
+        Image.new("L", (8, 8)).save(tmp_path / folder / f"{name}.{suffix}")
+        Image.new("L", (9, 8)).save(tmp_path / folder / "b.png")
+        shard(tmp_path / folder, tmp_path / "shards" / folder, kind, 1)
+    split = MaskSplit(*(open_index(tmp_path / "shards" / f) for f in ("images", "masks")))
+    widths = [split.read(number).shape[1] for number in range(2)]
+    assert widths == split.images.rows[:, WIDTH].tolist()
+    shutil.copy(tmp_path / "images/b.png", tmp_path / "images/b.jpg")
+    shard(tmp_path / "images", tmp_path / "again", "unlabelled", 1)
+    with pytest.raises(UserError, match="2 files are called 'b', with different endings"):
+        MaskSplit(open_index(tmp_path / "again"), split.masks)
+
+
+@pytest.mark.parametrize("code", [1, 3, 6])
+def test_crops_for_the_linear_head_are_upright_as_their_masks(tmp_path, code):
+    exif = Image.Exif()
+    exif[0x0112] = code
+    (tmp_path / "images").mkdir()
+    (tmp_path / "masks").mkdir()
+    noise = np.random.default_rng(0).integers(0, 256, (6, 4, 3), np.uint8)
+    stored = Image.fromarray(noise).resize((24, 36))
+    stored.save(tmp_path / "images/a.jpg", exif=exif)
+    with Image.open(tmp_path / "images/a.jpg") as image:
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    Image.new("L", upright.size).save(tmp_path / "masks/a.png")
+    pixels = Pixels(orientation="exif")
+    shard(tmp_path / "images", tmp_path / "i", "unlabelled", 1, pixels=pixels)
+    shard(tmp_path / "masks", tmp_path / "m", "masks", 1)
+    split = MaskSplit(open_index(tmp_path / "i"), open_index(tmp_path / "m"))
+    np.testing.assert_array_equal(np.asarray(picture(split, 0)), np.asarray(upright))
 
 
 def test_a_mask_of_a_lossy_format_is_refused(tmp_path):

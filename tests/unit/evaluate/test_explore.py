@@ -1,5 +1,6 @@
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.explore import ATLAS_BYTES, Explore, atlas, columns_of
+from maect.evaluate.explore import ATLAS_BYTES, Explore, atlas, columns_of, in_common
 from maect.evaluate.features import extract
 from maect.evaluate.store import open_features
 
@@ -76,6 +77,22 @@ def test_other_numbers_of_groups_are_left_where_none_is_given(
     assert counts == metrics["grains"] and counts == sorted({*counts} - {1, metrics["clusters"]})
     assert [row.max() + 1 for row in explored["grain_clusters"]] == counts
     assert explored["grain_distance"].shape == (len(counts), 60) and counts
+
+
+def test_splits_with_other_classes_keep_their_names(job: EvaluationJob) -> None:
+    """A view of some classes, or a split without labels, numbers its classes otherwise."""
+    train, val = (open_features(job.path(f"features_{split}")) for split in ("train", "val"))
+    names = [f"class {number}" for number in range(10)]
+    whole = replace(train, record=train.record | {"class_names": names})
+    some = replace(val, labels=val.labels % 2, record=val.record | {"class_names": names[7:9]})
+    none = replace(train, labels=train.labels * 0 - 1, record=train.record | {"class_names": []})
+    rows = np.arange(20)
+    classes, labels = in_common([(whole, rows), (some, rows)])
+    assert classes == names
+    assert labels.tolist() == [*train.labels[:20], *(7 + some.labels[:20])]
+    classes, labels = in_common([(none, rows), (some, rows)])
+    assert classes == names[7:9]
+    assert labels.tolist() == [*([-1] * 20), *some.labels[:20]]
 
 
 def test_what_cannot_be_explored_is_named(job: EvaluationJob, rank: Rank) -> None:
