@@ -144,7 +144,7 @@ def normalize(images: Tensor, pixels: Pixels) -> Tensor:
 
 @dataclass(frozen=True)
 class PixelChanges:
-    """PixelChanges to the pixels of each of n cropped images.
+    """Changes to the pixels of each of n cropped images.
 
     Attributes:
         flipped, jittered, blurred, grey, solarized: whether, [n].
@@ -380,7 +380,7 @@ def solarize(x: Tensor) -> Tensor:
 # --- RandAugment, erasing and mixing: timm's, but for the draws -----------------------------------
 
 Change = Callable[[Sequence[NDArray[np.uint8]], int, int], None]
-"""PixelChanges a sample's views, uint8 [3, S, S] each, in place, given its epoch and its id."""
+"""Changes a sample's views, uint8 [3, S, S] each, in place, given its epoch and its id."""
 
 # timm's `rand-m9-mstd0.5-inc1`: each operation at even odds, strengths normal around 9 of 10.
 _PROBABILITY, _STRENGTH_STD, _STRONGEST = 0.5, 0.5, 10.0
