@@ -117,12 +117,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracies in percent: `fine_tune`, or `low_shot_N`, `low_shot_Npct`.
 
-        Each is the mean over seeds (with `_std` and `_seeds`) or splits (`_splits`), of every
-        training's best epoch; `_last` are those of the last epoch. With `real_labels` those of the
-        last epoch also as `_last_real`; of other epochs no encoder is kept. With `held_out` those
-        of the epoch that is best, in the twin, on the images it left out, as `_held_out`.
-        `accuracies` has every epoch's, `losses` their mean training loss and `weights_sha256` the
-        final weights of every training.
+        docs/reference/few_labels.md lists the metrics.
         """
         asked, given = self.trainings(), job.paths("trained")
         if len(asked) != len(given):

@@ -61,9 +61,7 @@ class AttentiveProbe(RealLabels, ByUpdates, OnCrops):
     def probe(self, trial: Trial) -> Trainee:
         """Accuracies in percent: `attentive_probe` of the patches, and of the linear readings.
 
-        Those are `attentive_probe_cls`, `_mean` and `_cls_mean`; without [CLS] token `_mean` alone.
-        `chosen` says rate, decay and accuracy on the held-out images of each, `held_out` those of
-        all classifiers. With `real_labels` likewise `_real`. The chosen classifiers are kept.
+        The chosen classifiers are kept. docs/reference/probes.md lists the metrics.
         """
         width = trial.encoding.settings.width
         if width % self.head_width:

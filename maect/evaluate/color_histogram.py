@@ -52,10 +52,7 @@ class ColorHistogram(ByEpochs):
     def probe(self, trial: Trial) -> Trainee:
         """Errors in percent of a uniform prediction's: `errors` of every block, first to last.
 
-        `error_last` and `error_mean` are of the last block and the mean; `uniform_error` is the
-        mean absolute error of predicting 1/64 everywhere on the test split. Of several probes it
-        is their mean, and `error_last_std`, `error_mean_std` are the standard deviations. The
-        probes of the last epoch are kept.
+        The probes of the last epoch are kept. docs/reference/probes.md lists the metrics.
         """
         trial.train.check_channels(3)
         return _Blocks(trial, self)

@@ -141,11 +141,9 @@ class PatchClassifier(Masked):
         raise NotImplementedError
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """mIoU in percent under the protocol's name, the same with `_accuracy` and `_classes`.
+        """mIoU in percent under the protocol's name, and the setting that was chosen.
 
-        Those are the accuracy of pixels and the IoU of each class. The setting that was chosen is
-        beside them, and the `held_out` mIoU of all. The held-out images are learnt from, too, once
-        the choice is made; a killed job does not make it again.
+        A killed job does not choose again. docs/reference/dense.md lists the metrics.
         """
         parts = self.patches(context, job)
         if parts is None:

@@ -49,10 +49,9 @@ class EffectiveInvariance(Encodes):
         return {f"ei_{change}": f"{self.title} to {change}" for change in CHANGES}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Means over the test images and changes, 0 to 1.
+        """Means over the test images and changes, 0 to 1; `agreement_…` in percent.
 
-        `ei_rotation` and `ei_color` by the authors' code; `ei_rotation_paper`, `ei_color_paper` by
-        the paper's formula; `agreement_…` the share of predictions that stay, in percent.
+        docs/reference/probes.md lists the metrics.
         """
         from maect.train.scores import share
 

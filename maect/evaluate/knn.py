@@ -59,13 +59,7 @@ class Knn(RealLabels, ReadsFeatures):
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Metrics in percent: `knn`, `knn_standardized`, and the full sweep over k and T.
 
-        `knn_best_k` and `knn_standardized_best_k` choose k on the test split, as the paper does for
-        other methods' checkpoints; `knn_best` and `knn_standardized_best` choose k and T.
-        `knn_held_out` and `knn_standardized_held_out` choose both on training images that are held
-        out, one in `one_in` of each class or fewer: as many as there are test images.
-
-        `_low` and `_high` are the ends of 95 % intervals of `knn`, of `knn_held_out` and of both
-        standardised. With `real_labels` also `knn_real` and `knn_standardized_real`.
+        docs/reference/neighbours_and_clusters.md lists the metrics.
         """
         train, test = job.both()
         if self.k > train.n:

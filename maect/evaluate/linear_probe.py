@@ -64,17 +64,7 @@ class LinearProbe(RealLabels, ByEpochs):
     def probe(self, trial: Trial) -> Trainee:
         """Accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and by rate.
 
-        With `concat` instead `concat_l` for the last l blocks, `concat_cls_mean` and, of an encoder
-        that is read by its [CLS] token, `concat_mean`, each with the same details under its name;
-        what the encoder has not is left out. `linear_probe` is then that of the `best_form`. With
-        `refiner` likewise `output_cls`, `output_cls_mean`, `last_cls` and `last_cls_mean`.
-
-        With `held_out` also `linear_probe_held_out`: the accuracy on the test split of the probe
-        and epoch whose like, trained without the held-out images, does best on them.
-        `held_out_form`, `_rate`, `_epoch` say which one, `held_out_accuracy` how well.
-
-        With `real_labels` also each accuracy on the test split by ReaL's labels, under its name and
-        `_real`.
+        docs/reference/probes.md lists the metrics.
 
         Kept is the classifier behind each best accuracy: `weight` [C, D] and `bias` [C] for
         features minus `mean` over the square root of `var` + 1e-5 (with concatenations each as

@@ -89,8 +89,7 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracies in percent: `low_shot_N`, the mean over splits, and each; `low_shot_Npct`.
 
-        `_low` and `_high` are the ends of their 95 % intervals. With `real_labels` also accuracies
-        by those, as `low_shot_N_real`, the mean, and `low_shot_Npct_real`.
+        docs/reference/few_labels.md lists the metrics.
         """
         from maect.data.subsets import fraction_rows_of
 

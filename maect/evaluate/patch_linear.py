@@ -77,8 +77,7 @@ class PatchLinear(Masked, ByUpdates):
     def probe(self, trial: Trial) -> Trainee:
         """mIoU in percent: `patch_linear` (best), `patch_linear_last`, and after each period.
 
-        Beside each its `_accuracy` of pixels and IoU of `_classes`. With `held_out` also
-        `patch_linear_held_out`. The best head is kept.
+        The best head is kept. docs/reference/dense.md lists the metrics.
         """
         encoder = trial.encoding.settings
         trial.train.check_channels(3)

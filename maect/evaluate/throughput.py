@@ -109,12 +109,7 @@ class Throughput(Protocol):
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Images per second, by stage (`pretrain`, `head`, `tune`, …) and method; device hours.
 
-        `samples_per_second` counts images, not views, from the median step; `fastest` and `slowest`
-        are those of single steps. `device_hours` are epochs x images / speed of the stages, `maect`
-        the sum of three; `model_hours` likewise those of whole models, by architecture and method.
-        `flash_gain`: percent by which fused attention speeds up pre-training. `grafting_ratio`:
-        what Layer Grafting takes after MAE, in units of head initialisation and tuning.
-        `tune_fits`, `tune_masked_fits`: the largest batch on a GPU in parts of the recipe's.
+        docs/reference/throughput.md lists the metrics.
         """
         from maect.models.weights import load_encoder_weights
         from maect.train.engine import alone
