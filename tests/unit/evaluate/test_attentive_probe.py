@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from maect.core.errors import UserError
 from maect.data.index import ID, open_index
-from maect.data.loader import evaluation_batches
 from maect.evaluate import load_evaluation
 from maect.evaluate.attentive_probe import AttentiveProbe, Classifiers, Probes
 from maect.evaluate.base import Interrupted
@@ -22,6 +21,7 @@ from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.trained import Trial
 
+from .by_hand import all_images
 from .conftest import Rank, resolved
 from .test_linear_probe import job_of
 
@@ -180,10 +180,7 @@ def test_held_out_images_choose_and_nothing_learns_from_them(images: Path, tmp_p
     assert {*metrics["chosen"]} == {"cls", "mean", "cls_mean", "patches"}
     pairs = list(itertools.product((1e-2, 0.3), (0.0, 0.5)))
     kept = load_file(job.out.with_suffix(".safetensors"))
-    (batch,) = evaluation_batches(
-        test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
-    )
-    given = probes._readings(probes.read(batch[0]))
+    given = probes._readings(probes.read(all_images(test)[0]))
     for name, tried in metrics["held_out"].items():
         assert [(row["rate"], row["decay"]) for row in tried] == pairs
         best = max(tried, key=lambda row: row["accuracy"])

@@ -7,7 +7,6 @@ from torch import nn
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import PAPER, augment
 from maect.evaluate.base import Interrupted
 from maect.evaluate.color_histogram import ColorHistogram, histograms
@@ -16,6 +15,7 @@ from maect.evaluate.stacked_heads import HistogramHeads
 from maect.recipes import View
 from maect.train.optimizer import schedule
 
+from .by_hand import all_images, crops
 from .conftest import Rank
 from .test_linear_probe import job_of, refuses_broken_features
 
@@ -104,28 +104,16 @@ def test_protocol_is_the_plain_loop_and_survives_a_kill(
     heads = HistogramHeads(16, 3 * probes, 10.0, 0.9, 0, CPU)
     models = [Model(heads, number) for number in range(3 * probes)]
     optimizers = [torch.optim.SGD(m.parameters(), 1.0, 0.9) for m in models]
-    view = View(crop_scale=(0.6, 1.0), flip=0.0)
     steps = 3 * 150 // 32
-    for batch in train_batches(
-        train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
-        start_step=0, steps=steps, threads=1,
-    ):  # fmt: skip
-        x = encoding(
-            augment(
-                batch.images[0][0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels
-            )
-        ).repeat(1, probes)
+    for batch, cropped in crops(train, steps, encoding.settings.pixels):
+        x = encoding(cropped).repeat(1, probes)
         y = torch.from_numpy(np.stack([plain_histogram(i) for i in batch.images[0][0].numpy()]))
         for block, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.param_groups[0]["lr"] = 10 * schedule(batch.step, steps, 150 / 32)
             optimizer.zero_grad()
             nn.functional.l1_loss(model(x[:, 16 * block : 16 * block + 16]), y).backward()
             optimizer.step()
-    x_test, _, _ = next(
-        evaluation_batches(
-            test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
-        )
-    )
+    x_test, _ = all_images(test)
     y = torch.from_numpy(np.stack([plain_histogram(image) for image in x_test.numpy()]))
     uniform = float((y - 1 / 64).abs().mean())
     assert metrics["uniform_error"] == pytest.approx(uniform, rel=1e-5)

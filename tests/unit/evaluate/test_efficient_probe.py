@@ -2,24 +2,21 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.data.loader import evaluation_batches, train_batches
-from maect.data.transforms import augment
+from maect.data.transforms import normalize
 from maect.evaluate import probing
 from maect.evaluate.base import Interrupted
 from maect.evaluate.efficient_probe import EfficientProbe, Probe
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.lars import lars
 from maect.evaluate.trained import Trial
-from maect.recipes import View
 
-from .by_hand import blocks_of
+from .by_hand import Plain, all_images, blocks_of, crops
 from .conftest import Rank
 from .margins import clear
 from .test_linear_probe import job_of, refuses_broken_features
@@ -45,17 +42,13 @@ def probe_of(width: int, classes: int, settings: EfficientProbe = SETTINGS) -> P
     return Probe(trial, settings, "queries", "values")
 
 
-class Plain:
-    """The probe a second time: float64, a loop over images, queries and tokens, one over tensors.
+class PlainAttention(Plain):
+    """The probe a second time: a loop over images, queries and tokens.
 
     Every token is projected before the sum, as the paper writes it.
     """
 
-    def __init__(self, probe: Probe) -> None:
-        self.parts = {n: getattr(probe, n).detach().double().requires_grad_() for n in NAMES}
-        self.velocity = {name: torch.zeros_like(part) for name, part in self.parts.items()}
-        self.mean = torch.zeros(len(probe.mean), dtype=torch.float64)
-        self.var = torch.ones(len(probe.mean), dtype=torch.float64)
+    names = NAMES
 
     def pool(self, tokens: torch.Tensor) -> torch.Tensor:
         queries, values = self.parts["queries"], self.parts["values"]
@@ -75,35 +68,12 @@ class Plain:
             pooled.append(torch.cat(channels))
         return torch.stack(pooled)
 
-    def step(self, tokens: torch.Tensor, labels: torch.Tensor, rate: float, decay: float) -> float:
-        x = self.pool(tokens)
-        mean, var = x.mean(0), ((x - x.mean(0)) ** 2).mean(0)
-        n = len(x)
-        self.mean = 0.9 * self.mean + 0.1 * mean.detach()
-        self.var = 0.9 * self.var + 0.1 * var.detach() * n / (n - 1)
-        logits = (x - mean) / (var + 1e-6).sqrt() @ self.parts["weight"].T + self.parts["bias"]
-        loss = sum(row.exp().sum().log() - row[y] for row, y in zip(logits, labels, strict=True))
-        loss = loss / n
-        gradients = torch.autograd.grad(loss, list(self.parts.values()))
-        for (name, part), gradient in zip(self.parts.items(), gradients, strict=True):
-            if name != "bias":
-                gradient = gradient + decay * part.detach()
-                trust = 0.001 * math.sqrt(float((part**2).sum()))
-                gradient = gradient * trust / math.sqrt(float((gradient**2).sum()))
-            self.velocity[name] = 0.9 * self.velocity[name] + gradient
-            self.parts[name] = (part.detach() - rate * self.velocity[name]).requires_grad_()
-        return float(loss)
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = (self.pool(tokens) - self.mean) / (self.var + 1e-6).sqrt()
-        return (x @ self.parts["weight"].T + self.parts["bias"]).detach()
-
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_probe_trains_like_a_plain_loop(decay: float) -> None:
     settings = SETTINGS.model_copy(update={"weight_decay": decay})
     probe = probe_of(12, 5, settings)
-    plain = Plain(probe)
+    plain = PlainAttention(probe)
     generator = torch.Generator().manual_seed(0)
     for step in range(6):
         tokens = 2 * torch.randn(8, 7, 12, generator=generator) + 0.5
@@ -153,31 +123,14 @@ def test_protocol_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) ->
     def tokens(pictures: torch.Tensor) -> torch.Tensor:
         return blocks_of(encoding.encoder, pictures)[-1][:, 1:]
 
-    parts = list(
-        evaluation_batches(
-            test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
-        )
-    )
-    still = View(crop_scale=(1, 1), flip=0.0)
-    zeros = np.zeros(test.n, int)
-    pictures = torch.cat([images for images, _, _ in parts])
-    x_test = tokens(augment(pictures, still, 0, 0, zeros, zeros, encoding.settings.pixels))
-    y_test = torch.from_numpy(np.concatenate([labels for _, labels, _ in parts]))
+    pictures, y_test = all_images(test)
+    x_test = tokens(normalize(pictures, encoding.settings.pixels))
     probe = probe_of(16, 10)
-    view = View(crop_scale=(0.6, 1.0), flip=0.0)
     steps, warmup, ends, history = 18, 150 / 32, [5, 10, 15, 18], []
-    for batch in train_batches(
-        train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
-        start_step=0, steps=steps, threads=1,
-    ):  # fmt: skip
-        x = tokens(
-            augment(
-                batch.images[0][0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels
-            )
-        )
+    for batch, cropped in crops(train, steps, encoding.settings.pixels):
         cosine = 0.5 * (1 + math.cos(math.pi * (batch.step - warmup) / (steps - warmup)))
         factor = (batch.step + 1) / (warmup + 1) if batch.step < warmup else cosine
-        probe.step(x, torch.from_numpy(batch.labels), factor)
+        probe.step(tokens(cropped), torch.from_numpy(batch.labels), factor)
         if batch.step + 1 in ends:
             right = (probe.predict(x_test) == y_test).float().mean()
             history.append(100 * float(right))
@@ -193,14 +146,8 @@ def test_it_learns_digits(images: Path) -> None:
     encoding = Encoding(images / "runs" / "mae" / "encoder.safetensors", CPU)
     tokens, labels = {}, {}
     for split in ("train", "val"):
-        index = open_index(images / "shards" / split)
-        (batch,) = evaluation_batches(
-            index, image_size=16, resize=16, rows=range(index.n), batch_size=256, threads=1
-        )
-        tokens[split], labels[split] = (
-            encoding.output(batch[0]).patch_tokens(),
-            torch.from_numpy(batch[1]),
-        )
+        pictures, labels[split] = all_images(open_index(images / "shards" / split))
+        tokens[split] = encoding.output(pictures).patch_tokens()
     probe = probe_of(16, 10, SETTINGS.model_copy(update={"base_lr": 40.0}))
     for step in range(300):
         probe.step(tokens["train"], labels["train"], 1 - step / 300)

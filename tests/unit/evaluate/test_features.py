@@ -8,7 +8,6 @@ from PIL import Image
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.data.loader import evaluation_batches
 from maect.data.transforms import normalize
 from maect.evaluate import features
 from maect.evaluate.encoding import Encoding
@@ -19,7 +18,7 @@ from maect.models.precision import bfloat16_on
 from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights, save_encoder
 
-from .by_hand import blocks_of
+from .by_hand import all_images, blocks_of
 from .conftest import Rank
 
 MEAN, STD = [0.5, 0.3, 0.4], [0.3, 0.2, 0.25]
@@ -58,11 +57,9 @@ def test_features_before_the_final_norm(images: Path, tmp_path: Path, rank: Rank
         assert extract(rank, **given, out=file, norm=norm, blocks=blocks) == "done"
     after, before, several = map(open_features, files)
     module, settings, _ = load_encoder_weights(encoder)
-    (pixels, _, _), *_ = evaluation_batches(
-        open_index(shards), image_size=16, rows=range(8), batch_size=8, threads=1, resize=16
-    )
+    pictures = all_images(open_index(shards))[0][:8]
     with torch.inference_mode():
-        raw = blocks_of(module, normalize(pixels, settings.pixels))
+        raw = blocks_of(module, normalize(pictures, settings.pixels))
         means = [tokens[:, 1:].mean(1) for tokens in raw]
         expected = means[-1], module.norm(raw[-1])[:, 1:].mean(1)
     assert len(means) == 3

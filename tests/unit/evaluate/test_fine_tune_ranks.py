@@ -18,7 +18,6 @@ from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_json, write_record
 from maect.data.index import open_index
-from maect.data.loader import evaluation_batches
 from maect.evaluate.accuracy import Accuracy, FineTuned
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.encoding import Encoding
@@ -32,6 +31,7 @@ sys.path.append(str(Path(__file__).parents[1] / "train"))
 import ranks
 from ranks import run
 
+from .by_hand import all_images
 from .conftest import Rank, resolved
 from .margins import clear
 
@@ -181,11 +181,7 @@ def test_the_best_epoch_is_scored_and_the_last_beside_it(
     last = scored(images, whole)["metrics"]["fine_tune_last_seeds"][0]
     # Two ranks during the training, one here, from the exported weights.
     test = open_index(images / "shards" / "val")
-    (pictures, _, _) = next(
-        evaluation_batches(
-            test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
-        )
-    )
+    pictures, _ = all_images(test)
     encoding = Encoding(whole / "seed0/encoder.safetensors", torch.device("cpu"))
     classifier = load_file(whole / "seed0/head.safetensors")
     clear(torch.nn.functional.linear(encoding(pictures), **classifier), 1e-5)

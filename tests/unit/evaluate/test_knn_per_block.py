@@ -12,7 +12,6 @@ from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
-from maect.data.loader import evaluation_batches
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.knn_per_block import KnnPerBlock, evenly
 from maect.models.vit import Uninitialized
@@ -21,6 +20,7 @@ from maect.recipes import load_encoder
 from maect.recipes.cost import encode_flops
 from maect.stages.imported import import_weights
 
+from .by_hand import all_images
 from .conftest import Rank
 from .test_linear_probe import job_of
 
@@ -36,9 +36,7 @@ def caught(job: EvaluationJob, index: Index, rows: range, pooling: str) -> list[
     for block in encoder.blocks:
         block.register_forward_hook(lambda _m, _i, output: tokens.append(output[0]))
     out: list[list[torch.Tensor]] = [[] for _ in encoder.blocks]
-    for images, _, _ in evaluation_batches(
-        index, image_size=16, resize=16, rows=rows, batch_size=1, threads=1
-    ):
+    for images in all_images(index)[0][list(rows)].split(1):
         mean, std = (
             torch.tensor(v, dtype=torch.float64).view(3, 1, 1)
             for v in (settings.pixels.mean, settings.pixels.std)

@@ -4,23 +4,20 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from maect.data.index import open_index
-from maect.data.loader import evaluation_batches, train_batches
-from maect.data.transforms import augment
+from maect.data.transforms import normalize
 from maect.evaluate import load_evaluation, probing
 from maect.evaluate.base import Interrupted
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.lars import LarsProbe
 from maect.evaluate.lars_linear_probe import LarsLinearProbe
 from maect.evaluate.trained import Trial
-from maect.recipes import View
 
-from .by_hand import blocks_of
+from .by_hand import Plain, all_images, blocks_of, crops
 from .conftest import Rank
 from .test_linear_probe import job_of, refuses_broken_features
 
@@ -42,33 +39,6 @@ def probe_of(width: int, classes: int, settings: LarsLinearProbe = SETTINGS) -> 
     return LarsProbe(Trial(Rank(), None, encoding, train, train, ""), settings)  # type: ignore[arg-type]
 
 
-class Plain:
-    """BatchNorm, classifier and LARS in float64, by formulas, without autograd."""
-
-    def __init__(self, probe: LarsProbe) -> None:
-        self.weight = probe.weight.detach().double()
-        self.bias = probe.bias.detach().double()
-        self.moved, self.moved_bias = torch.zeros_like(self.weight), torch.zeros_like(self.bias)
-        self.mean = torch.zeros(self.weight.shape[1], dtype=torch.float64)
-        self.var = torch.ones_like(self.mean)
-
-    def step(self, x: torch.Tensor, labels: torch.Tensor, rate: float, decay: float) -> float:
-        x, n = x.double(), len(x)
-        mean, var = x.mean(0), x.var(0, correction=0)
-        self.mean = 0.9 * self.mean + 0.1 * mean
-        self.var = 0.9 * self.var + 0.1 * var * n / (n - 1)
-        x = (x - mean) / (var + 1e-6).sqrt()
-        p = (x @ self.weight.T + self.bias).softmax(1)
-        loss = -p[torch.arange(n), labels].log().mean()
-        error = (p - torch.nn.functional.one_hot(labels, p.shape[1])) / n
-        gradient = error.T @ x + decay * self.weight
-        length, change = float((self.weight**2).sum()), float((gradient**2).sum())
-        self.moved = 0.9 * self.moved + gradient * 0.001 * math.sqrt(length / change)
-        self.moved_bias = 0.9 * self.moved_bias + error.sum(0)
-        self.weight, self.bias = self.weight - rate * self.moved, self.bias - rate * self.moved_bias
-        return float(loss)
-
-
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_it_trains_like_formulas_in_float64(decay: float) -> None:
     probe = probe_of(12, 5, SETTINGS.model_copy(update={"weight_decay": decay}))
@@ -80,9 +50,10 @@ def test_it_trains_like_formulas_in_float64(decay: float) -> None:
         loss = float(probe.step(x, labels, 1 / (1 + step)))
         expected = plain.step(x, labels, 160.0 * 32 / 256 / (1 + step), decay)
         assert loss == pytest.approx(expected, rel=1e-4)
-    for name in ("weight", "bias", "mean", "var"):
-        ours, theirs = getattr(probe, name).detach().double(), getattr(plain, name)
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    tensors = plain.parts | {"mean": plain.mean, "var": plain.var}
+    for name, theirs in tensors.items():
+        ours = getattr(probe, name).detach().double()
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-3, atol=1e-4)
 
 
 def test_protocol_reads_cls_before_the_norm_and_survives_a_kill(
@@ -97,30 +68,24 @@ def test_protocol_reads_cls_before_the_norm_and_survives_a_kill(
     def read(pictures: torch.Tensor) -> torch.Tensor:
         return blocks_of(encoding.encoder, pictures)[-1][:, 0]
 
-    (batch,) = evaluation_batches(
-        test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
-    )
-    pixels, zeros = encoding.settings.pixels, np.zeros(test.n, int)
-    x_test = read(augment(batch[0], View(crop_scale=(1, 1), flip=0.0), 0, 0, zeros, zeros, pixels))
+    pictures, y_test = all_images(test)
+    pixels = encoding.settings.pixels
+    x_test = read(normalize(pictures, pixels))
     plain, history = Plain(probe_of(16, 10)), []
-    view, steps, warmup = View(crop_scale=(0.6, 1.0), flip=0.0), 3 * 150 // 32, 150 / 32
-    for part in train_batches(
-        train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
-        start_step=0, steps=steps, threads=1,
-    ):  # fmt: skip
-        x = read(augment(part.images[0][0], view, 0, 0, part.epochs, part.ids, pixels))
-        cosine = 0.5 * (1 + math.cos(math.pi * (part.step - warmup) / (steps - warmup)))
-        factor = (part.step + 1) / (warmup + 1) if part.step < warmup else cosine
-        plain.step(x, torch.from_numpy(part.labels), 20.0 * factor, 0.0)
-        if part.step + 1 in (5, 10, 14):
-            normal = (x_test.double() - plain.mean) / (plain.var + 1e-6).sqrt()
-            right = (normal @ plain.weight.T + plain.bias).argmax(1) == torch.from_numpy(batch[1])
+    steps, warmup = 3 * 150 // 32, 150 / 32
+    for batch, cropped in crops(train, steps, pixels):
+        cosine = 0.5 * (1 + math.cos(math.pi * (batch.step - warmup) / (steps - warmup)))
+        factor = (batch.step + 1) / (warmup + 1) if batch.step < warmup else cosine
+        plain.step(read(cropped), torch.from_numpy(batch.labels), 20.0 * factor, 0.0)
+        if batch.step + 1 in (5, 10, 14):
+            right = plain.logits(x_test).argmax(1) == y_test
             history.append(100 * float(right.double().mean()))
     assert metrics["by_epoch"] == pytest.approx(history, abs=100 / 70 + 1e-6)
     assert metrics["lars_linear_probe"] == max(metrics["by_epoch"])
     assert metrics["lars_linear_probe_last"] == metrics["by_epoch"][-1]
     states = load_file(job.state / probing.STATE)
-    torch.testing.assert_close(states["probe.weight"].double(), plain.weight, rtol=1e-3, atol=1e-4)
+    weight = plain.parts["weight"].detach()
+    torch.testing.assert_close(states["probe.weight"].double(), weight, rtol=1e-3, atol=1e-4)
     assert set(load_file(job.out.with_suffix(".safetensors"))) == {"weight", "bias", "mean", "var"}
     again = job_of(images, tmp_path / "again.json")
     with pytest.raises(Interrupted):

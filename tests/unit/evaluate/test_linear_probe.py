@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from maect.answers.classes import read_classifier
 from maect.core.errors import UserError
 from maect.data.index import ID, open_index
-from maect.data.loader import evaluation_batches, train_batches
-from maect.data.transforms import augment
+from maect.data.transforms import normalize
 from maect.evaluate import load_evaluation, probing
 from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.encoding import Encoding
@@ -20,10 +19,9 @@ from maect.evaluate.evaluation import evaluate
 from maect.evaluate.linear_probe import LinearProbe, refiner_forms, representations
 from maect.evaluate.stacked_heads import Heads
 from maect.evaluate.trained import Trial, updates
-from maect.recipes import View
 from maect.train.optimizer import schedule
 
-from .by_hand import blocks_of
+from .by_hand import all_images, blocks_of, crops
 from .conftest import Rank, resolved
 from .margins import clear
 
@@ -55,27 +53,15 @@ def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> No
     metrics = SETTINGS.model_copy(update={"seed": seed}).evaluate(rank, job)
     encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
     train, test = open_index(job.path("train")), open_index(job.path("test"))
-    parts = list(
-        evaluation_batches(
-            test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
-        )
-    )
-    x_test = torch.cat([encoding(images) for images, _, _ in parts])
-    y_test = torch.from_numpy(np.concatenate([labels for _, labels, _ in parts]))
-    view = View(crop_scale=(0.6, 1.0), flip=0.0)
+    pictures, y_test = all_images(test)
+    x_test = encoding(pictures)
     ends = [5, 10, 15, 18]  # 150, 300 and 450 images are seen; 600 are 18 batches and a part
     heads = Heads(16, 10, [1.0, 0.1, 0.01], 0.9, seed, torch.device("cpu"))
     steps = 4 * 150 // 32
-    loader = train_batches(
-        train, global_batch=32, rank=0, world_size=1, seed=seed, views=[view], image_size=16,
-        start_step=0, steps=steps, threads=1,
-    )  # fmt: skip
     history, best = {}, (0.0, x_test)
-    for batch in loader:
-        pixels = encoding.settings.pixels
-        x = encoding(augment(batch.images[0][0], view, 0, seed, batch.epochs, batch.ids, pixels))
+    for batch, cropped in crops(train, steps, encoding.settings.pixels, seed):
         factor = schedule(batch.step, steps, 150 / 32)
-        heads.step(x, torch.from_numpy(batch.labels), factor)
+        heads.step(encoding(cropped), torch.from_numpy(batch.labels), factor)
         right = heads.predict(x_test) == y_test[:, None]
         history[batch.step + 1] = (100 * right.sum(0) / len(y_test)).tolist()
         if batch.step + 1 in ends:
@@ -310,26 +296,13 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
     torch.nn.init.zeros_(linear.bias)
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(32, affine=False), linear)
     optimizer = torch.optim.SGD(linear.parameters(), 1.0, 0.9)
-    view = View(crop_scale=(0.6, 1.0), flip=0.0)
-    loader = train_batches(
-        train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
-        start_step=0, steps=18, threads=1,
-    )  # fmt: skip
-    for batch in loader:
-        x = encoding(
-            augment(
-                batch.images[0][0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels
-            )
-        ).clone()
+    for batch, cropped in crops(train, 18, encoding.settings.pixels):
+        x = encoding(cropped).clone()
         optimizer.param_groups[0]["lr"] = schedule(batch.step, 18, 150 / 32)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), torch.from_numpy(batch.labels)).backward()
         optimizer.step()
-    (x_test, _, _) = next(
-        evaluation_batches(
-            test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
-        )
-    )
+    x_test, _ = all_images(test)
     logits = model.eval()(encoding(x_test)).detach().numpy()
     clear(logits, 1e-5)
     accuracy = 100 * float(np.mean(logits.argmax(1) == test.labels))
@@ -368,15 +341,8 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
         }
 
     def centre(index) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        (batch,) = evaluation_batches(
-            index, image_size=16, resize=16, rows=range(index.n), batch_size=256, threads=1
-        )
-        pixels = encoding.settings.pixels
-        zeros = np.zeros(index.n, int)
-        still = View(crop_scale=(1, 1), flip=0.0)
-        return inputs(augment(batch[0], still, 0, 0, zeros, zeros, pixels)), torch.from_numpy(
-            batch[1]
-        )
+        pictures, labels = all_images(index)
+        return inputs(normalize(pictures, encoding.settings.pixels)), labels
 
     trial = Trial(rank, job, encoding, train, test, "")
     held = trial.held_out(0.2, 0)
@@ -397,14 +363,10 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
                 model = torch.nn.Sequential(norm, linear)
                 optimizer = torch.optim.SGD(model.parameters(), rate, 0.9)
                 probes[part, form, number] = model, optimizer, rate
-    view, steps, ends = View(crop_scale=(0.6, 1.0), flip=0.0), 3 * 150 // 32, [5, 10, 14]
+    steps, ends = 3 * 150 // 32, [5, 10, 14]
     history: dict[tuple[str, str, int], list[float]] = {key: [] for key in probes}
-    for batch in train_batches(
-        train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
-        start_step=0, steps=steps, threads=1,
-    ):  # fmt: skip
-        pixels = encoding.settings.pixels
-        read = inputs(augment(batch.images[0][0], view, 0, 0, batch.epochs, batch.ids, pixels))
+    for batch, cropped in crops(train, steps, encoding.settings.pixels):
+        read = inputs(cropped)
         others = [i not in set(held.rows[:, ID].tolist()) for i in batch.ids.tolist()]
         for (part, form, _), (model, optimizer, rate) in probes.items():
             seen = torch.tensor(others if part else [True] * 32)
