@@ -207,26 +207,6 @@ def _views(
     return replace(job, change=lambda views, i: change(views, int(epochs[i]), int(batch.ids[i])))
 
 
-def evaluation_batches(
-    index: Index,
-    *,
-    image_size: int,
-    rows: range,
-    batch_size: int,
-    threads: int,
-    resize: int | None = None,
-) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-    """Images uint8 [b, C, S, S], labels [b] and ids [b] of `rows`, in order; the last is short.
-
-    The shorter side is resized to `resize` (256/224 of `image_size` by default), bicubic, and the
-    centre is cut out.
-    """
-    parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    yield from evaluation_parts(
-        index, image_size=image_size, parts=parts, threads=threads, resize=resize
-    )
-
-
 def evaluation_parts(
     index: Index,
     *,
@@ -236,7 +216,11 @@ def evaluation_parts(
     resize: int | None = None,
     squeezed: bool = False,
 ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-    """The same with every part of `parts` as a batch; or whole images, `squeezed` into a square."""
+    """Images uint8 [b, C, S, S], labels [b] and ids [b] of the rows of each of `parts`, in order.
+
+    The shorter side is resized to `resize` (256/224 of `image_size` by default), bicubic, and the
+    centre is cut out; or whole images are `squeezed` into a square.
+    """
     resize = round(image_size * 256 / 224) if resize is None else resize
     if resize < image_size:
         raise UserError(f"resize {resize} is smaller than image_size {image_size}")

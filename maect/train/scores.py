@@ -12,7 +12,7 @@ from torch import Tensor
 from maect.core import distributed
 from maect.core.context import Context
 from maect.data.index import Index
-from maect.data.loader import evaluation_batches
+from maect.data.loader import evaluation_parts
 
 BATCH = 256
 
@@ -21,12 +21,12 @@ def share(
     context: Context, index: Index, device: torch.device, image_size: int, resize: int | None
 ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
     """This rank's images of a split, uint8 [b, C, S, S] on the device, labels [b] and ids [b]."""
-    for images, labels, ids in evaluation_batches(
+    rows = distributed.share_of(context, index.n, BATCH)
+    for images, labels, ids in evaluation_parts(
         index,
         image_size=image_size,
         resize=resize,
-        rows=distributed.share_of(context, index.n, BATCH),
-        batch_size=BATCH,
+        parts=[rows[start : start + BATCH] for start in range(0, len(rows), BATCH)],
         threads=max(1, context.cpus),
     ):
         yield distributed.moved(images, device), labels, ids

@@ -28,7 +28,7 @@ from maect.data.convert import (
 )
 from maect.data.decode import UnreadableError, read_rgb
 from maect.data.index import open_index
-from maect.data.loader import evaluation_batches, train_batches
+from maect.data.loader import evaluation_parts, train_batches
 from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.data.subsets import class_view
@@ -117,7 +117,7 @@ def test_turned_images_in_shards(tmp_path: Path) -> None:
     assert c.turned and c.digest != d.digest and verify(tmp_path / "c") == 5
     row = next(i for i, key in enumerate(c.keys()) if key == "c/t")
     assert c.rows[row, 5:7].tolist() == [61, 90] and c.read(row) == turned(6)
-    (batch,) = evaluation_batches(c, image_size=32, rows=range(5), batch_size=5, threads=2)
+    (batch,) = evaluation_parts(c, image_size=32, parts=[range(5)], threads=2)
     with Image.open(io.BytesIO(turned(6))) as image:
         upright = np.asarray(
             ImageOps.exif_transpose(image).resize((37, 54), Image.Resampling.BICUBIC)
@@ -126,7 +126,7 @@ def test_turned_images_in_shards(tmp_path: Path) -> None:
     assert abs(made - upright[11:43, 2:34]).max() <= 3
     class_view(tmp_path / "c", tmp_path / "view", ["c"])
     view = open_index(tmp_path / "view")
-    (shown,) = evaluation_batches(view, image_size=32, rows=range(5), batch_size=5, threads=2)
+    (shown,) = evaluation_parts(view, image_size=32, parts=[range(5)], threads=2)
     assert torch.equal(shown[0], batch[0])
     # A test set that is changed while it is read is turned as its images are.
     shard(images, tmp_path / "e", "contrast", 1, pixels=EXIF)
@@ -256,7 +256,7 @@ def test_few_levels_are_a_warning_with_a_hint(
     clear = open_index(tmp_path / "clear")
     assert "warning" not in clear.record and clear.plain and verify(tmp_path / "clear") == 3
     assert clear.record["deep"]["values"] == [100, 4095]
-    (batch,) = evaluation_batches(clear, image_size=16, rows=range(3), batch_size=3, threads=1)
+    (batch,) = evaluation_parts(clear, image_size=16, parts=[range(3)], threads=1)
     assert batch[0].float().mean() > 100
 
 
@@ -332,9 +332,7 @@ def multispectral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_images_of_five_channels(multispectral: Path) -> None:
     index = open_index(multispectral)
     assert (index.channels, index.n) == (5, 5) and verify(multispectral) == 5
-    (batch,) = evaluation_batches(
-        index, image_size=20, rows=range(5), batch_size=5, threads=2, resize=20
-    )
+    (batch,) = evaluation_parts(index, image_size=20, parts=[range(5)], threads=2, resize=20)
     names = ["0", "1", "2", "planes", "array"]
     for i, key in enumerate(index.keys()):
         expected = np.rint(bands(names.index(key.partition("/")[2])) / 4095 * 255)

@@ -15,7 +15,7 @@ from maect.core.errors import UserError
 from maect.data import random
 from maect.data.decode import read_rgb
 from maect.data.index import ID, Index, open_index
-from maect.data.loader import Batch, evaluation_batches, train_batches
+from maect.data.loader import Batch, evaluation_parts, train_batches
 from maect.data.transforms import random_crops
 from maect.recipes import AUGMENTATIONS, View
 
@@ -142,7 +142,8 @@ def test_evaluation_is_resize_and_centre_crop(index: Index) -> None:
     from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 
     reference = Compose([Resize(37, interpolation=InterpolationMode.BICUBIC), CenterCrop(32)])
-    found = list(evaluation_batches(index, image_size=32, rows=range(24), batch_size=10, threads=2))
+    parts = [range(10), range(10, 20), range(20, 24)]
+    found = list(evaluation_parts(index, image_size=32, parts=parts, threads=2))
     assert [len(labels) for _, labels, _ in found] == [10, 10, 4]
     images = torch.cat([images for images, _, _ in found])
     assert np.concatenate([ids for _, _, ids in found]).tolist() == list(range(24))
@@ -153,19 +154,16 @@ def test_evaluation_is_resize_and_centre_crop(index: Index) -> None:
 
 
 def test_part_of_the_rows(index: Index) -> None:
-    parts = evaluation_batches(index, image_size=16, rows=range(5, 9), batch_size=3, threads=1)
-    assert [ids.tolist() for _, _, ids in parts] == [[5, 6, 7], [8]]
+    parts = [range(5, 8), range(8, 9)]
+    found = evaluation_parts(index, image_size=16, parts=parts, threads=1)
+    assert [ids.tolist() for _, _, ids in found] == [[5, 6, 7], [8]]
 
 
 def test_wrong_arguments_are_named(index: Index) -> None:
     with pytest.raises(UserError, match="batch_size 20 is not a multiple of 3 ranks"):
         batches(index, 1, world_size=3)
     with pytest.raises(UserError, match="resize 16"):
-        list(
-            evaluation_batches(
-                index, image_size=32, resize=16, rows=range(1), batch_size=1, threads=1
-            )
-        )
+        list(evaluation_parts(index, image_size=32, resize=16, parts=[range(1)], threads=1))
 
 
 def test_damage_after_sharding_names_the_sample(shards: Path, tmp_path: Path) -> None:

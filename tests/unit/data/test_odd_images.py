@@ -19,7 +19,7 @@ from maect.data import decode
 from maect.data.convert import make_ready
 from maect.data.decode import UnreadableError, read_rgb, render
 from maect.data.index import open_index
-from maect.data.loader import evaluation_batches
+from maect.data.loader import evaluation_parts
 from maect.data.shards import shard
 from maect.data.transforms import center_crops
 from maect.recipes import Pixels
@@ -136,9 +136,7 @@ def test_odd_images_are_kept_under_what_they_are(kept: tuple[Path, Path]) -> Non
 
 def test_odd_images_load_as_pillow_shows_them(kept: tuple[Path, Path]) -> None:
     index = open_index(kept[1])
-    (batch,) = evaluation_batches(
-        index, image_size=32, rows=range(index.n), batch_size=99, threads=2
-    )
+    (batch,) = evaluation_parts(index, image_size=32, parts=[range(index.n)], threads=2)
     originals = {Path(name).stem: name for name in KEPT if "thin" not in name}
     for i in range(index.n):
         key = index.key(i).removeprefix("c/").split("-")[0]

@@ -16,7 +16,7 @@ from sample_images import image_folder
 
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
-from maect.data.loader import evaluation_batches
+from maect.data.loader import evaluation_parts
 from maect.data.shard_check import verify
 from maect.data.shards import finish_index, plan_shards, shard
 from maect.data.sources import kind_of, open_source
@@ -197,7 +197,7 @@ def test_a_webdataset_is_indexed_where_it_lies(dataset: Path, shards: Path, tmp_
     assert verify(out, threads=2) == 24
     assert class_view(out, tmp_path / "view", ["c1"]) == 8
     view = open_index(tmp_path / "view")
-    (batch,) = evaluation_batches(view, image_size=8, rows=range(8), batch_size=8, threads=1)
+    (batch,) = evaluation_parts(view, image_size=8, parts=[range(8)], threads=1)
     assert batch[1].tolist() == [0] * 8
     assert verify(tmp_path / "view") == 8
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}

@@ -15,7 +15,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_record
 from maect.data import loader, native, pixels
 from maect.data.index import Index, open_index
-from maect.data.loader import evaluation_batches, train_batches
+from maect.data.loader import evaluation_parts, train_batches
 from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.data.staging import stage
@@ -68,8 +68,8 @@ def images_of(index: Index, size: int = 24) -> list[Tensor]:
         image_size=size, start_step=2, steps=7, threads=2,
     )  # fmt: skip
     images = [batch.images[0] for batch in train]
-    rows = range(index.n)
-    evaluation = evaluation_batches(index, image_size=size, rows=rows, batch_size=7, threads=2)
+    parts = [range(start, min(start + 7, index.n)) for start in range(0, index.n, 7)]
+    evaluation = evaluation_parts(index, image_size=size, parts=parts, threads=2)
     return images + [batch for batch, _, _ in evaluation]
 
 

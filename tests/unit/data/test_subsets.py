@@ -10,7 +10,7 @@ from PIL import Image
 from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.data.index import Index, open_index
-from maect.data.loader import evaluation_batches
+from maect.data.loader import evaluation_parts
 from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.data.sources.base import read_list
@@ -35,10 +35,8 @@ def test_class_view_copies_nothing(shards: Path, tmp_path: Path) -> None:
 def test_view_loads_like_the_whole(shards: Path, tmp_path: Path) -> None:
     class_view(shards, tmp_path / "view", ["c1"])
     view, whole = open_index(tmp_path / "view"), open_index(shards)
-    (part,) = evaluation_batches(view, image_size=16, rows=range(view.n), batch_size=99, threads=1)
-    (all_of_it,) = evaluation_batches(
-        whole, image_size=16, rows=range(24), batch_size=99, threads=1
-    )
+    (part,) = evaluation_parts(view, image_size=16, parts=[range(view.n)], threads=1)
+    (all_of_it,) = evaluation_parts(whole, image_size=16, parts=[range(24)], threads=1)
     assert torch.equal(part[0], all_of_it[0][part[2]])
 
 

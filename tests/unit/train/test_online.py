@@ -94,7 +94,7 @@ def test_an_online_evaluation_changes_no_bit_of_any_stage(runs):
 def test_what_is_evaluated_is_what_the_run_exports(runs, shards):
     """The last evaluation, again from the file: of MAE its weights, of tuning their average."""
     from maect.data.index import ID, open_index
-    from maect.data.loader import evaluation_batches
+    from maect.data.loader import evaluation_parts
     from maect.data.transforms import PAPER, normalize
     from maect.models.weights import load_encoder_weights
     from maect.train.online import OnlineEvaluator
@@ -113,9 +113,7 @@ def test_what_is_evaluated_is_what_the_run_exports(runs, shards):
             OnlineEvaluation(**ONLINE), index, None, Parts(), None, torch.device("cpu")
         ).index
         assert len(set(chosen.rows[:, ID].tolist())) == 16
-        batches = evaluation_batches(
-            chosen, image_size=16, rows=range(16), batch_size=16, threads=1
-        )
+        batches = evaluation_parts(chosen, image_size=16, parts=[range(16)], threads=1)
         with torch.no_grad():
             features = torch.cat(
                 [
