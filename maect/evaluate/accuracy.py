@@ -16,8 +16,8 @@ from maect.core.errors import UserError
 from maect.core.lazy import F, NDArray, Tensor, np, torch
 from maect.data.index import Index, open_index
 from maect.evaluate.base import Count, EvaluationJob, Images, Input, Protocol, Shards, Trained
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.real import RealLabels
-from maect.models.precision import mixed_precision
 from maect.recipes.few_labels import fraction_name
 from maect.records import RunRecord, checked_sha256
 from maect.stages.base import Supervised
@@ -199,42 +199,36 @@ class FineTuned:
         self, folder: Path, stage: FineTune, seed: int, test: Index, device: torch.device
     ) -> None:
         """Load a run that was trained with `stage` and `seed`, to score it on `test`."""
-        from maect.models.weights import load_encoder_weights, load_tensors
+        from maect.models.weights import load_tensors
 
-        self.record, self.stage, self.device = trained_as(folder, stage, seed), stage, device
-        self.folder = folder
+        self.record, self.folder = trained_as(folder, stage, seed), folder
         for name in self.record.sha256:
             checked_sha256(folder / name)
-        encoder, _, self.pooling = load_encoder_weights(folder / "encoder.safetensors")
+        path = folder / "encoder.safetensors"
+        self.encoding = Encoding(path, device, stage.precision)
+        if self.encoding.settings.foreign is not None:
+            raise UserError(f"{path}: {self.encoding.settings.foreign}, which is no plain ViT")
         classifier, metadata = load_tensors(folder / "head.safetensors")
         if tuple(json.loads(metadata["classes"])) != test.class_names:
             raise UserError(f"{folder} and {test.directory}: their classes differ")
         # All weights under the names that they have in training.
         self.weights = {
-            name if name.startswith("fc_norm.") else f"encoder.{name}": value
-            for name, value in encoder.state_dict().items()
+            name if name.startswith("fc_norm.") else f"encoder.{name}": value.cpu()
+            for name, value in self.encoding.encoder.state_dict().items()
         } | {f"head.{name}": value for name, value in classifier.items()}
-        self.encoder = encoder.to(device)
         self.classifier = {name: value.to(device) for name, value in classifier.items()}
 
     def predict(self, images: Tensor) -> Tensor:
-        """Class of each normalized image [b, C, S, S], int64 [b]."""
+        """Class of each image, uint8 or normalized float32 [b, C, S, S]: int64 [b]."""
         with torch.inference_mode():
-            with mixed_precision(images.device, self.stage.precision):
-                tokens = self.encoder(images).tokens
-            features = self.encoder.pool(tokens.float(), self.pooling)
-            return F.linear(features, **self.classifier).argmax(dim=1)
+            return F.linear(self.encoding(images), **self.classifier).argmax(dim=1)
 
     def predicted(self, context: Context, test: Index, resize: int | None) -> NDArray[np.int64]:
         """Class of every image of a split, int64 [n]; every rank predicts its share."""
-        from maect.data.transforms import normalize
         from maect.train.scores import predicted
 
-        def predict(images: Tensor) -> Tensor:
-            return self.predict(normalize(images, self.encoder.settings.pixels))
-
-        size = self.encoder.settings.image_size
-        return predicted(context, test, self.device, size, resize, predict)
+        size, device = self.encoding.settings.image_size, self.encoding.device
+        return predicted(context, test, device, size, resize, self.predict)
 
     def accuracies(self, test: Index, resize: int | None) -> list[float]:
         """After each epoch, as the training found them on these images; else a UserError."""

@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[1] / "train"))
 import ranks
 from ranks import run
 
-from .by_hand import all_images
+from .by_hand import all_images, blocks_of
 from .conftest import Rank, resolved
 from .margins import clear
 
@@ -223,10 +223,11 @@ def test_any_protocol_can_encode_with_what_it_leaves(images: Path, whole: Path) 
     stage, seed = SETTINGS.trainings()["seed0"]
     test = open_index(images / "shards" / "val")
     trained = FineTuned(whole / "seed0", stage, seed, test, torch.device("cpu"))
-    encoding = Encoding(whole / "seed0/encoder.safetensors", torch.device("cpu"))
-    assert encoding.pooling == "fc_norm"
+    encoder, _, pooling = load_encoder_weights(whole / "seed0/encoder.safetensors")
+    assert trained.encoding.pooling == pooling == "fc_norm"
     x = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    logits = torch.nn.functional.linear(encoding(x), **trained.classifier)
+    features = encoder.fc_norm(blocks_of(encoder, x)[-1][:, 1:].mean(1)).detach()
+    logits = torch.nn.functional.linear(features, **trained.classifier)
     clear(logits, 1e-5)
     assert torch.equal(logits.argmax(1), trained.predict(x))
 
