@@ -8,19 +8,20 @@ again. A wrong source, or shards of another plan, raises a `UserError`.
 
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import logging
-import math
+import operator
 import os
 import shlex
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -206,7 +207,7 @@ def _write(out: Path, number: int, threads: int) -> None:
     hashes: list[bytes] = []
     checksums: list[int] = []
     faults: list[str] = []
-    found = _Found()
+    facts: list[dict[str, Any]] = []
     with ExitStack() as stack:
         file = None
         if not tars:
@@ -228,7 +229,7 @@ def _write(out: Path, number: int, threads: int) -> None:
             size = len(image.data)
             rows.append((start + position, *where, size, entry.label, image.width, image.height))
             hashes.append(content_hash(key, entry.label, image.data, image.turned))
-            found.add(image)
+            facts.append(_facts(image))
             checksums.append(isal_zlib.crc32(image.data))
         if faults and not skip:
             raise _FaultyError(faults)
@@ -249,64 +250,56 @@ def _write(out: Path, number: int, threads: int) -> None:
             "listing": plan["listings"][number],
             "options": plan["options"],
             **({"unreadable": faults} if faults else {}),
-            **found.as_dict(),
+            **_merged(facts),
         },
     )
 
 
-@dataclass
-class _Found:
-    """Turned and transparent images, and values of those of more than 8 bits."""
+def _facts(image: Ready) -> dict[str, Any]:
+    """Facts about an image for the record of its shard; none about an ordinary one.
 
-    turned: int = 0
-    transparent: int = 0
-    """Of which no background is known, so that what their files hide is seen."""
-    deep: int = 0
-    least: float = math.inf
-    greatest: float = -math.inf
-    levels: int = 0
-    """Bit n is set if any value became n of 255."""
+    `transparent` is one of which no background is known, so that what its file hides is seen.
+    """
+    facts: dict[str, Any] = {}
+    if image.turned:
+        facts["turned"] = 1
+    if image.lost:
+        facts["transparent"] = 1
+    if image.values is not None:
+        facts["deep"] = {"images": 1, "values": image.values, "levels": f"{image.levels:x}"}
+    return facts
 
-    def add(self, image: Ready) -> None:
-        deep = {"images": 1, "values": image.values, "levels": f"{image.levels:x}"}
-        found = {"turned": image.turned, "transparent": image.lost}
-        self.merge(found if image.values is None else found | {"deep": deep})
 
-    def merge(self, known: dict[str, Any]) -> None:
-        """Add what the record of a shard says."""
-        self.turned += known.get("turned", 0)
-        self.transparent += known.get("transparent", 0)
-        if "deep" in known:
-            deep = known["deep"]
-            self.deep += deep["images"]
-            self.least = min(self.least, deep["values"][0])
-            self.greatest = max(self.greatest, deep["values"][1])
-            self.levels |= int(deep["levels"], 16)
+def _merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Facts about many images, from those about each of them or about each shard."""
+    counts = {name: sum(one.get(name, 0) for one in facts) for name in ("turned", "transparent")}
+    found: dict[str, Any] = {name: n for name, n in counts.items() if n}
+    if deep := [one["deep"] for one in facts if "deep" in one]:
+        low, high = zip(*(one["values"] for one in deep), strict=True)
+        levels = functools.reduce(operator.or_, (int(one["levels"], 16) for one in deep))
+        images = sum(one["images"] for one in deep)
+        found["deep"] = {"images": images, "values": [min(low), max(high)], "levels": f"{levels:x}"}
+    return found
 
-    def as_dict(self) -> dict[str, Any]:
-        """For a record; nothing of ordinary images."""
-        values = [self.least, self.greatest]
-        deep = {"images": self.deep, "values": values, "levels": f"{self.levels:x}"}
-        counts = {"turned": self.turned, "transparent": self.transparent}
-        return {name: n for name, n in counts.items() if n} | ({"deep": deep} if self.deep else {})
 
-    def warning(self) -> str | None:
-        """Return what is lost of deep and of transparent images, if much is, and what to do."""
-        said = []
-        levels = self.levels.bit_count()
-        if self.deep and levels < FEWEST_LEVELS:
+def _warning(found: dict[str, Any]) -> str | None:
+    """Return what is lost of deep and of transparent images, if much is, and what to do."""
+    said = []
+    if deep := found.get("deep"):
+        levels, (low, high) = int(deep["levels"], 16).bit_count(), deep["values"]
+        if levels < FEWEST_LEVELS:
             said.append(
-                f"{self.deep} images of more than 8 bits have become {levels} grey levels: their "
-                f"values go from {self.least:g} to {self.greatest:g}; state that in the data set: "
-                f"pixels: {{range: [{self.least:g}, {self.greatest:g}]}}"
+                f"{deep['images']} images of more than 8 bits have become {levels} grey levels: "
+                f"their values go from {low:g} to {high:g}; state that in the data set: "
+                f"pixels: {{range: [{low:g}, {high:g}]}}"
             )
-        if self.transparent:
-            said.append(
-                f"{counted(self.transparent, 'image')} with transparent parts, of which the "
-                "colours that their files hide there are used, often black; state what is behind "
-                "them in the data set: pixels: {background: [255, 255, 255]}"
-            )
-        return "; ".join(said) or None
+    if transparent := found.get("transparent"):
+        said.append(
+            f"{counted(transparent, 'image')} with transparent parts, of which the "
+            "colours that their files hide there are used, often black; state what is behind "
+            "them in the data set: pixels: {background: [255, 255, 255]}"
+        )
+    return "; ".join(said) or None
 
 
 def prepare(
@@ -460,12 +453,10 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
     if faults := [fault for record in records for fault in record.get("unreadable", [])]:
         faults = [f"{name} ({why})" for name, _, why in (fault.partition("\t") for fault in faults)]
     faults += [f"{name} (gone)" for name in plan.get("gone", [])]
-    found = _Found()
-    for record in records:
-        found.merge(record)
+    found = _merged(records)
     # Where no image was turned or has other channels, nothing is special about reading them.
     read = Pixels.of_shards(plan["options"])
-    special = found.turned or read.channels != 3
+    special = "turned" in found or read.channels != 3
     write_record(
         out / "index.json",
         {
@@ -479,8 +470,8 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
             **({"unreadable": faults} if faults else {}),
             **({"in_place": True} if "tars" in plan else {}),
             **({"pixels": read.model_dump(mode="json")} if special else {}),
-            **found.as_dict(),
-            **({"warning": warning} if (warning := found.warning()) else {}),
+            **found,
+            **({"warning": warning} if (warning := _warning(found)) else {}),
             "shards": shards,
         },
     )
