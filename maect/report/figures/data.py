@@ -33,8 +33,8 @@ def row_title(row: Row, rows: Sequence[Row]) -> str:
     return f"{method}, {architecture_title(row.architecture)}"
 
 
-def result_files(shown: ShownConfig, ending: str) -> dict[str, Path]:
-    """A result file of each row's first run, by the row's title, where there is one.
+def result_files(shown: ShownConfig) -> dict[str, Path]:
+    """The arrays of each row's first run, by the row's title, where there are any.
 
     Of the evaluations that the figure's entry needs, the first that any row has; a UserError if no
     row has one.
@@ -43,7 +43,8 @@ def result_files(shown: ShownConfig, ending: str) -> dict[str, Path]:
     needs = entry(shown.name, FIGURES, "figure").needs
     for name in needs:
         found = {
-            title: result_file(shown.evaluations, run, name, ending) for title, run in runs.items()
+            title: result_file(shown.evaluations, run, name, ".safetensors")
+            for title, run in runs.items()
         }
         if files := {title: path for title, path in found.items() if path is not None}:
             return files

@@ -124,7 +124,7 @@ def _square(axes: Axes, points: np.ndarray) -> None:
 def umap(shown: ShownConfig) -> Figure:
     """UMAP embeddings side by side, with the accuracy of k-means on the features."""
     rows = {row_title(row, shown.rows): row for row in shown.rows}
-    files, classes = result_files(shown, ".safetensors"), Classes(shown)
+    files, classes = result_files(shown), Classes(shown)
     read = [read_points(path) for path in files.values()]
     data = [(points, classes.of(labels)) for points, labels in read]
     known = sorted({int(number) for _, labels in data for number in labels if number >= 0})

@@ -27,7 +27,7 @@ def confusion(shown: ShownConfig) -> Figure:
     `clustering.safetensors`: `confusion` int64 [k, k], rows classes, columns the cluster that each
     class was matched to; `labels` int64 [n], class of each sample; a subset's with its name before.
     """
-    results, titles = result_files(shown, ".safetensors"), Classes(shown)
+    results, titles = result_files(shown), Classes(shown)
     first = next(iter(results.values()))
     many = len(np.unique(read_tensors(first, ["labels"])["labels"])) > NAMED_CLASSES
     subsets = setting(first.with_suffix(".json"), "subsets") or {}
@@ -88,7 +88,7 @@ def cluster_retrieval(shown: ShownConfig) -> Figure:
     Reads `retrieval.safetensors`: `cluster_images` uint8 [k, n, S, S, 3], `cluster_labels` int64
     [k, n] and `cluster_classes` int64 [k], the class that a cluster was matched to, -1 for none.
     """
-    results = result_files(shown, ".safetensors")
+    results = result_files(shown)
     titles = Classes(shown)
     arrays_of = ["cluster_images", "cluster_labels", "cluster_classes"]
     read = {title: read_tensors(path, arrays_of) for title, path in results.items()}
@@ -125,7 +125,7 @@ def neighbor_retrieval(shown: ShownConfig) -> Figure:
     `neighbor_images` uint8 [q, n, S, S, 3] and `neighbor_labels` int64 [q, n], nearest first, of
     the same queries for every model.
     """
-    results, titles = result_files(shown, ".safetensors"), Classes(shown)
+    results, titles = result_files(shown), Classes(shown)
     names = ["query_images", "query_labels", "neighbor_images", "neighbor_labels"]
     read = {title: read_tensors(path, names) for title, path in results.items()}
     queries = next(iter(read.values()))["query_labels"]

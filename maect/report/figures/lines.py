@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -17,8 +16,9 @@ from maect.core.errors import UserError
 from maect.records import is_finished
 from maect.report import tables
 from maect.report.configs import ShownConfig
-from maect.report.figures import COLORS, LINES, MARKERS, WIDTH, method_style, panels
-from maect.report.figures.data import finished_runs, result_files, row_title, stage_title
+from maect.report.figures import COLORS, LINES, WIDTH, method_style, panels
+from maect.report.figures.data import finished_runs, row_title, stage_title
+from maect.report.registry import FIGURES
 from maect.report.tables import KEYS, build_table, chain
 from maect.report.titles import architecture_title, method_title
 from maect.stages import STAGES
@@ -38,6 +38,11 @@ ONLINE = {
     "online_alignment": ("alignment", "alignment"),
 }
 """Panel and unit of each value of an online evaluation."""
+BY_BLOCK = {
+    "color_histogram": ("errors", "histogram prediction error (%)"),
+    "knn_per_block": ("knn_standardized", "k-NN accuracy (%)"),
+}
+"""Metric and unit of each figure by block."""
 LETTERS = 13  # an inch of a title, at its size
 POINTS = 200  # more than a page shows: longer curves are averaged down to this
 # Whatever is beside the line is the paper's, whatever is filled was measured.
@@ -245,69 +250,41 @@ def label_efficiency(shown: ShownConfig) -> Figure:
     return figure
 
 
-def color_histogram(shown: ShownConfig) -> Figure:
-    """Histogram prediction error after each block, one line a model.
+def by_block(shown: ShownConfig) -> Figure:
+    """A value after each block, one line a model: the mean over its runs, and the deviation.
 
-    Reads `color_histogram.json`, whose metric `errors` is a list, one value a block from the first
-    to the last, in percent of the error of a uniform prediction.
+    Reads the evaluation of the figure's name, whose metric (`BY_BLOCK`) is a list, one value a
+    block from the first to the last.
     """
-    results = result_files(shown, ".json")
-    figure, (ax,) = panels(1, 1, height=2.9)
-    most = 0
-    for number, (name, path) in enumerate(results.items()):
-        errors = tables.read_metrics(path).get("errors")
-        if not isinstance(errors, list) or not errors:
-            raise UserError(f"{path}: has no list `errors`; evaluate color_histogram again")
-        most = max(most, len(errors))
-        ax.plot(
-            range(1, len(errors) + 1), errors, color=COLORS[number % len(COLORS)],
-            linestyle=LINES[number % len(LINES)], marker=MARKERS[number % len(MARKERS)],
-            markersize=3, label=name,
-        )  # fmt: skip
-    _blocks_axis(ax, most)
-    ax.set_ylabel("histogram prediction error (%)")
-    ax.legend()
-    return figure
-
-
-def knn_per_block(shown: ShownConfig) -> Figure:
-    """k-NN accuracy after each block, one line a model: the mean over its runs, and the deviation.
-
-    Reads `knn_per_block.json`, whose metric `knn_standardized` is a list, one value a block.
-    """
+    key, label = BY_BLOCK[shown.name]
     figure, (ax,) = panels(1, 1, height=2.9)
     most = 0
     for number, row in enumerate(shown.rows):
         lines = list[list[float]]()
-        paths = (tables.result_file(shown.evaluations, run, "knn_per_block") for run in row.runs)
+        runs = row.runs[:1] if FIGURES[shown.name].first_seed else row.runs
+        paths = (tables.result_file(shown.evaluations, run, shown.name) for run in runs)
         for path in filter(None, paths):
-            values = tables.read_metrics(path).get("knn_standardized")
-            if not isinstance(values, list) or len(values) != len([*lines, values][0]):
+            found = tables.read_metrics(path).get(key)
+            if not isinstance(found, list) or not found or len(found) != len([*lines, found][0]):
                 raise UserError(
-                    f"{path}: `knn_standardized` is no list with a value for each block; "
-                    "evaluate knn_per_block again"
+                    f"{path}: `{key}` is no list with a value for each block; "
+                    f"evaluate {shown.name} again"
                 )
-            lines.append(values)
+            lines.append(found)
         if not lines:
             continue
         blocks = len(lines[0])
         most = max(most, blocks)
         style = method_style(number) | {"capsize": 2, "markersize": 3}
         spread = np.std(lines, axis=0, ddof=1) if len(lines) > 1 else None
-        x, label = range(1, blocks + 1), row_title(row, shown.rows)
-        ax.errorbar(x, np.mean(lines, axis=0), spread, **style, label=label)
+        x, title = range(1, blocks + 1), row_title(row, shown.rows)
+        ax.errorbar(x, np.mean(lines, axis=0), spread, **style, label=title)
     if not most:
-        raise UserError("knn_per_block figure: no run has this evaluation")
-    _blocks_axis(ax, most)
-    ax.set_ylabel("k-NN accuracy (%)")
+        raise UserError(f"{shown.name} figure: no run has this evaluation")
+    ax.set(xlabel="block", ylabel=label, xlim=(0.5, most + 0.5))
+    ax.set_xticks(range(1, most + 1, 1 if most <= 12 else 2))  # every other one of many
     ax.legend()
     return figure
-
-
-def _blocks_axis(ax: Axes, most: int) -> None:
-    """Number the blocks from 1, every other one of many."""
-    ax.set(xlabel="block", xlim=(0.5, most + 0.5))
-    ax.set_xticks(range(1, most + 1, 1 if most <= 12 else 2))
 
 
 def curve(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:

@@ -25,11 +25,11 @@ from maect.report.figures.embedding import moved_apart, read_points, umap
 from maect.report.figures.grids import WRONG, cluster_retrieval
 from maect.report.figures.lines import (
     POINTS,
+    by_block,
     curve,
     gain_by_precision,
     gpu_hours,
     knn_compute,
-    knn_per_block,
     points_of,
     training_curves,
 )
@@ -224,7 +224,7 @@ def test_all_models_have_their_nearest_images(results):
     (results / "ct_aug/retrieval.safetensors").symlink_to(results / "ct_tiny/retrieval.safetensors")
     given = shown("cluster_retrieval", results, [*ROWS, Row("tiny", "ct_aug", ["ct_aug"])])
     drawn = [axes for axes in cluster_retrieval(given).axes if axes.images]
-    titles = list(result_files(given, ".safetensors"))
+    titles = list(result_files(given))
     assert len(titles) == 3 and [axes.get_title() for axes in drawn] == titles
 
 
@@ -259,7 +259,7 @@ def test_a_damaged_result_is_named(results, out):
         draw(shown("confusion", results), *out)
     path = results / "mae_tiny" / "color_histogram.json"
     write_record(path, {"metrics": {"errors": 3}})
-    with pytest.raises(UserError, match="has no list `errors`"):
+    with pytest.raises(UserError, match=r"mae_tiny/color_histogram.json: `errors` is no list"):
         draw(shown("color_histogram", results), *out)
     path = results / "ct_tiny" / "knn_per_block.json"
     write_record(path, {"metrics": {"knn_standardized": 3}})
@@ -271,7 +271,7 @@ def test_knn_per_block_is_a_mean_over_seeds(results, result):
     result("ct_tiny-s1", "knn_per_block", knn_standardized=[62.0, 74.0, 70.0])
     rows = [Row("tiny", "mae", ["mae_tiny"]), Row("tiny", "ct_min", ["ct_tiny", "ct_tiny-s1"])]
     asked = shown("knn_per_block", results).model_copy(update={"rows": rows})
-    (ax,) = knn_per_block(asked).axes
+    (ax,) = by_block(asked).axes
     one, several = ax.containers
     assert one[0].get_ydata().tolist() == [60.0, 70.0, 50.0]
     assert several[0].get_xdata().tolist() == [1, 2, 3]
@@ -287,11 +287,11 @@ def test_knn_per_block_is_a_mean_over_seeds(results, result):
         results.parent / "runs/ct_tiny-s1/run.json",
         {"run": "ct_tiny-s1", "stage": "tune", "sha256": sums},
     )
-    _, alone = knn_per_block(asked).axes[0].containers
+    _, alone = by_block(asked).axes[0].containers
     assert alone[0].get_ydata().tolist() == [60.0, 70.0, 80.0]
     result("ct_tiny-s1", "knn_per_block", knn_standardized=[62.0, 74.0])
     with pytest.raises(UserError, match="a value for each block"):
-        knn_per_block(asked)
+        by_block(asked)
 
 
 def test_points_need_cost_and_accuracy(results):
