@@ -106,10 +106,6 @@ def audit(
     are compared by the cosine of their features,
     standardised with mean and standard deviation of all of them.
 
-    Args:
-        threshold: least cosine of a pair.
-        within: also pairs inside a split, and not only across two.
-
     Raises:
         UserError: so many pairs that the threshold must be too low.
     """

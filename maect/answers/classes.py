@@ -129,11 +129,7 @@ def read_classifier(path: Path) -> VectorClassifier:
 
 
 def fit_classifier(labelled: Path) -> VectorClassifier:
-    """Logistic regression as the protocol `low_shot` fits it, on all labelled vectors of a file.
-
-    Args:
-        labelled: a features file, or a parquet file of `maect embed --kind folder`.
-    """
+    """Logistic regression as the protocol `low_shot` fits it, on all labelled vectors of a file."""
     if labelled.suffix == ".parquet":
         vectors = Vectors.read(labelled)
         if vectors.labels is None:

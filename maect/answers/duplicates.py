@@ -167,11 +167,6 @@ def most_alike(one: Array, other: Array, count: int) -> list[tuple[int, int]]:
 def duplicates(what: Path, out: Path, images: Path | None = None, count: int = COUNT) -> str:
     """Write `pairs.csv`, `pairs.json` and `index.html`, and return how many there are, in words.
 
-    Args:
-        what: images (a folder, an archive, a table), or a .parquet that `maect embed` wrote.
-        images: where the images of a .parquet are, if they have moved.
-        count: of pairs at most, beside those of equal files.
-
     Raises:
         UserError: images that are not there, or fewer than two that can be read.
     """

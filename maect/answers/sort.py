@@ -19,8 +19,6 @@ def sort_images(table: Path, images: Path, out: Path, link: bool = False) -> dic
 
     Args:
         table: a .csv with the columns `file` and `cluster` or `class`.
-        images: the folder that `file` is below.
-        out: a new or empty folder; `OUT/GROUP/FILE`, with the folders that FILE has.
 
     Raises:
         UserError: another table, an image that is not there, or a folder that is not empty.

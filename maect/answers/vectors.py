@@ -362,14 +362,9 @@ def embed_into(
     second call after a break goes on: what it had computed waits beside the file. Memory holds one
     part of `PART` images and, while images are added, the vectors of before.
 
-    Args:
-        out: .parquet, .csv or .npy.
-        encoder, images, kind, batch_size: as of `embed`.
-        afresh: compute all of them.
-
     Raises:
-        UserError: as `embed`, a suffix that is none of these, or a file of another encoder or
-            folder, or any .csv or .npy, that `afresh` does not give up.
+        UserError: no images or none that can be read, a suffix that is none of `FORMATS`, or a file
+            of another encoder or folder, or any .csv or .npy, that `afresh` does not give up.
     """
     check_format(out, inputs=[images])
     work = _Work(encoder, images, kind, batch_size)

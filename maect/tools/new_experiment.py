@@ -261,10 +261,7 @@ def new_experiment(
     """Write an experiment for the images in a folder.
 
     Args:
-        folder: `CLASS/IMAGE` or images without classes; either also in `train` and `val` below it,
-            by these or similar names.
         out: the file to write. Without a `val`, lists of both parts' images are written beside it.
-        public: public weights to start from (`own_training.PUBLIC`); none: from scratch.
         quick: a device that an hour is to be enough on; none: as long as the images are worth.
 
     Raises:

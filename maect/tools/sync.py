@@ -103,9 +103,6 @@ without a variable."""
 def sync(service: str, run: Path, project: str | None = None) -> int:
     """Copy the steps of a run that a service does not have yet; returns how many these are.
 
-    A `project` is what the service puts runs into; of MLflow an experiment. Without one it is that
-    of the copy so far, else `maect`.
-
     Raises:
         UserError: no such run, a copy in another project, the service's package is not installed,
             or others may say what it reads in the working folder.

@@ -128,7 +128,6 @@ def verify(
     """Make cells of a published folder again and print how each compares; returns a status.
 
     Args:
-        published: such as `docs/results/digits`; its name is the experiment's.
         out: folder of what is made; what is there already is not made again.
         run: runs the pipeline on an experiment's file and targets; returns its status.
 
