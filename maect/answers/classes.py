@@ -1,6 +1,7 @@
 """Classes of images: by a probe, the classifier of a fine-tuned run, or logistic regression."""
 
 import json
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,12 +155,14 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
     return VectorClassifier(weight, bias, class_names, made_by, True, about["resize"])
 
 
-def write_classes(vectors: Vectors, classifier: VectorClassifier, path: Path) -> None:
+def write_classes(parts: Iterable[Vectors], classifier: VectorClassifier, path: Path) -> None:
     """Write a table of each image's most probable class: file, class, probability."""
-    probabilities = classifier.probabilities(vectors.values)
-    best = probabilities.argmax(axis=1)
-    rows = (
-        [name, classifier.class_names[column], f"{row[column]:.4f}"]
-        for name, row, column in zip(vectors.files, probabilities, best, strict=True)
-    )
-    write_rows(path, _COLUMNS, rows)
+
+    def rows() -> Iterator[list[str]]:
+        for part in parts:
+            probabilities = classifier.probabilities(part.values)
+            best = probabilities.argmax(axis=1)
+            for name, row, column in zip(part.files, probabilities, best, strict=True):
+                yield [name, classifier.class_names[column], f"{row[column]:.4f}"]
+
+    write_rows(path, _COLUMNS, rows())

@@ -233,8 +233,7 @@ def predict(
         read_classifier,
         write_classes,
     )
-    from maect.answers.vectors import check_format, parts_of
-    from maect.answers.vectors import embed as vectors_of
+    from maect.answers.vectors import Work, check_format, parts_of
 
     check_format(out, (".csv",), [images])
     check_replaceable_table(out)
@@ -249,14 +248,16 @@ def predict(
     # Evaluations may resize images otherwise than the run says: they are of another data set.
     encoder = load(run, device, resize=classes.resize)
     classes.check(encoder, path)
-    vectors, left_out = vectors_of(encoder, images, kind, batch_size, parts_of(out))
-    _say_left_out(left_out)
+    work = Work(encoder, images, kind, batch_size)
+    folder = parts_of(out)
+    count = work.compute(folder)
+    _say_left_out(work.left_out)
     if labelled is not None:
         classes.write(path)
-    write_classes(vectors, classes, out)
-    shutil.rmtree(parts_of(out), ignore_errors=True)
-    count = f"{counted(len(vectors.files), 'image')}, {len(left_out)} left out"
-    print(f"{out}: {count}; {len(classes.class_names)} classes")
+    write_classes(work.parts(folder), classes, out)
+    shutil.rmtree(folder, ignore_errors=True)
+    images_read = f"{counted(count, 'image')}, {len(work.left_out)} left out"
+    print(f"{out}: {images_read}; {len(classes.class_names)} classes")
 
 
 @command(example="export results/digits/runs/ct_min_tiny exported")

@@ -173,7 +173,7 @@ class ImageEncoder:
 
     def kept(
         self,
-        file: Path | None,
+        file: Path,
         source: ImageSource,
         entries: Sequence[Entry],
         batch_size: int | None = None,
@@ -182,10 +182,10 @@ class ImageEncoder:
         """`readable` of some images of a source: out of a file, which is written if it is not so.
 
         Args:
-            file: its name is that of the encoder and the images; none: nothing is kept. Made again
-                once an image is readable that was not.
+            file: its name is that of the encoder and the images. Made again once an image is
+                readable that was not.
         """
-        if file is not None and (known := seek_kept(file, "vectors")) is not None:
+        if (known := seek_kept(file, "vectors")) is not None:
             # What could not be read may be readable now: a package is installed, a disk is back.
             faults = [number for number, _ in json.loads(known[1]["faults"])]
             tried = self._batches(
@@ -198,8 +198,7 @@ class ImageEncoder:
         values, found = self.readable(
             lambda number: source.read(entries[number]), len(entries), size, progress=progress
         )
-        if file is not None:
-            write_kept(file, {"vectors": values}, {"faults": json.dumps([*found.items()])})
+        write_kept(file, {"vectors": values}, {"faults": json.dumps([*found.items()])})
         return values, found
 
     def pixels(self, image: ImageLike) -> NDArray[np.uint8]:

@@ -301,32 +301,6 @@ def open_images(
     return open_source(kind, images, pixels=pixels), kind
 
 
-def embed(
-    encoder: "ImageEncoder",
-    images: Path,
-    kind: str | None = None,
-    batch_size: int | None = None,
-    folder: Path | None = None,
-) -> tuple[Vectors, dict[str, str]]:
-    """Vectors of all images that can be read, in the order of their source, in memory.
-
-    A `folder` keeps them meanwhile: after a break, the same call continues.
-
-    Returns:
-        The vectors, and why an image was left out, by its name.
-
-    Raises:
-        UserError: no images, or none that can be read.
-    """
-    work = _Work(encoder, images, kind, batch_size)
-    parts = [*work.parts(folder)]
-    work.check(sum(len(part.files) for part in parts))
-    labels = [name for part in parts for name in part.labels or []] if work.named else None
-    files = [name for part in parts for name in part.files]
-    values = np.concatenate([part.values for part in parts])
-    return Vectors(files, values, labels, work.about), work.left_out
-
-
 def parts_of(out: Path) -> Path:
     """Return the folder beside a file that has what was computed for it before a break."""
     return out.with_name(f".{out.name}.parts")
@@ -367,12 +341,11 @@ def embed_into(
             of another encoder or folder, or any .csv or .npy, that `afresh` does not give up.
     """
     check_format(out, inputs=[images])
-    work = _Work(encoder, images, kind, batch_size)
+    work = Work(encoder, images, kind, batch_size)
     if not afresh:
         work.know(out)
     folder = parts_of(out)
-    count = sum(len(part.files) for part in work.parts(folder))
-    work.check(count)
+    count = work.compute(folder)
     write_vectors(out, (part for part in work.parts(folder) if part.files), count)
     shutil.rmtree(folder, ignore_errors=True)
     kept = sum(entry.name in work.known for entry in work.entries)
@@ -397,8 +370,12 @@ PART = 512
 """Images that are computed and kept as one: what a break costs at most."""
 
 
-class _Work:
-    """The images of one `embed`: which, and what is known of them."""
+class Work:
+    """The images that vectors are computed of: which, and what is known of them.
+
+    Attributes:
+        left_out: why an image has none, by its name.
+    """
 
     def __init__(
         self, encoder: "ImageEncoder", images: Path, kind: str | None, batch_size: int | None
@@ -460,18 +437,29 @@ class _Work:
             found[entry.name] = next((stamp_of(p) for p in paths if p.is_file()), UNKNOWN)
         return found
 
-    def parts(self, folder: Path | None = None) -> Iterator[Vectors]:
+    def compute(self, folder: Path) -> int:
+        """Compute what the folder lacks of `parts`, and return how many images can be read.
+
+        UserError: none can.
+        """
+        count = sum(len(part.files) for part in self.parts(folder))
+        if not count:
+            name, why = next(iter(self.left_out.items()))
+            raise UserError(
+                f"{self.path}: none of {self.listed} images can be read: {name} ({why})"
+            )
+        return count
+
+    def parts(self, folder: Path) -> Iterator[Vectors]:
         """Vectors of those images that can be read, part by part.
 
-        With a folder a part is computed once, and its vectors that were not known wait there.
+        A part is computed once: its vectors that were not known wait in the folder.
         """
         for start in range(0, len(self.entries), PART):
             entries = self.entries[start : start + PART]
             todo = [entry for entry in entries if entry.name not in self.known]
-            file = None
-            if folder is not None:
-                facts = [[entry.name, self.stamps[entry.name]] for entry in todo]
-                file = folder / f"{digest(self.about, facts)}.safetensors"
+            facts = [[entry.name, self.stamps[entry.name]] for entry in todo]
+            file = folder / f"{digest(self.about, facts)}.safetensors"
 
             def say(done: int, start: int = start) -> None:
                 if time.monotonic() - self.said > _EVERY:
@@ -490,14 +478,6 @@ class _Work:
             stamped = np.array([self.stamps[name] for name in names], np.int64)
             values = rows.reshape(-1, self.encoder.width)
             yield Vectors(names, values, labels, self.about, stamped)
-
-    def check(self, count: int) -> None:
-        """Refuse a folder of which nothing can be read, with the first reason."""
-        if not count:
-            name, why = next(iter(self.left_out.items()))
-            raise UserError(
-                f"{self.path}: none of {self.listed} images can be read: {name} ({why})"
-            )
 
 
 def nearest(index: Vectors, queries: Array, count: int) -> tuple[Array, NDArray[np.int64]]:

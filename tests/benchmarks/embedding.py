@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 import maect
-from maect.answers.vectors import embed
+from maect.answers.vectors import Vectors, embed_into
 from maect.core.context import SingleRank
 from maect.core.files import sha256_file, write_record
 from maect.data.shards import shard
@@ -99,9 +99,14 @@ def main() -> None:
             extract(rank, encoder=weights, shards=root / "shards/train", out=out)
             return open_features(out).all()
 
+        def embedded() -> np.ndarray:
+            table = root / "photos.parquet"
+            embed_into(table, encoder, root / "photos", afresh=True)
+            return Vectors.read(table).values
+
         calls: dict[str, Callable[[], np.ndarray]] = {
             "timm loop": loop,
-            "embed": lambda: embed(encoder, root / "photos")[0].values,
+            "embed": embedded,
             "features": features,
         }
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from maect import load
 from maect.answers import public, vectors
 from maect.answers.public import PUBLIC, Public
-from maect.answers.vectors import Vectors, embed, embed_into
+from maect.answers.vectors import Vectors, embed_into
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file
@@ -149,8 +149,9 @@ def test_only_new_and_changed_images_are_computed(
     counted = Counting(encoder)
     made = embed_into(out, encoder, images)
     assert (counted.images, made.images, made.kept, len(made.left_out)) == (5 + 2, 28, 22, 1)
-    expected, left_out = embed(load(run), images)
-    found = Vectors.read(out)
+    whole = tmp_path / "whole.parquet"
+    left_out = embed_into(whole, load(run), images).left_out
+    expected, found = Vectors.read(whole), Vectors.read(out)
     assert found.files == expected.files and np.array_equal(found.values, expected.values)
     assert made.left_out == left_out and found.about == expected.about
     counted.images = 0
