@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from maect.data.sources.base import (
     walk_images,
 )
 from maect.data.sources.image_files import Folder, Unlabelled
+from maect.evaluate import sampling
 from maect.recipes import Pixels
 
 # Names of the folders of a split, in any case and with - or blanks for _; the first that is there.
@@ -320,19 +322,15 @@ def held_out(images: Images) -> set[str]:
     Raises:
         UserError: too few all the same.
     """
-    by_label: dict[int, list[str]] = {}
-    for entry in images.entries:
-        by_label.setdefault(entry.label, []).append(entry.name)
-    for names in by_label.values():
-        names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-    chosen: set[str] = set()
+    names = [entry.name for entry in images.entries]
+    labels = np.array([entry.label for entry in images.entries])
+    hashes = [hashlib.sha256(name.encode()).hexdigest() for name in names]
     for part in HELD_OUT:
-        for names in by_label.values():
-            chosen.update(names[: max(len(names) // part, int(len(names) > 1))])
+        chosen = set(compress(names, sampling.held_out(labels, hashes, part)))
         if len(chosen) >= FEWEST_VAL:
             return chosen
     raise UserError(
         f"{images.folder}: only {len(chosen)} images can be held out, since most of the "
-        f"{len(by_label)} classes have one image; {FEWEST_VAL} are needed: add a folder val "
-        "beside train, or pass --ignore-folders to use no classes"
+        f"{len(np.unique(labels))} classes have one image; {FEWEST_VAL} are needed: add a folder "
+        "val beside train, or pass --ignore-folders to use no classes"
     )
