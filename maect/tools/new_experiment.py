@@ -87,16 +87,10 @@ def without_training(out: Path) -> list[str]:
 
 def flow(value: Any) -> str:
     """A value as YAML on one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(flow, value)) + "]"
-    if not isinstance(value, str):
-        return str(value).lower() if isinstance(value, bool) else str(value)
-    # `no` and `2023` alone would be no text.
-    plain = value.replace("_", "a").isalnum() and yaml.safe_load(value) == value
-    options: dict[str, Any] = {"allow_unicode": True, "default_style": '"', "width": 10**6}
-    return value if plain else yaml.safe_dump(value, **options).strip()
+    text: str = yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
+    )
+    return text.removesuffix("...\n").strip()  # the end of a document, behind a single word
 
 
 def list_texts(images: Images, out: Path, chosen: set[str]) -> dict[str, tuple[Path, str]]:

@@ -25,6 +25,7 @@ from pyarrow import parquet
 from maect.answers.public import PUBLIC
 from maect.cli import build_parser, main
 from maect.core.errors import UserError
+from maect.core.yaml_files import Loader
 from maect.data.index import open_index
 from maect.data.shards import plan_shards
 from maect.experiment import load
@@ -35,6 +36,7 @@ from maect.tools.dry_run import jobs_to_run
 from maect.tools.new_experiment import (
     about,
     evaluated,
+    flow,
     new_experiment,
     outlook,
     without_training,
@@ -129,7 +131,7 @@ def test_loose_images_are_named_as_the_reason_for_no_labels(digits, tmp_path):
         (folder / f"{number}.png").write_bytes(path.read_bytes())
     text = new_experiment(folder, tmp_path / "mine.yaml")
     assert "kind: unlabelled" in text
-    assert f'No labels are used: 3 images lie beside the class folders in\n# "{folder}"' in text
+    assert f"No labels are used: 3 images lie beside the class folders in\n# {folder}; sort" in text
 
 
 @pytest.mark.parametrize(
@@ -490,6 +492,15 @@ def test_evaluations_that_the_images_allow(own):
     few, why = evaluated(images, held, 15, "tiny")
     assert few == ["knn", "linear_probe", "explore"]
     assert "No umap: it needs more images than neighbours" in why
+
+
+@pytest.mark.parametrize(
+    "value", ["a b", "no", "010", "1:30", "/a, {b}: $c #1", "vögel", " a", True, 1e-05, 4095.0, []]
+)
+def test_values_are_written_on_one_line_as_they_are_read(value):
+    line = flow({"x": value, "y": [value]})
+    assert yaml.load(f"train: {line}\n", Loader) == {"train": {"x": value, "y": [value]}}
+    assert "\n" not in line and flow("a") == "a"
 
 
 def test_what_the_comments_say_is_so(own, tmp_path):
