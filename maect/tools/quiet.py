@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -33,28 +32,6 @@ SHOWN = {
 terminal: IO[str] = sys.stderr
 
 
-@dataclass
-class TimeLeft:
-    """Time that a pipeline still takes, by the part of its work (seconds on idle cores) done.
-
-    `running` has the rule and the start of each job by its number.
-    """
-
-    total: float = 0.0
-    done: float = 0.0
-    running: dict[int, tuple[str, float]] = field(default_factory=dict)
-    began: float = field(default_factory=lambda: time.monotonic())
-
-    def left(self, now: float) -> float:
-        """Seconds, as slow as it was so far; at first as on idle cores."""
-        elapsed = now - self.began
-        pace = max(1.0, elapsed / self.done) if self.done > 5 else 1.0
-        part = sum(
-            min(seconds(rule), (now - since) / pace) for rule, since in self.running.values()
-        )
-        return max(0.0, pace * (self.total - self.done - part))
-
-
 def seconds(rule: str) -> float:
     """Of a job, on idle cores."""
     return SECONDS.get(rule, OTHER)
@@ -79,8 +56,10 @@ class LogHandler(LogHandlerBase):
     needs_rulegraph = False
 
     def __post_init__(self) -> None:
-        """Begin to count."""
-        self.time, self.said = TimeLeft(), ""
+        """Begin to count the seconds of jobs, as on idle cores."""
+        self.began, self.said = time.monotonic(), ""
+        self.total = self.done = 0.0
+        self.running: dict[int, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         """Say what begins."""
@@ -88,25 +67,30 @@ class LogHandler(LogHandlerBase):
         match about.get("event"):
             case LogEvent.RUN_INFO:
                 counts: Mapping[str, int] = about["stats"]
-                self.time.total = sum(
+                self.total = sum(
                     count * seconds(rule) for rule, count in counts.items() if rule != "total"
                 )
             case LogEvent.JOB_INFO if about["shellcmd"]:
-                rule, now = about["rule_name"], time.monotonic()
-                self.time.running[about["jobid"]] = rule, now
-                self.say(_title(rule, about["rule_msg"]), now)
+                rule = about["rule_name"]
+                self.running[about["jobid"]] = seconds(rule)
+                self.say(_title(rule, about["rule_msg"]))
             case LogEvent.JOB_FINISHED:
-                rule, _ = self.time.running.pop(about["job_id"], ("", 0.0))
-                self.time.done += seconds(rule) if rule else 0.0
+                self.done += self.running.pop(about["job_id"], 0.0)
             case LogEvent.JOB_ERROR:
                 logs = ", ".join(map(str, about["log"]))
                 print(f"{about['rule_name']} failed; see {logs}", file=terminal)
 
-    def say(self, title: str, now: float) -> None:
+    def say(self, title: str) -> None:
         """Print what begins, once where several jobs do the same."""
         if title != self.said:
             self.said = title
-            print(f"  {title:<44}{words(self.time.left(now))}", file=terminal, flush=True)
+            print(f"  {title:<44}{words(self.left())}", file=terminal, flush=True)
+
+    def left(self) -> float:
+        """Seconds still to go, as slow as it was so far; at first as on idle cores."""
+        elapsed = time.monotonic() - self.began
+        pace = max(1.0, elapsed / self.done) if self.done > 5 else 1.0
+        return pace * (self.total - self.done)
 
 
 def _title(rule: str, message: str | None) -> str:
