@@ -15,7 +15,7 @@ from maect.launch import Resources
 from maect.records import RunRecord
 from maect.stages.pretrain import Pretrain
 from maect.tools import doctor
-from maect.tools.doctor import Finding, judge, lines, misspelt, nodes_of, read_profile, resources
+from maect.tools.doctor import Finding, judge, lines, misspelt, read_profile, resources
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,7 +152,7 @@ def test_wall_limits(said: str, kind: str, told: str, monkeypatch: pytest.Monkey
 def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAECT_ACCOUNT", "budget")
     rules = read_profile(ROOT / "cluster_profiles/leonardo")
-    assert nodes_of(rules["pretrain"]) == (1, 16) and nodes_of(rules["features"]) == (1, 1)
+    assert (rules["pretrain"]["nodes"], rules["features"]["nodes"]) == ("1..16", 1)
     wanted = resources(rules["pretrain"], 2)
     assert (wanted.nodes, wanted.devices, wanted.cpus, wanted.minutes) == (2, 4, 8, 1440)
     assert (wanted.partition, wanted.account) == ("boost_usr_prod", "budget")
