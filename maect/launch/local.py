@@ -43,6 +43,8 @@ class Local(Cluster):
             if _has_restarted_since(job):
                 return Notice("ended", "the machine was restarted")
             raise _elsewhere(folder, job)
+        if record.is_hidden(folder):
+            return Notice("unknown", "only the user who started its job can see whether it runs")
         if job.namespace != record.namespace():
             return self._from_outside(folder, job)
         if job.id is None:

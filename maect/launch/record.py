@@ -388,7 +388,7 @@ def alive(folder: Path, job: Job, rank: int) -> Iterator[None]:
 def live_ranks(folder: Path, job: Job) -> set[int] | None:
     """The ranks that live on this machine, in whichever container; None if unknown."""
     live = set()
-    for path in job_folder(folder, job.name).glob("alive-*"):
+    for path in _files(folder, job, "alive-*"):
         with path.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -401,8 +401,26 @@ def live_ranks(folder: Path, job: Job) -> set[int] | None:
 
 def ranks(folder: Path, job: Job) -> dict[int, RankReport]:
     """Return what each rank that has started says."""
-    found = map(RankReport.read, job_folder(folder, job.name).glob("rank-*.json"))
+    found = map(RankReport.read, _files(folder, job, "rank-*.json"))
     return {report.rank: report for report in found if report}
+
+
+def _files(folder: Path, job: Job, pattern: str) -> list[Path]:
+    """Return a job's files of a name; none where only their owner can look."""
+    with suppress(PermissionError):
+        return list(job_folder(folder, job.name).glob(pattern))
+    return []
+
+
+def is_hidden(folder: Path) -> bool:
+    """Return whether only another user can read what the ranks of this folder's jobs say."""
+    try:
+        os.listdir(folder / "jobs")
+    except PermissionError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def rank_0(folder: Path, job: Job) -> RankReport:

@@ -38,7 +38,7 @@ from maect.experiment.profile import by_rule, find_profile  # noqa: E402
 from maect.launch import Resources, Task, clusters, launch, local, record, submit  # noqa: E402
 from maect.launch.owner import Ancestors, own  # noqa: E402
 from maect.launch.record import Job  # noqa: E402
-from maect.launch.state import state_of  # noqa: E402
+from maect.launch.state import STOPPED, state_of  # noqa: E402
 from maect.tools.status import status_of  # noqa: E402
 
 B = 12345  # another user, without a name
@@ -398,6 +398,32 @@ def test_a_record_that_somebody_else_wrote(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="written by"):
         record.read_job(tmp_path, own=True)
     assert record.read_job(tmp_path) == job, "whoever looks at a colleague's runs sees them"
+
+
+@as_root
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "ended"])
+def test_the_status_of_somebody_elses_job(public: Path, is_live: bool) -> None:
+    """`jobs` is its owner's alone; `job.json` still says how an ended job ended."""
+    folder = public / "runs/x"
+    record.make_job_folder(folder, "maect-x-1")
+    job = Job("local", "maect-x-1", 1, 0, **record.where(folder))
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, submit.MARK: job.name}) as process:
+        job.accepted(str(process.pid))
+        if not is_live:
+            job.state, job.ending = "ended", STOPPED
+        record.write_job(folder, job)
+        try:
+            mine = status_of(folder, "x", False, clusters())
+            os.seteuid(B)
+            theirs = status_of(folder, "x", False, clusters())
+        finally:
+            os.seteuid(0)
+            process.kill()
+    assert mine.state == ("starting" if is_live else "stopped")
+    assert theirs.state == ("unknown" if is_live else "stopped")
+    assert theirs.note == (
+        "only the user who started its job can see whether it runs" if is_live else ""
+    )
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
