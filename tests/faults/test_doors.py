@@ -30,8 +30,10 @@ from slurm_commands import Commands  # noqa: E402
 from maect.core import owners, processes  # noqa: E402
 from maect.core.errors import NodeError, UserError  # noqa: E402
 from maect.core.files import held, read_record, sha256_file, write_json, write_record  # noqa: E402
+from maect.data.config import CONFIG, ShardsConfig  # noqa: E402
 from maect.data.index import LABEL  # noqa: E402
 from maect.data.shards import shard  # noqa: E402
+from maect.data.sources.shared import finished  # noqa: E402
 from maect.data.staging import stage  # noqa: E402
 from maect.experiment import working_folder  # noqa: E402
 from maect.experiment.profile import by_rule, find_profile  # noqa: E402
@@ -331,6 +333,22 @@ def test_a_staged_copy_that_was_changed_is_made_again(shards: Path, tmp_path: Pa
     (shards / tar.name).write_bytes(damaged)
     with pytest.raises(NodeError, match="has another checksum than its record"):
         stage(shards, str(tmp_path))
+
+
+@as_root
+def test_shards_that_somebody_else_put_beside_ones_own(shards: Path, public: Path) -> None:
+    """Below a sticky folder that everybody may write, such as /scratch, they were trained on."""
+    for name in ("mine", "mine2", "theirs"):
+        split = public / name / "shards/images/train"
+        shutil.copytree(shards, split)
+        ShardsConfig(images=public / "images").write(split / CONFIG)
+    os.chown(public / "theirs", B, B)
+    known = {}
+    for mode in (0o2775, 0o1777):
+        public.chmod(mode)
+        found = finished(public / "mine/shards/images/train")
+        known[mode] = {folder.parents[2].name for folder in found}
+    assert known == {0o2775: {"mine", "mine2", "theirs"}, 0o1777: {"mine", "mine2"}}
 
 
 # ---- a run's folder that is somebody else's

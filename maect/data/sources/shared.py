@@ -5,9 +5,11 @@ shards are made of. `index.json`: they are finished. `taken.json`: it has begun 
 experiment's.
 """
 
+import stat
 from pathlib import Path
 
 from maect.core.files import seek_record
+from maect.core.owners import is_trusted
 from maect.data.config import CONFIG, ShardsConfig, made_by
 
 TAKEN = "taken.json"
@@ -30,8 +32,13 @@ def index_digest(shards: Path) -> str | None:
 
 def finished(own: Path) -> dict[Path, ShardsConfig]:
     """Finished shards of a split of this name, of every experiment, and what they were made of."""
-    files = sorted(own.parents[2].parent.glob(f"*/shards/*/{own.name}/{CONFIG}"))
+    root = own.parents[2]
+    files = sorted(root.parent.glob(f"*/shards/*/{own.name}/{CONFIG}"))
     folders = [file.parent for file in files if (file.parent / "index.json").exists()]
+    if folders and root.parent.stat().st_mode & stat.S_IWOTH:
+        # Where every user may make a folder, such as /scratch, a stranger's is not taken.
+        owners = {above: above.lstat().st_uid for above in {f.parents[2] for f in folders} - {root}}
+        folders = [f for f in folders if is_trusted(owners.get(f.parents[2], 0))]
     return {folder: made for folder in folders if (made := made_by(folder)) is not None}
 
 
