@@ -36,7 +36,7 @@ def launch(
 
     A live job of this folder is taken over, never started twice. A job that ends without the
     record is submitted again as long as it saves further steps. Ctrl-C or SIGTERM asks it to save
-    and stop; a second one cancels it; SIGHUP, SIGKILL or the death of the calling Snakemake leave
+    and stop; a later one cancels it; SIGHUP, SIGKILL or the death of the calling Snakemake leave
     it running. To be called in the main thread.
 
     Args:

@@ -23,6 +23,7 @@ from maect.launch.resources import LaunchError
 # Seconds; a launcher whose Snakemake was killed ends within two, unless SLURM keeps it waiting.
 PATIENCE = 75.0
 WARN_AFTER = 3.0
+TOGETHER = 1.0  # seconds: SIGTERM of a whole group arrives again by way of `maect run`
 SNAKEMAKE = "MAECT_SNAKEMAKE"  # process id and beginning of the Snakemake that began it all
 
 log = logging.getLogger(__name__)
@@ -145,11 +146,12 @@ def _is_alive(process: psutil.Process) -> bool:
 class Interruption(AbstractContextManager["Interruption"]):
     """Ctrl-C and SIGTERM stop the job; SIGHUP and the death of Snakemake leave it running.
 
-    With `detach` Ctrl-C and SIGTERM leave it running, too.
+    With `detach` Ctrl-C and SIGTERM leave it running, too. Within a second they count once.
     """
 
     def __init__(self, detach: bool) -> None:
         self.stops = 0  # how often we were asked to stop the job
+        self._stopped_at = -TOGETHER  # when that was
         self._detached = False
         self._detach = detach
         self._ancestors = Ancestors()
@@ -179,8 +181,8 @@ class Interruption(AbstractContextManager["Interruption"]):
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._detach:
             self._detached = True
-        else:
-            self.stops += 1
+        elif (now := time.monotonic()) - self._stopped_at >= TOGETHER:
+            self.stops, self._stopped_at = self.stops + 1, now
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         self._detached = True

@@ -25,6 +25,14 @@ from maect.launch.record import (
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+MAECT_RUN = """
+import subprocess, sys
+from maect.tools import commands
+start = subprocess.Popen
+commands.subprocess.Popen = lambda words, **_: start(sys.argv[1:])
+sys.exit(commands.snakemake("digits", "local", ()))
+"""
+"""`maect run` with a command in place of Snakemake: `python -c MAECT_RUN COMMAND`."""
 
 
 def wait_for(

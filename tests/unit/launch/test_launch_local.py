@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 from counting import expected
-from launching import finish, kill, wait_for
+from launching import MAECT_RUN, finish, kill, wait_for
 
-from maect.launch import Resources, Task, launch
-from maect.launch.owner import Ancestors, own, this_process
+from maect.launch import Resources, Task, launch, owner
+from maect.launch.owner import TOGETHER, Ancestors, Interruption, own, this_process
 from maect.launch.resources import LaunchError
 
 
@@ -237,11 +237,38 @@ def test_second_interrupt_cancels_at_once(run):
     launcher = run.start(seconds=600)
     wait_for(lambda: run.starts(0) and run.starts(1))
     launcher.send_signal(signal.SIGTERM)
-    wait_for(lambda: run.read("job.json").get("stop"))  # signals that come together are one
+    wait_for(lambda: run.read("job.json").get("stop"))
+    time.sleep(TOGETHER)
     launcher.send_signal(signal.SIGTERM)
     words = finish(launcher, 40)
     assert launcher.returncode == 130 and "cancelled at step 0" in words
     assert run.processes() == []
+
+
+def test_a_termination_of_the_whole_group_counts_once(run):
+    """`timeout 8h maect run`: it reaches a launcher by itself, and again by way of `maect run`."""
+    run.hold(20)
+    command = run.command({"steps": 150, "gates": str(run.gates), "save_seconds": 1.0}, {})
+    with subprocess.Popen(
+        [sys.executable, "-c", MAECT_RUN, *command],
+        env=run.environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as above:  # fmt: skip
+        run.reaches(20)
+        os.killpg(above.pid, signal.SIGTERM)
+        words = finish(above)
+    assert above.returncode == 130 and "saved and stopped at step 21" in words, words
+    assert run.processes() == []
+
+
+@pytest.mark.parametrize("pause", [0.5, 1.5])
+def test_signals_that_come_together_are_one(pause, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(owner.time, "monotonic", lambda: now[0])
+    with Interruption(detach=False) as asked:
+        signal.raise_signal(signal.SIGTERM)
+        now[0] += pause
+        signal.raise_signal(signal.SIGINT)
+    assert asked.stops == (2 if pause > 1 else 1)
 
 
 def test_interrupt_with_detach_leaves_the_job_running(run):
