@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
+import psutil  # not in the handler of a signal: a second one would find half of it
+
 from maect.answers.commands import ENCODER, Device
 from maect.core.commands import Positive, Word, command
 from maect.core.errors import UserError
@@ -103,8 +105,6 @@ def snakemake(
 
 def _interrupt(pid: int) -> None:
     """Send a process and its descendants what Ctrl-C would: those of this process group."""
-    import psutil
-
     with suppress(psutil.Error):
         started = psutil.Process(pid)
         for one in (started, *started.children(recursive=True)):

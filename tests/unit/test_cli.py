@@ -211,6 +211,12 @@ def test_an_interruption_before_the_first_job_is_a_line(end: str, tmp_path: Path
     assert "Traceback" not in said
 
 
+def test_a_signal_does_not_find_half_of_a_module() -> None:
+    """A second signal during an import in the first one's handler stopped nothing."""
+    code = "import sys, maect.tools.commands; assert 'psutil' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_help_waits_for_nothing() -> None:
     code = "import sys; from maect import cli; cli.build_parser().format_help();"
     code += "assert not {'torch', 'numpy', 'pydantic', 'yaml'} & set(sys.modules)"
