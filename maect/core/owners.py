@@ -54,7 +54,8 @@ def exposed(path: str | Path) -> str:
             if not is_trusted(found.st_uid):
                 return f"{at}: every user may write there, and it is {owner_name(found.st_uid)}'s"
         if not left:
-            return ""
+            writable = stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IWOTH
+            return f"{at}: every user may write it; run `chmod o-w {at}`" if writable else ""
         part, above = left.popleft(), found
         if part == "/":
             at, found = "/", os.stat("/")

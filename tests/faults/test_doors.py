@@ -172,6 +172,9 @@ def test_profiles_by_name_are_those_of_the_pipeline(trap: Callable[[], list[str]
     assert find_profile("./local") == Path("local")
     with pytest.raises(UserError, match=r"the one in this folder is --profile \./default"):
         find_profile("default")
+    Path("local/config.yaml").chmod(0o666)
+    with pytest.raises(UserError, match=r"config\.yaml: every user may write it; run `chmod o-w"):
+        find_profile("./local")
 
 
 def test_scripts_that_a_profile_names_are_those_of_the_pipeline(

@@ -185,6 +185,10 @@ def test_nobody_else_says_where_a_log_is_sent(
     assert main(["sync", service, str(run)]) == 2
     said = f"{here / file}: made by user 12345; {service} would read it, so start in a folder of"
     assert said in capsys.readouterr().err
+    os.chown(here / file, 0, 0)
+    (here / file).chmod(0o666)
+    assert main(["sync", service, str(run)]) == 2
+    assert f"{here / file}: every user may write it" in capsys.readouterr().err
     (here / file).unlink()
     here.chmod(0o1777)  # where anybody may put it a moment later
     assert main(["sync", service, str(run)]) == 2
