@@ -87,7 +87,7 @@ class Resources:
         cluster: "local" (processes on this machine) or "slurm".
         devices: ranks per node: one per GPU, or CPU processes where there is no GPU.
         cpus: CPUs per rank.
-        memory_gb: memory per node in GB; None leaves it to the site.
+        memory_mb: memory per node in MB; None leaves it to the site.
         minutes: wall limit of one job; the ranks are asked to save a little before.
         sbatch: further "key=value" (or "key") sbatch arguments. `gres=gpu:DEVICES` is asked for
             unless one of these names the GPUs itself; "gres=none" asks for none (CPU partitions).
@@ -99,7 +99,7 @@ class Resources:
     nodes: int = 1
     devices: int = 1
     cpus: int = 1
-    memory_gb: int | None = None
+    memory_mb: int | None = None
     minutes: int = WALL_MINUTES
     partition: str | None = None
     account: str | None = None
@@ -110,9 +110,9 @@ class Resources:
     def __post_init__(self) -> None:
         if self.cluster not in ("local", "slurm"):
             raise UserError(f"cluster {self.cluster!r} is unknown; use 'local' or 'slurm'")
-        for name in ("nodes", "devices", "cpus", "minutes", "memory_gb"):
+        for name in ("nodes", "devices", "cpus", "minutes", "memory_mb"):
             value = getattr(self, name)
-            if name == "memory_gb" and value is None:
+            if name == "memory_mb" and value is None:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"resources: {name}={value!r} must be a positive integer")
@@ -176,7 +176,7 @@ class Resources:
             nodes=nodes,
             devices=ranks,
             cpus=share if cpus == "auto" else int(cpus),
-            memory_gb=-(-int(memory_mb) // 1024) or None,
+            memory_mb=int(memory_mb) or None,
             minutes=int(minutes),
             partition=partition or None,
             account=account or None,

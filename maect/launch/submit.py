@@ -184,7 +184,7 @@ def slurm(
         "nodes": resources.nodes,
         "ntasks_per_node": resources.devices,
         "cpus_per_task": resources.cpus,
-        "mem": f"{resources.memory_gb}GB" if resources.memory_gb else None,
+        "mem": f"{resources.memory_mb}MB" if resources.memory_mb else None,
         "signal_delay_s": resources.warning_seconds,
         "setup": setup,
         "srun_args": ["--kill-on-bad-exit=1"],

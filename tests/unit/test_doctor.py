@@ -156,7 +156,7 @@ def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPat
     wanted = resources(rules["pretrain"], 2)
     assert (wanted.nodes, wanted.devices, wanted.cpus, wanted.minutes) == (2, 4, 8, 1440)
     assert (wanted.partition, wanted.account) == ("boost_usr_prod", "budget")
-    assert wanted.memory_gb == 469 and wanted.setup == str(Path("envs/leonardo.sh").absolute())
+    assert wanted.memory_mb == 480000 and wanted.setup == str(Path("envs/leonardo.sh").absolute())
     local = read_profile(ROOT / "cluster_profiles/local")["pretrain"]
     assert not [f for path in ROOT.glob("cluster_profiles/*") for f in misspelt(read_profile(path))]
     limits = {"licences": 1, "mem_mib": 9, "disk_mb": 9, "threads": 2}

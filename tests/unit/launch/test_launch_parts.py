@@ -50,7 +50,7 @@ def test_words_for_resources():
         partition="gpu", sbatch="qos=normal,exclusive", setup="envs/slurm.sh",
     )  # fmt: skip
     assert wanted == Resources(
-        "slurm", 2, 4, 8, 3, 60, "gpu", None, ("qos=normal", "exclusive"),
+        "slurm", 2, 4, 8, 2049, 60, "gpu", None, ("qos=normal", "exclusive"),
         os.path.abspath("envs/slurm.sh"),
     )  # fmt: skip
 
@@ -126,6 +126,7 @@ def test_what_is_asked_of_slurm(tmp_path):
         nodes=2,
         devices=4,
         cpus=12,
+        memory_mb=494000,
         minutes=120,
         partition="booster",
         account="me",
@@ -136,7 +137,8 @@ def test_what_is_asked_of_slurm(tmp_path):
     text = _make_sbatch_string("go", tmp_path, **submit.slurm(resources, name, tmp_path))
     for line in ("nodes=2", "ntasks-per-node=4", "cpus-per-task=12", "time=120", "requeue",
                  "gres=gpu:4", "partition=booster", "account=me", "reservation=r", "exclusive",
-                 "signal=USR2@300", f"job-name={name}", "open-mode=append"):  # fmt: skip
+                 "signal=USR2@300", f"job-name={name}", "open-mode=append",
+                 "mem=494000MB"):  # fmt: skip
         assert f"#SBATCH --{line}\n" in text, line
     assert "srun --unbuffered" in text and "--kill-on-bad-exit=1" in text
     assert "export SRUN_CPUS_PER_TASK=12\n" in text and "wckey" not in text
