@@ -1,14 +1,16 @@
 """What can happen to processes and people; in the end the result is the undisturbed one."""
 
 import json
+import shlex
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 from counting import expected
-from launching import finish, kill, wait_for
+from launching import MAECT_RUN, finish, kill, wait_for
 from slurm_run import SlurmRun
 
 from maect.launch.record import job_folder
@@ -157,6 +159,21 @@ def test_interrupt_saves_and_ends_the_job(run):
     finish(run.start(steps=150, save_every=1000))
     run.undisturbed(150, "Ctrl-C", "saved and stopped; the next start went on")
     assert len(run.jobs()) == 2 and run.starts()[1]["step"] >= 20
+
+
+@pytest.mark.slow
+def test_a_driver_in_a_job_asks_to_save_before_its_time_limit(run, tmp_path):
+    """The script of docs/cluster.md."""
+    command = run.command({"steps": 10**6, "save_every": 10**6}, run.resources)
+    script, log = tmp_path / "driver.sh", tmp_path / "log"
+    line = shlex.join([sys.executable, "-c", MAECT_RUN, *command])
+    script.write_text(f"#!/bin/bash\n#SBATCH --signal=B:TERM@90\nexec {line}\n")
+    words = ["sbatch", "--account=maect", "--time=2", f"--output={log}", str(script)]
+    subprocess.run(words, env=run.environment(), check=True)
+    run.reaches(20)
+    wait_for(lambda: "saved and stopped at step" in log.read_text(), 150, pause=0.5)
+    wait_for(lambda: not run.live())
+    assert run.job().saved >= 20
 
 
 def test_interrupt_of_a_job_that_began_after_squeue_was_asked(run, monkeypatch):
