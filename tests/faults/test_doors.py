@@ -1,5 +1,6 @@
 """What others, or the folder that one stands in, could bring into a run: a trial each."""
 
+import hashlib
 import os
 import shlex
 import shutil
@@ -777,12 +778,14 @@ def test_the_packed_environment_is_run_from_a_folder_of_ones_own(
     evil.chmod(0o755)
     elsewhere.chmod(0o700)
     stamp = int((tmp_path / ".venv.sqfs").stat().st_mtime)
-    here = node / f"maect-{os.geteuid()}-7.0-{stamp}-0"
-    if trick == "a link":
-        here.symlink_to(elsewhere)
-    else:
-        elsewhere.rename(here)
-        node.chmod(0o777)
+    image = hashlib.sha256(str(tmp_path / ".venv.sqfs").encode()).hexdigest()[:12]
+    for middle in ("7.0", f"unpacked-{image}"):  # with squashfuse, and without
+        here = node / f"maect-{os.geteuid()}-{middle}-{stamp}-0"
+        if trick == "a link":
+            here.symlink_to(elsewhere)
+        else:
+            shutil.copytree(elsewhere, here)
+            node.chmod(0o777)
     done = subprocess.run(
         ["bash", tmp_path / "envs/squashed_python"], capture_output=True, text=True,
         env={"PATH": os.environ["PATH"], "TMPDIR": str(node), "SLURM_JOB_ID": "7"},

@@ -35,11 +35,25 @@ def test_python_is_that_of_the_file(by, tmp_path):
             if tool.name not in BY or tool.name == by:
                 (tools / tool.name).exists() or (tools / tool.name).symlink_to(tool)
     words = ["bash", tmp_path / "envs/squashed_python", "-m", "only_here"]
-    environment = {"PATH": str(tools), "TMPDIR": str(node), "SLURM_JOB_ID": "7"}
+    # The second rank finds what the first one mounted; jobs share what is unpacked.
+    jobs = ("7", "7") if by == "squashfuse" else ("7", "8")
+    environments = [
+        {"PATH": str(tools), "TMPDIR": str(node), "SLURM_JOB_ID": number} for number in jobs
+    ]
     try:
-        for _ in range(2):  # the second rank finds what the first one mounted
-            done = subprocess.run(words, env=environment, capture_output=True, text=True)
-            assert done.stdout.startswith(str(node)), done.stderr
+        started = [
+            subprocess.Popen(words, env=one, stdout=subprocess.PIPE, text=True)
+            for one in environments
+        ]
+        for process in started:
+            said, _ = process.communicate()
+            assert said.startswith(str(node))
+        (folder,) = node.glob("maect-*")
+        assert not (folder / "new").exists()
+        if by == "unsquashfs":  # a job that was killed while it unpacked
+            (folder / "venv").rename(folder / "new")
+            done = subprocess.run(words, env=environments[0], capture_output=True, text=True)
+            assert done.stdout == said and not (folder / "new").exists(), done.stderr
     finally:
         if by == "squashfuse":
             (mounted,) = node.glob("maect-*/venv")
