@@ -329,7 +329,10 @@ class Squeue:
         self._own: Shared | None = None  # our last answer
         self._answered = float("-inf")  # when that was, by this process's clock
         self._blocked: float | None = None  # since when another process asks instead, likewise
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maect"
+        home = os.path.expanduser("~")
+        if not os.path.isabs(home):  # a container's user has none: it is shared with nobody
+            home = os.devnull
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "maect"
         # Two clusters seen from one home do not share their answers, if that is known.
         question = "|".join([os.environ.get("SLURM_CONF", ""), *_all_jobs()])
         self._file = folder / f"squeue-{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"

@@ -144,10 +144,6 @@ class Nowhere:
     def __init__(self, *parts: object) -> None:
         pass
 
-    @classmethod
-    def home(cls) -> "Nowhere":
-        return cls()
-
     @property
     def parent(self) -> "Nowhere":
         return self

@@ -164,6 +164,21 @@ def test_failed_squeue_is_no_verdict_and_no_storm(tmp_path, monkeypatch):
     assert json.loads(cache.read_text())["queries"] == 1
 
 
+def test_a_user_without_a_home_shares_no_answer(tmp_path, monkeypatch):
+    """In a container whose user has a number only: `~` is no folder below the working one."""
+
+    def nobody(uid):
+        raise KeyError(uid)
+
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert slurm.Squeue().ask(newer_than=0) is None
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_suspended_launcher_does_not_blind_the_others(tmp_path, monkeypatch, clock):
     """It keeps the lock, in the middle of its question."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
