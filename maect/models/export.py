@@ -230,6 +230,9 @@ def hub_config(
     timm's `save_for_hf` and `generate_readme` would write tag and licence of other weights into it,
     those of timm's default for the architecture.
     """
+    # timm 1.0.20 to 1.0.28 would adapt this layer to other channels than 3, whatever it has, and
+    # leave it random where it cannot.
+    first = {"first_conv": "patch_embed.proj"} if encoder.pixels.channels == 3 else {}
     return {
         "architecture": architecture,
         "num_classes": 0,
@@ -246,7 +249,7 @@ def hub_config(
             "std": list(encoder.pixels.statistics[1]),
             "num_classes": 0,
             "pool_size": None,
-            "first_conv": "patch_embed.proj",
+            **first,
             "classifier": "head",
         },
     }

@@ -200,10 +200,14 @@ def test_the_cards_code_reads_files_as_the_run_does(channels, tmp_path, monkeypa
             assert cosine > 0.999, (file, cosine)
 
 
-def test_the_card_of_other_channels_shows_no_way_to_read_files(tmp_path):
+def test_other_channels_are_loaded_as_they_are_and_no_way_to_read_files_is_shown(tmp_path):
     bands = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5)
-    finished_run(tmp_path / "ct", load_encoder("tiny", 16, bands), "cls")
+    images, features = finished_run(tmp_path / "ct", load_encoder("tiny", 16, bands), "cls")
     assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out")]) == 0
+    same(timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True), images, features)
+    # timm 1.0.20 to 1.0.28 would leave the layer that it names random.
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert "first_conv" not in config["pretrained_cfg"]
     card = (tmp_path / "out/README.md").read_text()
     assert "Image.open" not in card and "`image` is float32 [5, 16, 16], made as said below" in card
     assert "vector = model(image[None])" in card
