@@ -77,7 +77,9 @@ def export_run(
 ) -> str:
     """Write `model.safetensors`, `config.json` and a model card `README.md`.
 
-    What `export_onnx` wrote there before is removed, since it is of the encoder of then.
+    What `export_onnx` wrote there before is removed, since it is of the encoder of then. Files of
+    others stay: a folder that has some under these names is refused. A clone of a hub repository
+    (`card.repository`) may have any README.
 
     Args:
         resize: shorter side of images before the centre crop; none: 256/224 of their size.
@@ -88,8 +90,8 @@ def export_run(
         How timm makes the model and the transform of its images, as Python.
 
     Raises:
-        UserError: the run is not finished, its encoder is damaged or none that timm has, or images
-            would become smaller than it is given.
+        UserError: the run is not finished, its encoder is damaged or none that timm has, images
+            would become smaller than it is given, or the folder has files of others.
     """
     record = RunRecord.of(run)
     source = run / "encoder.safetensors"
@@ -111,6 +113,7 @@ def export_run(
     arguments = timm_arguments(encoder, pooling)
     architecture = architecture_of(encoder)
     config = hub_config(architecture, encoder, arguments, resize)
+    _check_replaceable(out, card.repository is not None)
     for name in (ONNX, ONNX_DATA):  # first: never beside another encoder
         (out / name).unlink(missing_ok=True)
     if head is None:
@@ -137,13 +140,31 @@ def export_run(
     }
     given = {**arguments, "num_classes": config["num_classes"], "pretrained_cfg_overlay": transform}
     words = ", ".join(f"{key}={value!r}" for key, value in given.items())
-    call = f"""model = timm.create_model(
-    "{architecture}", checkpoint_path="{out.name}/{MODEL}", {words}
+
+    def call(file: Path) -> str:
+        return f"""model = timm.create_model(
+    "{architecture}", checkpoint_path="{file}", {words}
 ).eval()
 {TRANSFORM}"""
-    text = model_card(record, encoder, pooling, resize, checksum, call, card, config["num_classes"])
+
+    # The card goes to others, who have the folder elsewhere.
+    code = call(Path(out.resolve().name, MODEL))
+    text = model_card(record, encoder, pooling, resize, checksum, code, card, config["num_classes"])
     write_text(out / "README.md", text)
-    return call
+    return call(out / MODEL)
+
+
+def _check_replaceable(out: Path, is_clone: bool) -> None:
+    """Refuse, by a UserError, a folder with files of these names that no export wrote."""
+    names = ["config.json", MODEL, ONNX, ONNX_DATA, *([] if is_clone else ["README.md"])]
+    found, config = [name for name in names if (out / name).exists()], out / "config.json"
+    # A damaged one is ours, too: exporting again is its cure.
+    ours = config.exists() and b'"maect"' in config.read_bytes()
+    if found and not ours:
+        raise UserError(
+            f"{out}: has {' and '.join(found)}, not written by maect export; choose another folder "
+            "or move them away"
+        )
 
 
 def export_onnx(folder: Path) -> Path:

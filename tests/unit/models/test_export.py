@@ -87,11 +87,11 @@ def test_timm_loads_the_file_alone(tmp_path, capsys):
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="Missing key"):  # loading is strict
         timm.create_model("vit_tiny_patch16_224", checkpoint_path=file, num_classes=10)
-    # The call that is printed and that the model card gives.
+    # The call that is printed; the model card gives it without the folders above.
     call = capsys.readouterr().out.strip()
-    assert call in (tmp_path / "out/README.md").read_text()
+    assert call.replace(f"{tmp_path}/", "") in (tmp_path / "out/README.md").read_text()
     names = {"timm": timm}
-    exec(call.replace("out/model", f"{tmp_path}/out/model"), names)
+    exec(call, names)
     same(names["model"], images, features)
     resize, crop = names["transform"].transforms[:2]
     assert (resize.size, crop.size) == (256, (224, 224))
@@ -149,15 +149,44 @@ def test_onnx_gives_the_same_vectors(tmp_path, capsys, monkeypatch):
 
 def test_a_later_export_leaves_no_model_of_an_earlier_encoder(tmp_path):
     out = tmp_path / "out"
-    out.mkdir()
-    for name in ("model.onnx", "model.onnx.data", "mine.txt"):
-        (out / name).write_text("of before")
     finished_run(tmp_path / "ct", load_encoder("tiny"), "cls")
     refused = ["export", str(tmp_path / "ct"), str(out), "--resize", "10"]
-    assert main(refused) == 2 and len([*out.iterdir()]) == 3
+    assert main(refused[:3]) == 0
+    for name in ("model.onnx", "model.onnx.data", "mine.txt"):
+        (out / name).write_text("of before")
+    assert main(refused) == 2 and len([*out.iterdir()]) == 6
     assert main(refused[:3]) == 0
     left = {"config.json", "mine.txt", "model.safetensors", "README.md"}
     assert {path.name for path in out.iterdir()} == left
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "model.safetensors", "model.onnx"])
+def test_files_of_others_are_not_replaced(name, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text('{"model_type": "vit"}')
+    finished_run(tmp_path / "ct", load_encoder("tiny"), "cls")
+    words = [str(tmp_path / "ct"), str(out)]
+    assert main(["export", *words]) == 2
+    assert f"{out}: has {name}, not written by maect export" in capsys.readouterr().err
+    # A README of a clone is its repository's own.
+    published = main(["publish", *words, "--repository", "me/birds"])
+    assert published == (0 if name == "README.md" else 2)
+    if published:
+        assert {path.name: path.read_text() for path in out.iterdir()} == {
+            name: '{"model_type": "vit"}'
+        }
+
+
+def test_the_card_names_the_folder_and_the_terminal_where_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    finished_run(tmp_path / "ct", load_encoder("tiny"), "cls")
+    for out, shown in (("a/b", "a/b/model"), (".", "model")):
+        assert main(["export", "ct", out]) == 0
+        assert f'checkpoint_path="{shown}.safetensors"' in capsys.readouterr().out
+        name = (tmp_path / out).resolve().name
+        card = (tmp_path / out / "README.md").read_text()
+        assert f'checkpoint_path="{name}/model.safetensors"' in card
 
 
 def test_the_model_card_says_where_it_comes_from(tmp_path):
