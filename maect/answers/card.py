@@ -9,13 +9,14 @@ from maect.core.templates import fill_template
 from maect.core.yaml_files import read_yaml
 from maect.data.config import made_by
 from maect.data.index import open_index
+from maect.data.sources.shared import index_digest
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import Features, Shards
 from maect.experiment.resolve import WITHOUT_NORM
 from maect.models.export import Card
 from maect.records import EvaluationRecord, RunRecord, is_finished
 from maect.report.tables import result_file
-from maect.stages import STAGES
+from maect.stages import STAGES, FineTune
 from maect.stages.run import RunConfig
 
 if TYPE_CHECKING:
@@ -136,10 +137,15 @@ def results_of(run: Path) -> "tuple[EvalResult, ...]":
 
 
 def _of_classifier(run: Path) -> "Iterator[EvalResult]":
-    """Accuracy of a fine-tuned run with its own classifier, after its last epoch."""
-    scores = RunRecord.of(run).scores
-    test = RunConfig.read(run / "config.yaml").test if (run / "config.yaml").exists() else None
-    if scores and test is not None:
+    """Accuracy on the test images of a fine-tuned run's own classifier, after its last epoch."""
+    scores, file = RunRecord.of(run).scores, run / "config.yaml"
+    config = RunConfig.read(file) if file.exists() else None
+    if config is None or config.test is None or scores is None:
+        return
+    test, settings = config.test, config.settings
+    # A twin is scored on training images that it left out.
+    is_twin = isinstance(settings, FineTune) and settings.held_out > 0
+    if not is_twin and index_digest(test) in (None, scores.index_digest):  # None: removed since
         on = test.parent.name, test.name, scores.accuracies[-1]
         yield _result("image-classification", "accuracy", "Accuracy", *on)
 

@@ -9,12 +9,14 @@ import yaml
 
 from maect.answers.card import results_of
 from maect.cli import main
-from maect.core.files import write_record
+from maect.core.files import read_record, write_record
+from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.evaluate.base import Features
 from maect.experiment.resolve import ending
 from maect.recipes import load_encoder
-from maect.stages import Import, load_recipe
+from maect.records import RunRecord
+from maect.stages import FineTune, Import, load_recipe
 from maect.stages.run import RunConfig
 
 SPLITS = (("train", "train"), ("test", "val"))
@@ -181,3 +183,27 @@ def test_each_number_is_of_its_own_split_or_of_no_images(root: Path) -> None:
         write_record(evaluations / f"{name}.json", {"metrics": metrics} | about)
     found = {one.metric_value: one.dataset_split for one in results_of(root / "runs/ct")}
     assert found == {93.51: "val", 33.25: "fog"}
+
+
+def test_only_test_images_give_the_accuracy_of_a_classifier(root: Path) -> None:
+    """No held-out training images, which a twin is scored on, nor others under the split's name."""
+    test = root / "shards/birds/test"
+    shutil.copytree(root / "shards/birds/train", test)
+    of_test, of_train = open_index(test).digest, "of others"
+
+    def results(held_out: float, digest: str) -> list[tuple[str | None, float]]:
+        run = root / "runs/ct"
+        settings = FineTune(shots=2, held_out=held_out)
+        told = {"run": "ct", "stage": "fine_tune", "size": "tiny", "source": root / "runs/mae"}
+        given = {"shards": test.parent / "train", "test": test, "encoder": load_encoder("tiny")}
+        RunConfig(**told, **given, settings=settings).write(run / "config.yaml")
+        record = read_record(RunRecord.path(run)) | {"stage": "fine_tune"}
+        scores = {"index_digest": digest, "resize": None, "accuracies": [50.0, 75.0]}
+        write_record(RunRecord.path(run), record | {"scores": scores})
+        found = [one for one in results_of(run) if one.metric_type == "accuracy"]
+        return [(one.dataset_split, one.metric_value) for one in found]
+
+    assert results(0.0, of_test) == [("test", 75.0)]
+    assert results(0.5, of_train) == results(0.0, of_train) == []
+    shutil.rmtree(test)
+    assert results(0.0, of_test) == [("test", 75.0)] and results(0.5, of_train) == []
