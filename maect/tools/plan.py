@@ -401,6 +401,10 @@ def _fitted(
     online: bool,
 ) -> tuple[Computing, str]:  # fmt: skip
     """Return how a training would be computed on its GPUs, and what that changes."""
+    try:
+        stage.check_ranks(nodes * devices, computing)
+    except UserError as error:
+        return computing, f"will be refused: {error}"
     memory = gpu_memory(gpu)
     if memory is None:
         return computing, ""

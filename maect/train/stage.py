@@ -241,9 +241,11 @@ class Training(Updates, Stage):
         `online` evaluation the device has a copy of the weights.
 
         Raises:
-            UserError: it is not enough in any way; with the numbers, and what would be.
+            UserError: it is not enough in any way, with the numbers, and what would be; or the
+                batch does not split over the ranks.
         """
         ranks = nodes * devices
+        self.check_ranks(ranks, computing)
         memory -= FLOAT * self.footprint(encoder, 1).weights if online else 0
         if chosen := self._fitting(encoder, computing, ranks, memory):
             return chosen

@@ -252,6 +252,18 @@ def unknown_images(folder: Path, runs: dict[str, Any] | None = None) -> Experime
     return load(str(file))
 
 
+@pytest.mark.parametrize("gpu", ["A100-40GB", ""])
+def test_a_batch_that_does_not_split_is_said_with_and_without_a_known_gpu(
+    here: Path, gpu: str
+) -> None:
+    runs = {"mae": {"recipe": "mae", "size": "tiny", "computing": {"accumulation": 3}}}
+    resources = {"nodes": "2", "devices": "4", "runtime": 1440, "gpu": gpu}
+    jobs = [RuleJob("pretrain", {"run": "mae"}, resources)]
+    (planned,) = make_plan(jobs, unknown_images(here, runs), Device("A100")).jobs
+    assert planned.fitted.startswith("will be refused: batch_size ")
+    assert planned.fitted.endswith("is not a multiple of 8 ranks x accumulation 3")
+
+
 def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
     assert shards_of(Path("shards/mine/train")).images is None
     folder = here / "shards/imagenet/train"

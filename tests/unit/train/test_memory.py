@@ -154,6 +154,15 @@ def test_what_fits_in_no_way_is_refused_with_what_would():
         stage_of("mae", "huge14").fitted(load_encoder("huge14"), PLAIN, 1, 4, 6 * GIB)
 
 
+def test_a_batch_that_does_not_split_is_refused_before_memory():
+    for stage, way in (
+        (stage_of("fine_tune", batch_size=8), PLAIN),  # pairs
+        (stage_of("mae", batch_size=64), Computing(accumulation=3)),
+    ):
+        with pytest.raises(UserError, match=f"^batch_size {stage.batch_size}.* ranks x accum"):
+            stage.fitted(load_encoder("base"), way, 2, 4, 40 * GIB)
+
+
 def test_pairs_of_mixed_images_stay_together():
     stage = stage_of("fine_tune", batch_size=4 * 34)
     assert {way.accumulation for way in stage.ways(PLAIN, 4)} == {1}  # 17 is odd
