@@ -5,6 +5,9 @@ What stays for the whole training, for P weights of which T are trained, on N ra
     weights 4 P, gradients 4 T, AdamW's moments and this rank's sums of gradients 12 T / N,
     averages 4 A / N, buffers three times: as they are, and as the last two passes found them
 
+ZeRO 3 is counted as 2: DeepSpeed keeps whole weights that are read again before 10^9 others
+(`stage3_max_reuse_distance`), so that at the end of the forward pass of ViT-B and L all are whole.
+
 and what the passes add: inputs, bfloat16 copies of the weights, activations that wait for the
 backward pass (`maect.recipes.cost`), and what its first steps need beside all of these.
 """

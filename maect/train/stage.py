@@ -260,6 +260,7 @@ class Training(Updates, Stage):
             f"{least / GIB:.0f} with zero_stage, activation_checkpointing and accumulation as far "
             f"as possible, and it has {memory / GIB:.0f}; "
             + (f"{enough} nodes would do" if enough else "a smaller batch_size or encoder would do")
+            + ("; zero_stage 3 is counted as 2" if computing.zero_stage == 3 else "")
         )
 
     def ways(self, computing: Computing, ranks: int) -> Iterator[Computing]:
