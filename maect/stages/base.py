@@ -175,7 +175,9 @@ class WithoutLabels(Training):
         """Take over the encoder of the run in a folder and, if they are continued, its heads."""
         from maect.stages.run_weights import load_head, load_source
 
-        load_source(objective.encoder, encoder, source)
+        pooling = load_source(objective.encoder, encoder, source)
+        if not self.trains_encoder:  # its export is a copy
+            objective.left_pooling = pooling
         for name in self.heads if self.continues_heads else ():
             if (source / head_file(name)).exists():
                 load_head(objective.get_submodule(name), source / head_file(name))

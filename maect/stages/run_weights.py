@@ -22,14 +22,15 @@ from maect.recipes import Contrastive, Encoder, HeadSettings, Refiner
 from maect.train.checkpoint import PARAM, StateReader
 
 
-def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> None:
-    """Take over the encoder of a finished run; UserError if it has another shape."""
-    module, settings, _ = load_encoder_weights(source / "encoder.safetensors")
+def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> Pooling:
+    """Take over the encoder of a finished run, give its pooling; UserError: of another shape."""
+    module, settings, pooling = load_encoder_weights(source / "encoder.safetensors")
     for key in encoder.shape:
         here, there = getattr(encoder, key), getattr(settings, key)
         if here != there:
             raise UserError(f"{source}: its encoder has {key} {there}, this run has {here}")
     vit.load_state_dict(module.state_dict())
+    return pooling
 
 
 @singledispatch

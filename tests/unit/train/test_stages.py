@@ -69,8 +69,8 @@ def finished(write: Write, tmp_path_factory) -> Callable[..., Path]:
         if not STAGES[name].trains:
             with seeded(9):  # whose images' features differ enough for lookups
                 weights = build_encoder(ENCODER).state_dict()
-            torch.save({"model": weights}, root / "mae.pth")
-            import_weights(root / "mae.pth", folder, "mae", "tiny")
+            torch.save(weights, root / "dino.pth")
+            import_weights(root / "dino.pth", folder, "dino", "tiny")  # pooled otherwise than ours
             return folder
         first = next((kind for kind in starts_from(name) if kind not in after), None)
         source = None if first is None else make(first, (*after, name))
@@ -134,6 +134,9 @@ def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, t
         _, shape, pooling = load_encoder_weights(folder / "encoder.safetensors")
         record = json.loads(RunRecord.path(folder).read_text())
         assert (shape, pooling) == (ENCODER, record["pooling"])
+        # What an online evaluation reads is what is exported, also of a frozen encoder.
+        built = stage.build(ENCODER, 1, source, ("a", "b"))
+        assert getattr(built, "left_pooling", built.pooling) == pooling
     assert stage.flops_per_image(ENCODER) > 0 and stage.state_bytes(ENCODER) > 0
 
 
