@@ -107,6 +107,8 @@ class RunRecord(Record):
     size: str | None = None
     source: str | None = None
     """Name of the run that it started from."""
+    index_digest: str | None = None
+    """Of the split that it was trained on; none: an import, or not noted."""
     weights: ImportedFile | None = None
     pooling: str | None = None
     subset: Subset | None = None

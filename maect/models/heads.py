@@ -67,7 +67,8 @@ class QueueHead(nn.Module):
     Attributes:
         lookups: of a view.
         queue: normalised vectors of earlier samples, float32 [Q, E]; of several heads [H, Q, E].
-        queue_ids: their sample ids, int64 [Q], -1 where the initial noise still is.
+        queue_ids: their sample ids, int64 [Q], -1 where the initial noise still is, or a sample of
+            another data set.
         queue_labels: their labels, int64 [Q], -1 if unknown; for logging and the oracle only.
         pointer: index in the queue where the next batch goes, int64 [].
     """
@@ -105,6 +106,11 @@ class QueueHead(nn.Module):
                 there = list(tensors[name].shape) if name in tensors else "nothing"
                 raise ValueError(f"{name} is {there}, this recipe needs {list(value.shape)}")
         self.load_state_dict(dict(tensors), strict=False)
+
+    def forget_samples(self) -> None:
+        """Keep the queue's vectors without ids and labels, which mean others on other images."""
+        self.queue_ids.fill_(-1)
+        self.queue_labels.fill_(-1)
 
     def newest(self, count: int) -> dict[str, Tensor]:
         """The vectors that entered each queue last, [count, E]: the same on every rank."""

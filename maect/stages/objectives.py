@@ -114,6 +114,11 @@ class ViewsObjective(Objective):
         """The heads' queues and statistics."""
         return [buffer for head in self.queue_heads.values() for buffer in head.buffers()]
 
+    def forget_samples(self) -> None:
+        """Of the queues that heads took over."""
+        for head in self.queue_heads.values():
+            head.forget_samples()
+
     def after_update(self, gathered: Gathered) -> None:
         """Move each EMA projector towards its projector."""
         for head in self.queue_heads.values():

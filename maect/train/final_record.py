@@ -50,6 +50,7 @@ def write_final_record(
         "run": run.folder.name,
         "fingerprint": identity,
         **described(run),
+        "index_digest": images.digest,
         **exported,
         "files": run.stage.outputs,
         "sha256": {name: sha256_file(run.folder / name) for name in run.stage.outputs},

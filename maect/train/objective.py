@@ -72,6 +72,9 @@ class Objective(nn.Module):
         """Buffers that a forward pass changes: put back when its loss is not finite."""
         return []
 
+    def forget_samples(self) -> None:
+        """Drop which samples buffers are of: those of a run on other images."""
+
     def after_update(self, gathered: Gathered) -> None:
         """Follow the weights after each update."""
 

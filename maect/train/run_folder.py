@@ -62,6 +62,12 @@ def source_files(source: Path | None) -> dict[str, str]:
     return {name: checked_sha256(source / name) for name in given}
 
 
+def is_of_other_images(folder: Path, data: str) -> bool:
+    """Return whether a finished run was trained on another split than that of a digest."""
+    record = RunRecord.find(folder)
+    return record is not None and record.index_digest not in (None, data)
+
+
 def outputs(folder: Path, stage: Stage) -> list[Path]:
     """Return the outputs of a finished run, its record last."""
     return [*(folder / name for name in stage.outputs), RunRecord.path(folder)]

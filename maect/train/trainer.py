@@ -52,6 +52,7 @@ from maect.train.run_folder import (
     claim,
     fingerprint,
     is_finished,
+    is_of_other_images,
     outputs,
     remove_states,
 )
@@ -140,6 +141,10 @@ def train(
     objective = stage.build(run.encoder, run.seed, run.source, split.class_names)
     if reader:
         objective.restore(reader)
+    elif run.source is not None:
+        others = context.rank == 0 and is_of_other_images(run.source, split.digest)
+        if from_rank_0(others):
+            objective.forget_samples()
     groups = stage.parameter_groups(objective)
     objective.to(device)
     evaluator = None

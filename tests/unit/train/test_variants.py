@@ -141,6 +141,26 @@ def test_all_variants_train(job, tmp_path):
     assert metrics(at["skip_combined"])[0]["queue_filled"] > 0
 
 
+def test_a_queue_of_other_images_has_no_id_or_label_of_them(job, tmp_path):
+    """Images there have the same numbers, and classes too: an oracle would take them for its own."""
+    other = {"shards": str(noise_shards(tmp_path / "other", 48))}
+    oracle = {"head": {"lookup": "oracle"}, "epochs": 1}
+    jobs = [
+        job("mae", "mae", epochs=1),
+        job("head", "head_min", "mae", epochs=2),  # 5 steps fill the queue of 4 batches
+        job("same", "ct_min", "head", **oracle),
+        job("others", "ct_min", "head", **oracle) | other,
+    ]
+    assert run(2, *jobs, log=tmp_path / "log") == ["done"] * 4
+    for name, unknown in (("same", 0), ("others", 16)):  # 48 images are three batches
+        left = weights(tmp_path / "runs" / name, "head")
+        first = metrics(tmp_path / "runs" / name)[0]
+        for key in ("queue_ids", "queue_labels"):
+            assert (left[key] < 0).sum() == unknown, (name, key)
+        assert first["queue_filled"] == (name == "same")
+        assert first["lookup_accuracy"] == 100 * (name == "same")
+
+
 def test_exported_encoder_is_timms(job, tmp_path):
     only = job("mae", "mae", epochs=1)
     assert run(1, only, log=tmp_path / "log") == ["done"]
