@@ -364,7 +364,7 @@ def find_state(
         return StateReader(folder / name, record)
     if damaged:
         raise UserError(
-            f"{why}; no older state is intact: put one back from a copy, or delete {folder} to "
-            "train from the beginning"
+            f"{why}; no older state is intact: put one back from a copy, or delete {folder} with "
+            "recipe.json, job.json and metrics.jsonl beside it to train from the beginning"
         )
     return None

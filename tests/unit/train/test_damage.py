@@ -19,7 +19,7 @@ from maect.train import checkpoint
 from maect.train.checkpoint import Saver, StateReader, find_state, saved, state_record
 from maect.train.fence import Fence
 from maect.train.metrics import Metrics
-from maect.train.run_folder import check_weights
+from maect.train.run_folder import check_not_lost, check_weights
 
 CPU = torch.device("cpu")
 
@@ -102,13 +102,23 @@ def test_another_run_s_state_is_not_gone_on_from(tmp_path: Path) -> None:
 
 
 def test_without_a_sound_state_nothing_begins_at_step_0(tmp_path: Path) -> None:
+    write_record(tmp_path / "recipe.json", {"fingerprint": "ours", "saved": 9})
     for step in (5, 9):
         (save(tmp_path, step) / "state.json").write_text("{}")
-    with pytest.raises(UserError, match=r"step-000000009.*delete .*state to train from the beg"):
+    with pytest.raises(UserError, match=r"step-000000009.*to train from the beginning") as error:
         find(tmp_path)
     assert steps(tmp_path) == [9, 5]
+    # What it says to delete is enough: nothing else refuses to begin.
+    _, _, advice = str(error.value).partition(" or delete ")
+    assert advice.startswith(f"{tmp_path / 'state'} with ")
     shutil.rmtree(tmp_path / "state")
+    with pytest.raises(UserError, match="the state of step 9 was saved"):
+        check_not_lost(tmp_path)
+    for name in ("recipe.json", "job.json", "metrics.jsonl"):
+        assert name in advice
+        (tmp_path / name).unlink(missing_ok=True)
     assert find(tmp_path) is None
+    check_not_lost(tmp_path)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
