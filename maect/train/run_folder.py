@@ -28,7 +28,7 @@ from maect.train.stage import Stage
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "pillow")
+PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "scipy", "pillow")
 _MOVED = (
     "state", "metrics.jsonl", "tensorboard", "online", "synced.json", "source.diff", "recipe.json",
 )  # fmt: skip

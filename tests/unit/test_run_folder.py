@@ -1,5 +1,8 @@
 """What a changed recipe sets aside, and what is put back, through kills at any moment."""
 
+import ast
+import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -7,9 +10,10 @@ import pytest
 from maect.core.errors import UserError
 from maect.core.files import RUN, sha256_file, write_record
 from maect.core.kept import keep, kept, put_back
+from maect.data import transforms
 from maect.records import RunRecord
 from maect.train import run_folder
-from maect.train.run_folder import claim, is_finished
+from maect.train.run_folder import PACKAGES, claim, is_finished
 
 FILES = ("encoder.safetensors", "head.safetensors")
 
@@ -127,3 +131,14 @@ def test_a_file_that_is_gone_although_it_is_seen_is_no_damage(
     (tmp_path / RUN).write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         is_finished(tmp_path, "one")
+
+
+def test_versions_of_all_that_changes_images_are_on_record() -> None:
+    """Images are drawn and changed by third parties, also by those imported in a function."""
+    tree = ast.parse(Path(transforms.__file__).read_text(encoding="utf-8"))
+    found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import))
+    found |= {alias.name for node in imports for alias in node.names}
+    modules = {name.partition(".")[0] for name in found if name} - {*sys.stdlib_module_names}
+    packages = packages_distributions()
+    assert {packages[module][0] for module in modules} <= {*PACKAGES}

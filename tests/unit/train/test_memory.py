@@ -152,7 +152,7 @@ def test_what_fits_in_no_way_is_refused_with_what_would():
         stage_of("ct_min", "huge14").fitted(load_encoder("huge14"), PLAIN, 1, 1, 30 * GIB)
     with pytest.raises(UserError, match="a smaller batch_size or encoder would do"):
         stage_of("mae", "huge14").fitted(load_encoder("huge14"), PLAIN, 1, 4, 6 * GIB)
-    with pytest.raises(UserError, match="would do; zero_stage 3 is counted as 2$"):
+    with pytest.raises(UserError, match=r"would do; zero_stage 3 is counted as 2$"):
         way = Computing(zero_stage=3)
         stage_of("mae", "huge14").fitted(load_encoder("huge14"), way, 1, 4, 6 * GIB)
 

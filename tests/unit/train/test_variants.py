@@ -142,7 +142,7 @@ def test_all_variants_train(job, tmp_path):
 
 
 def test_a_queue_of_other_images_has_no_id_or_label_of_them(job, tmp_path):
-    """Images there have the same numbers, and classes too: an oracle would take them for its own."""
+    """Images and classes there have the same numbers: an oracle would take them for its own."""
     other = {"shards": str(noise_shards(tmp_path / "other", 48))}
     oracle = {"head": {"lookup": "oracle"}, "epochs": 1}
     jobs = [
