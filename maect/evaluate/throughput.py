@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from maect.core.context import Context, SingleRank
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.lazy import Tensor, torch
 from maect.evaluate.base import EvaluationJob, Input, Protocol
@@ -262,7 +262,7 @@ def stage_seconds(
     from maect.train.timing import step_seconds, trainer_alone
 
     settings = stage.model_copy(update={"batch_size": batch})
-    rank = SingleRank(gpus=device.type == "cuda")
+    rank = Context(gpus=device.type == "cuda")
     with (
         trainer_alone(
             settings, objective, rank, device, steps, Computing(compile=False)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
+from maect.core.context import Context
 from maect.core.errors import NodeError, RankError
 from maect.core.files import held, sealed, write_record
 from maect.core.imports import uncollected
@@ -97,9 +98,9 @@ class RankFile:
         )
 
 
-@dataclass
-class Rank:
-    """The context of one rank (`maect.core.context.Context`), and its line to the launcher.
+@dataclass(kw_only=True)
+class Rank(Context):
+    """The context of one rank, and its line to the launcher.
 
     Attributes:
         attempt: how often SLURM has restarted the job under the same id.

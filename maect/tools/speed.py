@@ -88,7 +88,7 @@ def measure(stage: WithoutLabels, encoder: Encoder, batch: int) -> float:
     """
     import torch
 
-    from maect.core.context import SingleRank
+    from maect.core.context import Context
     from maect.train.engine import alone
     from maect.train.timing import step_seconds, trainer_alone
 
@@ -99,7 +99,7 @@ def measure(stage: WithoutLabels, encoder: Encoder, batch: int) -> float:
     batch = max([n for n in parts if n <= batch], default=parts[0])
     stage = stage.model_copy(update={"batch_size": batch})
     objective = stage.objective(encoder, 0)
-    rank = SingleRank(max(1, len(os.sched_getaffinity(0)) // CPU_RANKS), torch.cuda.is_available())
+    rank = Context(max(1, len(os.sched_getaffinity(0)) // CPU_RANKS), torch.cuda.is_available())
     try:
         with alone(rank) as device, trainer_alone(stage, objective, rank, device, 100) as trainer:
             return batch / min(step_seconds(trainer, 2, SECONDS)[1:])

@@ -23,7 +23,7 @@ from PIL import Image
 
 import maect
 from maect.answers.vectors import Vectors, embed_into
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.core.files import sha256_file, write_record
 from maect.data.shards import shard
 from maect.evaluate.features import extract
@@ -81,7 +81,7 @@ def main() -> None:
             crop_pct=shape.image_size / shape.default_resize,
         )  # fmt: skip
         files = sorted((root / "photos").iterdir())
-        rank, out = SingleRank(cpus=CORES), root / "features.safetensors"
+        rank, out = Context(cpus=CORES), root / "features.safetensors"
 
         @torch.inference_mode()
         def loop(count: int = given.images) -> np.ndarray:

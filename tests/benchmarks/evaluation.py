@@ -262,14 +262,14 @@ def features(full: bool, folder: Path) -> None:
         )
     ]  # fmt: skip
 
-    from maect.core.context import SingleRank
+    from maect.core.context import Context
 
     def forward() -> None:
         for images in pictures:
             model(images).cpu()
 
     def extract() -> None:
-        for _ in ours._features(SingleRank(CORES), index, model, 256, parts):  # what takes the time
+        for _ in ours._features(Context(CORES), index, model, 256, parts):  # what takes the time
             pass
 
     forward()

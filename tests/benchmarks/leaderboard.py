@@ -29,7 +29,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.efficient_probe import EfficientProbe, Probe
@@ -88,7 +88,7 @@ def compare_knn(checkout: Path) -> bool:
                 )  # fmt: skip
             job = EvaluationJob(Path(folder), Path(folder, f"{name}.json"), inputs)
             _, settings = load_evaluation(name, "large")
-            for row in settings.evaluate(SingleRank(), job)["sweep"]:
+            for row in settings.evaluate(Context(), job)["sweep"]:
                 if row["standardized"]:
                     continue
                 truth = torch.tensor(labels[: TRAIN + TEST])

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from timm.layers import Attention
 
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.data.loader import Batch
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
@@ -40,7 +40,7 @@ from maect.train.timing import random_batch, trainer_alone
 WARM_UP = 3  # steps that are not counted: compilation, first allocations
 
 
-ALONE = SingleRank(len(os.sched_getaffinity(0)))
+ALONE = Context(len(os.sched_getaffinity(0)))
 
 
 def join(device: str) -> torch.device:

@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from maect.cli import main
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.core.files import make_folder
 from maect.data.shards import shard
 from maect.evaluate.base import Features
@@ -86,20 +86,20 @@ def make(folder: Path) -> None:
         job.request, job.state, job.id = {"arguments": {"config": str(config)}}, "ended", "1"
         job.ending = job.verdict = "done"
         write_job(config.parent, job)
-        assert train(SingleRank(cpus=2), config=config) == "done"
+        assert train(Context(cpus=2), config=config) == "done"
     for run in experiment.evaluated:
         for split in map(Features, ("train", "val")):
             encoder = experiment.folder(run) / "encoder.safetensors"
             out = features_file(experiment, run, "digits", split)
             shards = experiment.shards("digits", split.split)
             assert (
-                extract(SingleRank(cpus=2), encoder=encoder, shards=shards, out=out, resize=16)
+                extract(Context(cpus=2), encoder=encoder, shards=shards, out=out, resize=16)
                 == "done"
             )
     ordered = sorted(experiment.evaluations, key=lambda pair: pair[1] == "retrieval")
     for run, name in ordered:
         config = experiment.root / "evaluations" / run / f"{name}.yaml"
-        assert evaluate(SingleRank(cpus=2), config=config) == "done"
+        assert evaluate(Context(cpus=2), config=config) == "done"
     assert main(["audit", str(experiment.folder("ct_tiny")), "--threshold", "0.9"]) == 0
     for kind, names in (("table", tables(experiment)), ("figure", figures(experiment))):
         for name in names:

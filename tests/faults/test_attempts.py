@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,7 +177,10 @@ def test_the_terminal_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     record.make_job_folder(tmp_path, job.name)
     file = RankFile(tmp_path, job.name, 0, "1", 0.0, 1)
     nothing: Any = None
-    rank = Rank(0, 0, 1, 1, 0, 1, False, tmp_path, job.name, 0, file, nothing)
+    rank = Rank(
+        rank=0, local_rank=0, world_size=1, local_world_size=1, node=0, cpus=1, gpus=False,
+        folder=tmp_path, name=job.name, attempt=0, file=file, is_there=nothing,
+    )  # fmt: skip
     shown: list[str] = []
     line: Any = SimpleNamespace(say=shown.append)
     launcher = _Launch(nothing, tmp_path, nothing, nothing, line, nothing, nothing)
@@ -189,7 +193,7 @@ def test_the_terminal_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert shown == ["resumes with threads 1, it was 2", "resumes with revision b, it was a"]
     monkeypatch.setattr(os, "getpid", lambda: 1)
     file = RankFile(tmp_path, job.name, 0, "1", 0.0, 1)
-    rank = Rank(0, 0, 1, 1, 0, 1, False, tmp_path, job.name, 1, file, nothing)
+    rank = replace(rank, attempt=1, file=file, said=[])
     rank.say("resumes with device H200, it was A100")
     launcher.tell(job)
     launcher.tell(job)

@@ -13,7 +13,7 @@ import maect
 from maect.answers.vectors import Vectors
 from maect.cli import main
 from maect.core.arrays import seek_kept, write_kept
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError
 from maect.core.files import read_record, read_table_text, sha256_file, write_record
@@ -92,7 +92,7 @@ def test_features_of_the_splits_exchanged(pipeline: Path, shards: bool) -> None:
     config = pipeline / "results/evaluations/ct_tiny/knn.yaml"
     config.with_suffix(".json").unlink()
     with pytest.raises(UserError, match=r"digits-\w+\.safetensors: made of the split (val|train)"):
-        evaluate(SingleRank(cpus=2), config=config)
+        evaluate(Context(cpus=2), config=config)
     with pytest.raises(UserError, match="made of the split"):
         Completion(config)
     assert not config.with_suffix(".json").exists()
@@ -108,7 +108,7 @@ def test_features_of_shards_that_were_made_again(pipeline: Path) -> None:
     os.utime(shards / "index.json", ns=(made.st_atime_ns, made.st_mtime_ns))
     config = pipeline / "results/evaluations/ct_tiny/knn.yaml"
     with pytest.raises(UserError, match=r"digits-val\.safetensors: made of other images than"):
-        evaluate(SingleRank(cpus=2), config=config)
+        evaluate(Context(cpus=2), config=config)
 
 
 def test_features_given_by_hand_are_the_users_choice(pipeline: Path, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_features_given_by_hand_are_the_users_choice(pipeline: Path, tmp_path: P
     shutil.copy(pipeline / "results/features/ct_tiny/digits-train.safetensors", other)
     config = EvaluationConfig.read(told, [f"inputs.test={other}"])
     config.write(tmp_path / "knn.yaml")
-    assert evaluate(SingleRank(cpus=2), config=tmp_path / "knn.yaml") == "done"
+    assert evaluate(Context(cpus=2), config=tmp_path / "knn.yaml") == "done"
 
 
 def test_a_flipped_label_of_a_large_index(
@@ -135,7 +135,7 @@ def test_a_flipped_label_of_a_large_index(
     open_index(shards)
     encoder = pipeline / RUN / "encoder.safetensors"
     with pytest.raises(UserError, match=r"index\.npy: changed since it was written"):
-        extract(SingleRank(cpus=2), encoder=encoder, shards=shards, out=tmp_path / "x.safetensors")
+        extract(Context(cpus=2), encoder=encoder, shards=shards, out=tmp_path / "x.safetensors")
     monkeypatch.setattr(trainer, "start", lambda context: None)
     from maect.stages.run import RunConfig
 
@@ -143,7 +143,7 @@ def test_a_flipped_label_of_a_large_index(
     stage, _, _ = told.training("mae_tiny")
     run = trainer.RunInputs(tmp_path / "run", shards, stage, told.encoder, told.seed)
     with pytest.raises(UserError, match=r"index\.npy: changed since it was written"):
-        trainer.train(SingleRank(cpus=2), run)
+        trainer.train(Context(cpus=2), run)
     assert not (tmp_path / "run").exists()
 
 
@@ -318,7 +318,7 @@ def test_features_of_another_data_set(pipeline: Path) -> None:
     assert "digits-val" in text
     config.write_text(text.replace("digits-", "other-"))
     with pytest.raises(UserError, match=r"other-\w+\.safetensors: made as digits-(train|val)"):
-        evaluate(SingleRank(cpus=2), config=config)
+        evaluate(Context(cpus=2), config=config)
 
 
 def test_features_of_an_encoder_whose_file_is_gone(pipeline: Path) -> None:
@@ -327,7 +327,7 @@ def test_features_of_an_encoder_whose_file_is_gone(pipeline: Path) -> None:
     (pipeline / RUN / "encoder.safetensors").unlink()
     config = pipeline / "results/evaluations/ct_tiny/knn.yaml"
     with pytest.raises(UserError, match="made from another encoder than"):
-        evaluate(SingleRank(cpus=2), config=config)
+        evaluate(Context(cpus=2), config=config)
 
 
 def leaderboard_results(pipeline: Path) -> Path:

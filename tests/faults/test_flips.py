@@ -18,7 +18,7 @@ import pytest
 
 from maect import load
 from maect.cli import main
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_record
 from maect.data.index import open_index
@@ -110,7 +110,7 @@ def again(name: str) -> Reader:
     def read(root: Path, folder: Path) -> object:
         told = EvaluationConfig.read(root / f"evaluations/{RUN}/{name}.yaml")
         told.write(folder / f"{name}.yaml")
-        evaluate(SingleRank(cpus=2), config=folder / f"{name}.yaml")
+        evaluate(Context(cpus=2), config=folder / f"{name}.yaml")
         left = folder / f"{name}.safetensors"
         return (folder / f"{name}.json").read_text(), left.exists() and left.read_bytes()
 
@@ -199,7 +199,7 @@ def resumed_probe(root: Path, folder: Path) -> object:
     shutil.copytree(root / "probing", folder / "probing")
     told = EvaluationConfig.read(root / f"probing/{PROBE}.yaml")
     told.write(folder / f"probing/{PROBE}.yaml")
-    evaluate(SingleRank(cpus=2), config=folder / f"probing/{PROBE}.yaml")
+    evaluate(Context(cpus=2), config=folder / f"probing/{PROBE}.yaml")
     left = folder / f"probing/{PROBE}.safetensors"
     return read_record(left.with_suffix(".json"))["metrics"], left.read_bytes()
 
@@ -363,7 +363,7 @@ def results(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-class Interrupted(SingleRank):
+class Interrupted(Context):
     """Told to stop after six updates."""
 
     def __init__(self) -> None:

@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks"), str(Path(__file__).parent)]
+from maect.core.context import Context  # noqa: E402
 
 SECONDS = 540
 START = 45
@@ -93,47 +94,30 @@ class Needs(Exception):
     """This machine lacks something; the text says what."""
 
 
-class Alone:
+class Alone(Context):
     """The context of a rank that nobody watches; may be told to stop after a step."""
 
-    local_rank = 0
     cpus = len(os.sched_getaffinity(0))
-    saved_before = 0
 
     def __init__(
         self, rank: int = 0, ranks: int = 1, gpus: bool = False, meeting: str = "", stop_at: int = 0
     ) -> None:
+        super().__init__(self.cpus, gpus)
         self.rank, self.world_size, self.local_world_size = rank, ranks, ranks
-        self.gpus, self._meeting, self._stop_at, self._step = gpus, meeting, stop_at, 0
+        self._meeting, self._stop_at, self._step = meeting, stop_at, 0
 
     def stop_requested(self) -> bool:
         return bool(self._stop_at) and self._step + 1 >= self._stop_at
 
-    def is_current(self) -> bool:
-        return True
-
-    def held_seconds(self) -> float:
-        return 0.0
-
     def report(self, progress: dict[str, Any], /) -> None:
         self._step = progress["step"]
 
-    def say(self, message: str, /) -> None:
-        pass
-
-    def saving(self, writes: bool, /) -> None:
-        pass
-
-    def saved(self, step: int, /) -> None:
-        pass
-
     def store(self, timeout: timedelta, /) -> Any:
-        from torch.distributed import FileStore, HashStore
+        from torch.distributed import FileStore
 
-        return FileStore(self._meeting, self.world_size) if self._meeting else HashStore()
-
-    def fail(self, error: BaseException) -> None:
-        raise error
+        if not self._meeting:
+            return super().store(timeout)
+        return FileStore(self._meeting, self.world_size)
 
 
 def join(here: Here) -> None:

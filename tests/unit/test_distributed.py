@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from maect.core import distributed
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.core.errors import NodeError
 from maect.train import checkpoint
 
@@ -63,7 +63,7 @@ def test_alone() -> None:
     assert distributed.any_rank(True) and not distributed.any_rank(False)
 
 
-class FirstOfTwo(SingleRank):
+class FirstOfTwo(Context):
     world_size = local_world_size = 2
 
     def __init__(self) -> None:

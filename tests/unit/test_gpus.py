@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from maect import cli
 from maect.core import distributed
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.core.errors import NodeError, UserError
 from maect.evaluate import evaluation as evaluations
 from maect.evaluate import features
@@ -46,10 +46,10 @@ import torch
 os.environ["DS_ACCELERATOR"] = "cpu"  # nothing but the choice of the device is as on a GPU
 from maect import cli
 from maect.core import distributed
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.train import engine
 
-class Fourth(SingleRank):
+class Fourth(Context):
     local_rank = 3
 
 rank = Fourth(gpus=True)
@@ -84,7 +84,7 @@ def test_the_engine_takes_the_one_gpu_that_its_rank_sees() -> None:
     assert done.stdout.endswith("trains\n"), done.stderr[-3000:]
 
 
-class OneOfEight(SingleRank):
+class OneOfEight(Context):
     """A rank on one of two nodes with four GPUs each."""
 
     world_size, local_world_size = 8, 4

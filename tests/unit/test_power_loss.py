@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, read_record, sha256_file, write_record
@@ -188,7 +188,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
         disk.close()
 
 
-class Rank(SingleRank):
+class Rank(Context):
     """One of two ranks, whose launcher's record is on the disk, too."""
 
     def __init__(self, rank: int, disk: Disk, world_size: int = 2) -> None:

@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel
 
 import maect
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.data.shards import shard
 from maect.experiment.load import load
 from maect.experiment.pages import make_page, pages
@@ -80,7 +80,7 @@ def from_yaml_to_a_cell(folder: Path) -> Path:
 def here(_: Where, kind: str, folder: Path, task: Task, *others: Any) -> None:
     """Call a launched function in this process."""
     module, name = task.function.split(":")
-    getattr(importlib.import_module(module), name)(SingleRank(), **task.arguments)
+    getattr(importlib.import_module(module), name)(Context(), **task.arguments)
 
 
 def main(folder: Path) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 
 import maect
 from maect.cli import main
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import RUN
 from maect.evaluate.store import open_features
@@ -49,7 +49,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs are computed in this process."""
 
     def launch(task: Task, *_: Any, **__: Any) -> None:
-        resolve_name(task.function)(SingleRank(), **task.arguments)
+        resolve_name(task.function)(Context(), **task.arguments)
 
     monkeypatch.setattr(jobs, "launch", launch)
 

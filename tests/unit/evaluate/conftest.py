@@ -9,24 +9,30 @@ import numpy as np
 import pytest
 from torch.distributed import FileStore, Store
 
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import EvaluationJob, Protocol
 from maect.evaluate.store import write_features
 
 
-class Rank(SingleRank):
+class Rank(Context):
     """A rank told to stop after `patience` questions, alone or one of several processes."""
 
     def __init__(
         self, rank: int = 0, world_size: int = 1, meeting: Path | None = None, cpus: int = 2,
         patience: int | None = None, current: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(cpus, patience=patience)
+        super().__init__(cpus)
         self.rank = self.local_rank = rank
         self.world_size = self.local_world_size = world_size
         self.meeting, self.current, self.groups = meeting, current, 0
+        self.patience = patience
         self.reports: list[dict[str, Any]] = []
+
+    def stop_requested(self) -> bool:
+        if self.patience is not None:
+            self.patience -= 1
+        return self.patience is not None and self.patience < 0
 
     def report(self, progress: dict[str, Any], /) -> None:
         self.reports.append(progress)

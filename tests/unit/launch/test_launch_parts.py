@@ -10,9 +10,11 @@ import sys
 import pytest
 from launching import HERE, finish, wait_for
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.launch import LaunchError, Resources, Task, launch, progress, slurm, submit
 from maect.launch.record import new_job
+from maect.launch.worker import Rank
 
 
 @pytest.mark.parametrize(
@@ -226,6 +228,11 @@ def test_import_is_light():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE, timeout=60
     )
     assert out.stdout.strip() == "set()"
+
+
+def test_a_launched_rank_answers_everything_itself():
+    methods = {name for name, value in vars(Context).items() if callable(value)}
+    assert {"saved", "fail"} < methods <= vars(Rank).keys()
 
 
 def test_launcher_reports_to_a_log(run):

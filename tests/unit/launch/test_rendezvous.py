@@ -17,7 +17,7 @@ import pytest
 from exchanging import check
 from launching import HERE, Run, finish, wait_for
 
-from maect.core.context import Context, SingleRank
+from maect.core.context import Context
 from maect.core.errors import NodeError, UserError
 from maect.launch.record import Job, job_folder, make_job_folder, rank_file, write_job
 from maect.launch.rendezvous import Rendezvous
@@ -65,7 +65,7 @@ def test_one_node_has_no_port_to_attack(tmp_path: Path) -> None:
         run.end()
 
 
-class Rank(SingleRank):
+class Rank(Context):
     """One of two ranks on two nodes that both are this machine."""
 
     def __init__(self, folder: Path, rank: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from maect.cli import main
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.data.shards import shard
 from maect.evaluate.encoding import Encoding
@@ -31,8 +31,7 @@ def test_features_of_imported_weights(published, tmp_path):
     out = tmp_path / "features.safetensors"
     encoder = tmp_path / "run/encoder.safetensors"
     assert (
-        extract(SingleRank(), encoder=encoder, shards=tmp_path / "val", out=out, resize=16)
-        == "done"
+        extract(Context(), encoder=encoder, shards=tmp_path / "val", out=out, resize=16) == "done"
     )
     features = open_features(out)
     order = [int(name.rpartition("/")[2].partition(".")[0]) for name in features.names()]

@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from maect.core.context import SingleRank
+from maect.core.context import Context
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,7 +24,7 @@ _server.set_forkserver_preload(
 
 
 @dataclass
-class Place(SingleRank):
+class Place(Context):
     """What `maect.launch` would give a rank; can stop, or kill itself, at a given step."""
 
     rank: int

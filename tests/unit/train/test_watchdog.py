@@ -13,7 +13,7 @@ import pytest
 from ranks import run
 from test_resume import identical
 
-from maect.core.context import SingleRank
+from maect.core.context import Context
 from maect.train import watchdog
 from maect.train.watchdog import (
     COMPUTING,
@@ -78,7 +78,7 @@ def test_the_launcher_says_who_is_missing_and_starts_the_job_again(job, tmp_path
     identical(whole["folder"], stalled["folder"])
 
 
-class Rank(SingleRank):
+class Rank(Context):
     """A context whose `fail` only notes what it is told."""
 
     def __init__(self, rank):
