@@ -61,6 +61,8 @@ class Record(Settings):
 class ImportedFile(Settings):
     """The checkpoint that an import was made from."""
 
+    model_config = ConfigDict(extra="ignore")  # records of 0.2.0 have more
+
     file: str
     sha256: str
     size: int
@@ -70,9 +72,6 @@ class ImportedFile(Settings):
     left_out: dict[str, int]
     """Number of tensors by pattern."""
     timm: str | None = None
-    timm_version: str | None = None
-    arguments: dict[str, int] | None = None
-    transform: dict[str, Any] | None = None
 
 
 class EpochScores(Settings):

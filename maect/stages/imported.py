@@ -122,7 +122,7 @@ def import_weights(
             modified=found.st_mtime_ns,
             layout=layout,
             left_out=new.left_out,
-            **({} if new.timm is None else _timm_record(new)),
+            timm=new.timm,
         ),
         size=new.size,
         encoder=new.encoder,
@@ -154,20 +154,3 @@ def shape_found(imported: ImportedFile) -> dict[str, Any]:
     """Return what the layout of an imported checkpoint says of the encoder's shape."""
     found = LAYOUTS.get(str(imported.layout))
     return {} if found is None else found.shape
-
-
-def _timm_record(new: "Converted") -> dict[str, Any]:
-    """Return the record of timm's model: name, version, arguments, reading of images."""
-    from importlib.metadata import version
-
-    return {
-        "timm": new.timm,
-        "timm_version": version("timm"),
-        "arguments": {"img_size": new.encoder.image_size, "num_classes": 0},
-        "transform": {
-            "interpolation": "bicubic",
-            "resize": new.encoder.default_resize,
-            "mean": new.encoder.pixels.statistics[0],
-            "std": new.encoder.pixels.statistics[1],
-        },
-    }

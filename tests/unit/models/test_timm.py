@@ -21,10 +21,10 @@ from maect.models.checkpoints import convert_timm
 from maect.models.layouts import FAMILIES
 from maect.models.timm_encoder import create, create_for
 from maect.models.vit import Uninitialized
-from maect.recipes import load_encoder
+from maect.recipes import Encoder, load_encoder
 from maect.recipes.cost import encode_flops
 from maect.recipes.timm_encoders import find_timm, timm_encoders
-from maect.records import RunRecord
+from maect.records import ImportedFile, RunRecord
 from maect.stages import load_import, load_recipe
 from maect.stages.imported import import_weights
 
@@ -89,11 +89,14 @@ def test_features_are_those_of_timms_own_forward_pass(name: str, tmp_path: Path)
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
     record = read_record(RunRecord.path(run))
-    weights = record["weights"]
-    assert weights["timm"] == name and weights["timm_version"] == timm.__version__
-    assert weights["transform"]["resize"] == load(run).resize == row.resize_for(side)
-    assert weights["transform"]["mean"] == list(row.mean)
-    assert weights["arguments"] == {"img_size": side, "num_classes": 0}
+    assert record["weights"]["timm"] == name
+    assert record["versions"]["timm"] == timm.__version__
+    encoder = Encoder.model_validate(record["encoder"])
+    assert encoder.image_size == side
+    assert encoder.default_resize == load(run).resize == row.resize_for(side)
+    assert encoder.pixels.statistics == (row.mean, row.std)
+    # Those of 0.2.0 have more.
+    assert ImportedFile.model_validate(record["weights"] | {"timm_version": "1.0"}).timm == name
 
 
 @pytest.mark.parametrize("name", [TINY, "convnextv2_atto.fcmae"])
