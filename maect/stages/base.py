@@ -197,11 +197,11 @@ class WithoutLabels(Training):
 
     def export(self, run: RunInputs, reader: "StateReader", index: "Index") -> dict[str, Any]:
         """Write the encoder, or its running average, and each head."""
-        from maect.stages.run_weights import copy_encoder, export_encoder, export_head
+        from maect.stages.run_weights import copy_encoder, export_encoder, export_heads
         from maect.train.checkpoint import AVERAGE, PARAM
 
-        for name, head in self.heads.items():
-            export_head(run.folder / head_file(name), name, head, run.encoder, reader)
+        if self.heads:
+            export_heads(run.folder, self, run.encoder, reader)
         if not self.trains_encoder:
             return {"pooling": copy_encoder(self.need(run.source), run.folder)}
         pooling = self.pooling(run.encoder)

@@ -1,7 +1,6 @@
 """Weights that stages take over from a run and leave behind; imports torch."""
 
 import shutil
-from functools import singledispatch
 from pathlib import Path
 
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor, nn
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.models.heads import NNCLRHead, QueueHead
-from maect.models.refiner import RefinerHeads
+from maect.models.heads import QueueHead
 from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.models.weights import (
     load_encoder_weights,
@@ -18,7 +16,8 @@ from maect.models.weights import (
     save_encoder,
     save_tensors,
 )
-from maect.recipes import Contrastive, Encoder, HeadSettings, Refiner
+from maect.recipes import Encoder
+from maect.stages.base import WithoutLabels, head_file
 from maect.train.checkpoint import PARAM, StateReader
 
 
@@ -31,22 +30,6 @@ def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> Pooling:
             raise UserError(f"{source}: its encoder has {key} {there}, this run has {here}")
     vit.load_state_dict(module.state_dict())
     return pooling
-
-
-@singledispatch
-def build_head(settings: HeadSettings, encoder: Encoder) -> QueueHead:
-    """A head, or several as one, with random weights; each kind of settings registers its own."""
-    raise NotImplementedError(type(settings).__name__)
-
-
-@build_head.register
-def _(settings: Contrastive, encoder: Encoder) -> QueueHead:
-    return NNCLRHead(encoder.width, settings)
-
-
-@build_head.register
-def _(settings: Refiner, encoder: Encoder) -> QueueHead:
-    return RefinerHeads(encoder.width, settings, settings.read(encoder.depth))
 
 
 def load_head(head: nn.Module, path: Path) -> None:
@@ -86,11 +69,13 @@ def copy_encoder(source: Path, folder: Path) -> Pooling:
     return load_encoder_weights(target)[2]
 
 
-def export_head(
-    path: Path, name: str, head: HeadSettings, encoder: Encoder, reader: StateReader
-) -> None:
-    """Write a head; `name` is its name in the objective."""
+def export_heads(folder: Path, stage: WithoutLabels, encoder: Encoder, reader: StateReader) -> None:
+    """Write each head, in the shapes that it has in the stage's objective."""
     with torch.device("meta"):
-        shapes = build_head(head, encoder).exported()
-    metadata = {"head": head.header, "width": str(encoder.width)}
-    save_tensors(path, reader.part(PARAM, f"{name}.", shapes), metadata)
+        objective = stage.objective(encoder, 0)
+    for name, settings in stage.heads.items():
+        head = objective.get_submodule(name)
+        assert isinstance(head, QueueHead)
+        metadata = {"head": settings.header, "width": str(encoder.width)}
+        tensors = reader.part(PARAM, f"{name}.", head.exported())
+        save_tensors(folder / head_file(name), tensors, metadata)
