@@ -18,7 +18,7 @@ from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.timm_encoders import find_timm
 from maect.records import lineage
 from maect.report.configs import Row
-from maect.stages import Stage, check_source, load_computing, load_import, load_recipe
+from maect.stages import Stage, check_source, load_computing, load_recipe
 from maect.stages.imported import Import
 
 
@@ -123,12 +123,15 @@ def _run(
             encoder = load_encoder(size, spec.image_size, pixels)
             if spec.encoder:
                 encoder = validated(Encoder, encoder.model_dump() | spec.encoder, "encoder")
+        elif spec.timm:
+            known = find_timm(fill(spec.timm))
+            size, settings = known.size, Import(timm=known.name)
+            encoder = known.encoder(spec.image_size, pixels)
         else:
             layout = fill(spec.layout) if spec.layout else None
-            timm = find_timm(fill(spec.timm)) if spec.timm else None
-            size = timm.size if timm else size
-            name = timm.name if timm else None
-            settings, encoder = load_import(layout, size, spec.image_size, pixels, name)
+            settings = validated(Import, {"layout": layout}, "weights")
+            encoder = load_encoder(size, spec.image_size, pixels)
+            encoder = encoder.model_copy(update=settings.shape)
         settings.check_encoder(encoder)
     except (UserError, ValueError) as error:
         raise UserError(f"{where}: {base}: {error}") from None

@@ -5,9 +5,8 @@ from typing import Any, cast
 
 from maect.core.errors import UserError, check_names
 from maect.core.settings import validated
-from maect.recipes import Encoder, Pixels, load_encoder, merge, recipe_values
+from maect.recipes import Encoder, merge, recipe_values
 from maect.recipes.computing import Computing, separate
-from maect.recipes.timm_encoders import find_timm
 from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune
 from maect.stages.head import Head
@@ -93,18 +92,3 @@ def load_computing(
     """Return how a recipe is computed, with overrides among its settings or beside them."""
     _, values = separate(recipe_values(name, size) | dict(overrides))
     return validated(Computing, values | dict(computing), "computing")
-
-
-def load_import(
-    layout: str | None,
-    size: str,
-    image_size: int | None = None,
-    pixels: Pixels | None = None,
-    timm: str | None = None,
-) -> tuple[Import, Encoder]:
-    """An import and the encoder that it gives; UserError for an unknown layout, size or name."""
-    if timm is not None:
-        known = find_timm(timm)
-        return Import(timm=known.name), known.encoder(image_size, pixels)
-    settings = validated(Import, {"layout": layout}, "weights")
-    return settings, load_encoder(size, image_size, pixels).model_copy(update=settings.shape)

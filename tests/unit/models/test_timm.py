@@ -25,8 +25,8 @@ from maect.recipes import Encoder, load_encoder
 from maect.recipes.cost import encode_flops
 from maect.recipes.timm_encoders import find_timm, timm_encoders
 from maect.records import ImportedFile, RunRecord
-from maect.stages import load_import, load_recipe
-from maect.stages.imported import import_weights
+from maect.stages import load_recipe
+from maect.stages.imported import Import, import_weights
 
 SMALL = {  # name, image size: one of each kind of model that is small enough
     "vit_small_patch14_reg4_dinov2.lvd142m": 56,
@@ -141,8 +141,9 @@ def test_a_plain_vit_becomes_an_encoder_that_stages_start_from(tmp_path: Path) -
     module = random_model(name, 224)
     run = imported(module, name, 224, tmp_path, **{"head.weight": torch.ones(2, 768)})
     assert read_record(RunRecord.path(run))["weights"]["left_out"] == {"head.*": 1}
-    settings, encoder = load_import(None, "", None, None, name)
-    load_recipe("ct_min", "base").check_source(load_encoder("base"), settings, encoder)
+    encoder = find_timm(name).encoder()
+    start = load_recipe("ct_min", "base")
+    start.check_source(load_encoder("base"), Import(timm=name), encoder)
     encoding = Encoding(run / "encoder.safetensors", torch.device("cpu"))
     assert encoding.settings == encoder and encoder.timm is None
     images = torch.randn(1, 3, 224, 224, dtype=torch.float64)
@@ -175,7 +176,8 @@ def test_positions_of_another_grid_are_interpolated_once(caplog: pytest.LogCaptu
 
 
 def test_stages_refuse_what_is_no_plain_vit_in_one_line() -> None:
-    settings, encoder = load_import(None, "", None, None, "vit_base_patch14_dinov2")
+    known = find_timm("vit_base_patch14_dinov2")
+    settings, encoder = Import(timm=known.name), known.encoder()
     for recipe in ("ct_min", "ct_aug", "head_min", "head_aug", "refine", "refine_heads"):
         with pytest.raises(
             ValueError, match=r"only plain ViTs are trained.*dinov2.*is none"
