@@ -413,11 +413,6 @@ def _fitted(
     side = _stored_side(tensors, size, change, where) if has_positions else None
     stored = load_encoder(size, side).model_copy(update=change)
     check_tensors(tensors, _expected(stored), f"{where}, size {size}", prefix)
-    for key, value in tensors.items():
-        if value.is_meta or not value.isfinite().all():
-            raise UserError(
-                f"{where}, size {size}: {prefix}{key} has values that are missing or not finite"
-            )
     encoder = load_encoder(size, image_size or stored.image_size, pixels).model_copy(update=change)
     own = {key: value.float() for key, value in tensors.items()}
     own[PATCHES] = adapt_input_conv(encoder.pixels.channels, own[PATCHES])

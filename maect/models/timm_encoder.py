@@ -160,7 +160,7 @@ def fit_weights(
 def check_tensors(
     tensors: Mapping[str, Any], expected: Mapping[str, Tensor], where: str, prefix: str = ""
 ) -> None:
-    """Refuse, by a UserError, a name too many or too few, and another kind or shape."""
+    """Refuse, by a UserError, other names, kinds or shapes, and values that are not finite."""
     for name, value in tensors.items():
         if name not in expected:
             raise UserError(f"{where}: unexpected {name}")
@@ -170,6 +170,10 @@ def check_tensors(
         found, wanted = list(value.shape), list(expected[name].shape)
         if found != wanted:
             raise UserError(f"{where}: {prefix}{name} is {found} and should be {wanted}")
+        if value.is_meta or not value.float().isfinite().all():
+            raise UserError(
+                f"{where}: {prefix}{name} has values that are missing or not finite; fetch it again"
+            )
     if missing := next((name for name in expected if name not in tensors), None):
         raise UserError(f"{where}: {prefix}{missing} is missing")
 

@@ -105,9 +105,6 @@ def import_weights(
         except UserError as error:
             hint = resembling(checkpoint)
             raise UserError(f"{error}; {hint}" if hint else str(error)) from None
-    for name, tensor in new.tensors.items():
-        if not tensor.isfinite().all():
-            raise UserError(f"{weights}: {name} has values that are not finite; fetch it again")
     sha256, found = sha256_file(weights), weights.stat()
     record.unlink(missing_ok=True)  # it would be about another encoder for a moment
     save_encoder(folder / ENCODER, new.tensors, new.encoder, new.pooling)

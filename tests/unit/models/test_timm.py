@@ -226,7 +226,11 @@ def test_names_and_shapes_are_strict(tmp_path: Path, caplog: pytest.LogCaptureFi
     )
     assert "unexpected another" in fault(tensors | {"another": torch.zeros(3)})
     assert f"{norm} is [3] and should be [192]" in fault(tensors | {norm: torch.zeros(3)})
-    assert "not finite" in fault(tensors | {norm: torch.full((192,), torch.nan)})
+    no_values = f"{norm} has values that are missing or not finite; fetch it again"
+    assert no_values in fault(tensors | {norm: torch.full((192,), torch.nan)})
+    torch.save(tensors | {norm: torch.empty(192, device="meta")}, tmp_path / "it.pth")
+    with pytest.raises(UserError, match=no_values):
+        import_weights(tmp_path / "it.pth", tmp_path / "run", image_size=64, timm=name)
 
     weights = str(tmp_path / "it.safetensors")
     assert (
