@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
     from maect.train.checkpoint import StateReader
     from maect.train.objective import Objective
-    from maect.train.optimizer import ParameterGroup
 
 RANDOM = ("flip", "jitter", "blur", "gray", "solarize")
 """Changes of a view that have a probability."""
@@ -146,20 +145,13 @@ class WithoutLabels(Training):
         """Return whether the heads' gradient goes on into the encoder."""
         return True
 
-    def parameter_groups(self, objective: "Objective") -> "list[ParameterGroup]":
+    def rates(self, name: str, depth: int) -> tuple[float, float]:
         """Each head's rates for that head, `encoder_rates` for everything else."""
-        from maect.train.optimizer import grouped
-
-        depth = len(objective.encoder.blocks)
-
-        def rates(name: str) -> tuple[float, float]:
-            for part, head in self.heads.items():
-                if name.startswith(f"{part}."):
-                    return self.scaled_lr(head.head_lr), head.head_weight_decay
-            part, _, inner = name.partition(".")
-            return self.encoder_rates(inner if part == "encoder" else None, depth)
-
-        return grouped(objective, rates)
+        for part, head in self.heads.items():
+            if name.startswith(f"{part}."):
+                return self.scaled_lr(head.head_lr), head.head_weight_decay
+        part, _, inner = name.partition(".")
+        return self.encoder_rates(inner if part == "encoder" else None, depth)
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
         """Learning rate and weight decay of a parameter of the encoder; None: of another part."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # these import torch
     from maect.data.transforms import Change
     from maect.stages.classifier import Classifier
     from maect.train.checkpoint import StateReader
-    from maect.train.objective import Objective
-    from maect.train.optimizer import ParameterGroup
 
 
 class FineTune(Supervised, Training):
@@ -157,18 +155,13 @@ class FineTune(Supervised, Training):
         vit, _, pooling = load_encoder_weights(self.need(source) / "encoder.safetensors")
         return Classifier(self, vit, len(classes), pooling, seed)
 
-    def parameter_groups(self, objective: "Objective") -> "list[ParameterGroup]":
+    def rates(self, name: str, depth: int) -> tuple[float, float]:
         """Layer-wise decay in the encoder, the peak itself for norm and classifier."""
-        from maect.train.optimizer import grouped, layer_scale
+        from maect.train.optimizer import layer_scale
 
-        depth = len(objective.encoder.blocks)
-
-        def rates(name: str) -> tuple[float, float]:
-            part, _, inner = name.partition(".")
-            scale = layer_scale(inner, depth, self.layer_decay) if part == "encoder" else 1.0
-            return self.peak_lr * scale, self.weight_decay
-
-        return grouped(objective, rates)
+        part, _, inner = name.partition(".")
+        scale = layer_scale(inner, depth, self.layer_decay) if part == "encoder" else 1.0
+        return self.peak_lr * scale, self.weight_decay
 
     def export(self, run: RunInputs, reader: "StateReader", index: "Index") -> dict[str, Any]:
         """Write the encoder and its classifier; its record says which images were labelled."""

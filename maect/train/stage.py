@@ -289,8 +289,15 @@ class Training(Updates, Stage):
         return next((w for w in ways if self.peak_memory(encoder, ranks, w) <= memory), None)
 
     @abstractmethod
+    def rates(self, name: str, depth: int) -> tuple[float, float]:
+        """Peak learning rate and weight decay of a parameter, with an encoder of `depth` blocks."""
+
     def parameter_groups(self, objective: "Objective") -> "list[ParameterGroup]":
-        """Trainable parameters for AdamW (`maect.train.optimizer.grouped`)."""
+        """Trainable parameters for AdamW, by their `rates`."""
+        from maect.train.optimizer import grouped
+
+        depth = len(objective.encoder.blocks)
+        return grouped(objective, lambda name: self.rates(name, depth))
 
     @abstractmethod
     def export(self, run: "RunInputs", reader: "StateReader", index: "Index") -> dict[str, Any]:
