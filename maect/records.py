@@ -41,7 +41,7 @@ class Record(Settings):
         try:
             return cls.model_validate(read_record(path))
         except ValidationError as error:
-            fault = one_line(error, str(path))
+            fault = one_line(error, cls, str(path))
             raise UserError(f"{fault}; remove the file, and start what writes it again") from None
 
     @classmethod

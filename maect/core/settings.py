@@ -53,16 +53,15 @@ def validated(model: type[S], values: Any, where: str, context: dict[str, Any] |
     try:
         return model.model_validate(values, context=context)
     except ValidationError as error:
-        raise one_line(error, where) from None
+        raise one_line(error, model, where) from None
 
 
-def one_line(error: ValidationError, where: str) -> UserError:
-    """The first fault of a validation as one message with its key and a hint."""
+def one_line(error: ValidationError, model: type[Settings], where: str) -> UserError:
+    """The first fault of values for a class as one message with its key and a hint."""
     fault = error.errors()[0]
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        model: Any = error.title
-        known = _known_keys(str(model), fault["loc"])
+        known = _known_keys(model, fault["loc"])
         last = str(fault["loc"][-1])
         return UserError(f"{where}: unknown key {key!r}; {did_you_mean(last, known, 'known keys')}")
     message = fault["msg"].removeprefix("Value error, ")
@@ -72,19 +71,13 @@ def one_line(error: ValidationError, where: str) -> UserError:
     return UserError(f"{where}: {key + ': ' if key else ''}{message}{given}")
 
 
-def _known_keys(title: str, location: tuple[int | str, ...]) -> list[str]:
-    """Keys that a settings class, found by its name, knows at `location`."""
-    pending: list[type[Settings]] = [Settings]
-    while pending:
-        model = pending.pop()
-        if model.__name__ == title:
-            for part in location[:-1]:
-                field = model.model_fields.get(str(part))
-                inner = _types(field.annotation) if field else []
-                model = inner[0] if inner else model
-            return list(model.model_fields)
-        pending.extend(model.__subclasses__())
-    return []
+def _known_keys(model: type[Settings], location: tuple[int | str, ...]) -> list[str]:
+    """Keys that a settings class knows at `location`."""
+    for part in location[:-1]:
+        field = model.model_fields.get(str(part))
+        inner = _types(field.annotation) if field else []
+        model = inner[0] if inner else model
+    return list(model.model_fields)
 
 
 def _types(annotation: Any) -> list[type[Settings]]:
