@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.utils import make_grid
 
 from maect.core.context import Context
 from maect.core.distributed import rank_and_size, sum_over_ranks
@@ -164,12 +165,10 @@ def sheet(images: Tensor, columns: int) -> NDArray[np.uint8]:
     Of other than three channels the first is shown, in grey.
     """
     if images.shape[1] != 3:
-        images = images[:, :1].expand(-1, 3, -1, -1)
+        images = images[:, :1]  # of which the grid makes three
     shrink = -(-images.shape[-1] // SIDE)
     small = F.avg_pool2d(images.float(), shrink).round().to(torch.uint8)
-    n, channels, height, width = small.shape
-    grid = small.reshape(n // columns, columns, channels, height, width).permute(0, 3, 1, 4, 2)
-    page: NDArray[np.uint8] = grid.reshape(-1, columns * width, channels).numpy()
+    page: NDArray[np.uint8] = make_grid(small, columns, padding=0).permute(1, 2, 0).numpy()
     return page
 
 
