@@ -121,8 +121,9 @@ ADDRESS := $(shell sed -n 's/^repository-code: *//p' CITATION.cff)
 
 # graphviz draws the rules (apt install graphviz).
 docs: install
-	mkdir -p docs/images
-	$(BIN)/snakemake --config experiment=digits --rulegraph dot 2> /dev/null | dot -Tsvg > docs/images/pipeline.svg
+	mkdir -p docs/images build
+	$(BIN)/snakemake --quiet all --config experiment=digits --rulegraph dot > build/rules.dot
+	dot -Tsvg build/rules.dot > docs/images/pipeline.svg
 	MAECT_ADDRESS=$(ADDRESS) $(BIN)/mkdocs build --quiet --strict
 
 # sdist and wheel, which the slow tests install on each version of Python.

@@ -49,6 +49,15 @@ def test_the_files_that_the_readme_links_to_are_there() -> None:
         assert (ROOT / target).exists(), target
 
 
+def test_the_picture_of_the_rules_has_all_of_them() -> None:
+    """`make docs` draws it."""
+    words = ["-m", "snakemake", "--config", "experiment=digits", "--rulegraph", "dot"]
+    drawn = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+    rules = set(re.findall(r'label = "(\w+)"', drawn.stdout))
+    picture = (ROOT / "docs/images/pipeline.svg").read_text(encoding="utf-8")
+    assert rules and rules == set(re.findall(r"<text[^>]*>(\w+)</text>", picture))
+
+
 def test_the_index_of_results_names_every_page() -> None:
     results = ROOT / "docs/results"
     index = results / "README.md"
