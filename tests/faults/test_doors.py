@@ -39,7 +39,7 @@ from maect.data.staging import stage  # noqa: E402
 from maect.experiment import working_folder  # noqa: E402
 from maect.experiment.profile import by_rule, find_profile  # noqa: E402
 from maect.launch import Resources, Task, clusters, launch, local, record, submit  # noqa: E402
-from maect.launch.owner import Ancestors, own  # noqa: E402
+from maect.launch.owner import SNAKEMAKE, Ancestors, own  # noqa: E402
 from maect.launch.record import Job  # noqa: E402
 from maect.launch.state import STOPPED, state_of  # noqa: E402
 from maect.tools.status import status_of  # noqa: E402
@@ -81,6 +81,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[s
         evil = f'?__import__(\\"os\\").system(\\"touch {mark}\\") or 1'
         (here / name / "config.yaml").write_text(f'__use_yte__: true\ncores: "{evil}"\n')
     monkeypatch.chdir(here)
+    monkeypatch.delenv(SNAKEMAKE, raising=False)  # which a test that parsed the workflow left
     return lambda: sorted(file.name for file in sprung.iterdir())
 
 
