@@ -108,6 +108,8 @@ class RunRecord(Record):
     """Name of the run that it started from."""
     index_digest: str | None = None
     """Of the split that it was trained on; none: an import, or not noted."""
+    view_of: str | None = None
+    """Digest of the split that this one is a view of: their samples have the same ids."""
     weights: ImportedFile | None = None
     pooling: str | None = None
     subset: Subset | None = None

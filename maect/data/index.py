@@ -96,6 +96,12 @@ class Index:
         return "pixels" in self.record and bool(self.record.get("turned"))
 
     @property
+    def view_of(self) -> str | None:
+        """Return the digest of the split that this one is a view of: ids are that one's."""
+        digest: str | None = self.record.get("view_of", {}).get("digest")
+        return digest
+
+    @property
     def plain(self) -> bool:
         """Return whether every image is an RGB picture as it is stored."""
         return "pixels" not in self.record

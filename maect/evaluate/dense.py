@@ -191,14 +191,15 @@ class Patches:
         return self.classes.reshape(-1, self.classes.shape[2])
 
 
-def _stems(index: Index) -> list[str]:
+def _stems(index: Index, is_planned: bool) -> list[str]:
     """Names of all samples below their source, without extension; a UserError if two agree.
 
-    Keys would not do: a long one ends in a checksum of the whole name.
+    A key will do only if no plan says the names: a long one ends in a checksum of the whole name.
     """
     from maect.data.shard_plan import image_names
 
-    stems = [os.path.splitext(name)[0] for name in image_names(index)]
+    names = image_names(index) if is_planned else index.keys()
+    stems = [os.path.splitext(name)[0] for name in names]
     stem, times = Counter(stems).most_common(1)[0]
     if times > 1:
         raise UserError(
@@ -214,7 +215,11 @@ class MaskSplit:
     def __init__(self, images: Index, masks: Index) -> None:
         """Join them by name; a UserError if an image has no mask, or one of another size."""
         self.images, self.masks = images, masks
-        names, of_masks = _stems(images), _stems(masks)
+        needed = [
+            one.directory / name for one in (images, masks) for name in ("plan.json", "parts")
+        ]
+        is_planned = all(path.exists() for path in needed)
+        names, of_masks = _stems(images, is_planned), _stems(masks, is_planned)
         by_name = {name: row for row, name in enumerate(of_masks)}
         missing = [name for name in names if name not in by_name]
         if missing:

@@ -116,22 +116,23 @@ def export_run(
     _check_replaceable(out, card.repository is not None)
     for name in (ONNX, ONNX_DATA):  # first: never beside another encoder
         (out / name).unlink(missing_ok=True)
-    if head is None:
-        with atomic_write(out / MODEL) as temporary:
+    with atomic_write(out / MODEL) as temporary:
+        if head is None:
             shutil.copyfile(source, temporary)
-        sha256 = checksum
-    else:
-        tensors, metadata = load_tensors(source)
-        classifier, texts = load_tensors(head)
-        tensors |= {f"{HEAD}{name}": value for name, value in classifier.items()}
-        save_tensors(out / MODEL, tensors, metadata)
-        classes = json.loads(texts["classes"])
-        config |= {"num_classes": len(classes), "label_names": classes}
-        config["pretrained_cfg"] |= {"num_classes": len(classes), "label_names": classes}
-        sha256 = sha256_file(out / MODEL)
-    read = {key: config["pretrained_cfg"][key] for key in _READ}
-    config["maect"] = sealed({"sha256": sha256, "encoder_sha256": checksum} | read)
-    write_json(out / "config.json", config)
+            sha256 = checksum
+        else:
+            tensors, metadata = load_tensors(source)
+            classifier, texts = load_tensors(head)
+            tensors |= {f"{HEAD}{name}": value for name, value in classifier.items()}
+            save_tensors(temporary, tensors, metadata)
+            classes = json.loads(texts["classes"])
+            config |= {"num_classes": len(classes), "label_names": classes}
+            config["pretrained_cfg"] |= {"num_classes": len(classes), "label_names": classes}
+            sha256 = sha256_file(temporary)
+        read = {key: config["pretrained_cfg"][key] for key in _READ}
+        config["maect"] = sealed({"sha256": sha256, "encoder_sha256": checksum} | read)
+        # First: after a break it says whose folder this is, and that the weights are not there.
+        write_json(out / "config.json", config)
     # What timm would otherwise take from its own model of that name.
     transform = {
         key: tuple(value) if isinstance(value, list) else value

@@ -4,7 +4,7 @@ Paper, section 3, equations 1 and 2, and appendix A.2; what those leave open fol
 code. Every tensor of two views is [2, b, C]: view, sample of this rank, channel.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -107,10 +107,10 @@ class QueueHead(nn.Module):
                 raise ValueError(f"{name} is {there}, this recipe needs {list(value.shape)}")
         self.load_state_dict(dict(tensors), strict=False)
 
-    def forget_samples(self) -> None:
-        """Keep the queue's vectors without ids and labels, which mean others on other images."""
-        self.queue_ids.fill_(-1)
-        self.queue_labels.fill_(-1)
+    def forget_samples(self, what: Collection[str]) -> None:
+        """Keep the queue's vectors without `ids` or `labels`, which mean others on other images."""
+        for name in what:
+            self.get_buffer(f"queue_{name}").fill_(-1)
 
     def newest(self, count: int) -> dict[str, Tensor]:
         """The vectors that entered each queue last, [count, E]: the same on every rank."""

@@ -122,7 +122,9 @@ def images_page(config: ImagesConfig) -> str:
     for other, path in zip(explored, config.explored, strict=True):
         same = np.array_equal(other.arrays["ids"], first.arrays["ids"])
         if other.about != first.about or not same:
-            raise UserError(f"{path}: of other images than {config.explored[0]}; evaluate again")
+            raise UserError(
+                f"{path}: of other images or classes than {config.explored[0]}; evaluate both again"
+            )
     data = {
         **first.about,
         "columns": columns_of(first.count),

@@ -1,5 +1,6 @@
 """The self-supervised stages as modules: from a batch of views to a loss."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
@@ -114,10 +115,10 @@ class ViewsObjective(Objective):
         """The heads' queues and statistics."""
         return [buffer for head in self.queue_heads.values() for buffer in head.buffers()]
 
-    def forget_samples(self) -> None:
+    def forget_samples(self, what: Collection[str]) -> None:
         """Of the queues that heads took over."""
         for head in self.queue_heads.values():
-            head.forget_samples()
+            head.forget_samples(what)
 
     def after_update(self, gathered: Gathered) -> None:
         """Move each EMA projector towards its projector."""

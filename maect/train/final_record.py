@@ -51,6 +51,7 @@ def write_final_record(
         "fingerprint": identity,
         **described(run),
         "index_digest": images.digest,
+        "view_of": images.view_of,
         **exported,
         "files": run.stage.outputs,
         "sha256": {name: sha256_file(run.folder / name) for name in run.stage.outputs},

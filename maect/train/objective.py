@@ -1,6 +1,6 @@
 """Interface between the trainer and the module that a stage builds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from typing import Any
@@ -72,8 +72,8 @@ class Objective(nn.Module):
         """Buffers that a forward pass changes: put back when its loss is not finite."""
         return []
 
-    def forget_samples(self) -> None:
-        """Drop which samples buffers are of: those of a run on other images."""
+    def forget_samples(self, what: Collection[str]) -> None:
+        """Drop `ids` or `labels` of the samples in buffers: those of a run on other images."""
 
     def after_update(self, gathered: Gathered) -> None:
         """Follow the weights after each update."""

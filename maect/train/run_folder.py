@@ -21,6 +21,7 @@ from maect.core.files import (
 from maect.core.kept import kept, put_back
 from maect.core.settings import digest
 from maect.data.decode import decoder_name
+from maect.data.index import Index
 from maect.recipes import Encoder
 from maect.records import ENCODER, RunRecord, checked_sha256
 from maect.records import is_finished as has_record
@@ -62,10 +63,16 @@ def source_files(source: Path | None) -> dict[str, str]:
     return {name: checked_sha256(source / name) for name in given}
 
 
-def is_of_other_images(folder: Path, data: str) -> bool:
-    """Return whether a finished run was trained on another split than that of a digest."""
+def foreign(folder: Path, split: Index) -> list[str]:
+    """Return what of a finished run's samples means others on this split: `ids`, `labels`.
+
+    A view keeps the ids, and numbers its classes anew.
+    """
     record = RunRecord.find(folder)
-    return record is not None and record.index_digest not in (None, data)
+    if record is None or record.index_digest in (None, split.digest):
+        return []
+    there, here = {record.index_digest, record.view_of}, {split.digest, split.view_of}
+    return ["labels"] if (there & here) - {None} else ["ids", "labels"]
 
 
 def outputs(folder: Path, stage: Stage) -> list[Path]:

@@ -51,8 +51,8 @@ from maect.train.run_folder import (
     check_not_lost,
     claim,
     fingerprint,
+    foreign,
     is_finished,
-    is_of_other_images,
     outputs,
     remove_states,
 )
@@ -142,9 +142,8 @@ def train(
     if reader:
         objective.restore(reader)
     elif run.source is not None:
-        others = context.rank == 0 and is_of_other_images(run.source, split.digest)
-        if from_rank_0(others):
-            objective.forget_samples()
+        what = foreign(run.source, split) if context.rank == 0 else None
+        objective.forget_samples(from_rank_0(what))
     groups = stage.parameter_groups(objective)
     objective.to(device)
     evaluator = None

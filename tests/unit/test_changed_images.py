@@ -15,7 +15,7 @@ from PIL import Image
 from maect.core.errors import UserError
 from maect.data.config import CONFIG
 from maect.data.shards import plan_shards, shard
-from maect.data.sources import changes
+from maect.data.sources import changes, open_source
 from maect.data.sources.imagenet import imagenet_classes
 from maect.data.sources.shared import index_digest
 from maect.evaluate.base import Features
@@ -130,8 +130,10 @@ def test_other_images_of_which_there_are_too_many_to_look_at(
     make(experiment())
     fruit(Path("other"), "abc")
     fruit(Path("same"))
-    (note,) = other_shards(experiment(images="other"), [PAIR])
-    assert "1 file added (c/)" in note
+    for _ in range(2):
+        (note,) = other_shards(experiment(images="other"), [PAIR])
+        assert "1 file added (c/)" in note
+        (experiment().own_shards(*PAIR) / changes.FILES).unlink(missing_ok=True)
     assert changed_images(experiment(images="same")) == []
 
 
@@ -161,6 +163,8 @@ def test_other_validation_images_of_imagenet() -> None:
     assert "4 files changed" in str(changes.changes(out, Path("others")))
     Path("images/0.ppm").unlink()
     assert "1 file removed (0.ppm)" in str(changes.changes(out, Path("images")))
+    listing = open_source("imagenet_val", Path("others")).listing()
+    assert {entry.label for entry in listing.entries} == {-1} and listing.class_names == []
     with pytest.raises(UserError, match="carry no labels; give --labels"):
         shard(Path("images"), Path("unlabelled"), "imagenet_val", 1)
 

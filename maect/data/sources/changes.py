@@ -123,6 +123,8 @@ def changes(out: Path, images: Path | None = None) -> Changes | None:
         source = _opened(plan, before if images is None else images.resolve())
         noted, folders = _noted(out)
         if noted is None:
+            if source.known_classes() == source.folder_names():
+                folders = plan["class_names"]  # also of shards in whose time nothing was noted
             return _other_folders(before, source, folders)
         listing = source.listing()
         now = _stats(source, listing.entries)

@@ -111,7 +111,7 @@ class ImageNetVal(_ImageNet):
             if label is None:
                 raise UserError(f"{self.labels}: no label for {name}")
             entries.append(Entry(name, label, path, offset, size))
-        return Listing(entries, [*imagenet_classes()], [])
+        return Listing(entries, [] if known is None else [*imagenet_classes()], [])
 
     def _images(self) -> list[tuple[str, str, int, int]]:
         """Name, file, offset and size of each image."""

@@ -301,6 +301,11 @@ def test_masks_are_joined_by_names_of_any_length_and_never_to_two_images(tmp_pat
     split = MaskSplit(*(open_index(tmp_path / "shards" / f) for f in ("images", "masks")))
     widths = [split.read(number).shape[1] for number in range(2)]
     assert widths == split.images.rows[:, WIDTH].tolist()
+    # Working files of sharding may be gone: then keys join what they can.
+    shutil.copytree(tmp_path / "shards/masks", tmp_path / "bare")
+    shutil.rmtree(tmp_path / "bare/parts")
+    with pytest.raises(UserError, match="no mask 'nnn"):
+        MaskSplit(split.images, open_index(tmp_path / "bare"))
     shutil.copy(tmp_path / "images/b.png", tmp_path / "images/b.jpg")
     shard(tmp_path / "images", tmp_path / "again", "unlabelled", 1)
     with pytest.raises(UserError, match="2 files are called 'b', with different endings"):

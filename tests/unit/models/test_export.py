@@ -1,5 +1,6 @@
 """What `maect export` writes, loaded by timm itself without a network."""
 
+import errno
 import json
 import math
 import re
@@ -14,9 +15,10 @@ from safetensors import safe_open
 from sklearn.datasets import load_sample_image
 
 import maect
+import maect.models.export
 from maect.cli import main
 from maect.core.files import write_record
-from maect.models.export import crop_fraction
+from maect.models.export import crop_fraction, read_export
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, Pixels, load_encoder
@@ -176,6 +178,20 @@ def test_files_of_others_are_not_replaced(name, tmp_path, capsys):
         assert {path.name: path.read_text() for path in out.iterdir()} == {
             name: '{"model_type": "vit"}'
         }
+
+
+@pytest.mark.parametrize("broken", ["write_json", "model_card"])
+def test_an_export_that_broke_off_is_repeated(broken, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    finished_run(tmp_path / "ct", load_encoder("tiny"), "cls")
+    words = ["export", str(tmp_path / "ct"), str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        patch.setattr(maect.models.export, broken, full)
+        assert main(words) == 2
+    assert main(words) == 0
+    assert read_export(tmp_path / "out")[0].exists()
 
 
 def test_the_card_names_the_folder_and_the_terminal_where_it_is(tmp_path, monkeypatch, capsys):

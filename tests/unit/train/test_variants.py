@@ -9,7 +9,9 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from tiny_runs import job_maker, losses, metrics, noise_shards
 
+from maect.data.index import open_index
 from maect.data.shards import shard
+from maect.data.subsets import class_view
 from maect.models.precision import bfloat16_on
 from maect.recipes import Encoder
 from maect.stages.head import Head
@@ -141,17 +143,24 @@ def test_all_variants_train(job, tmp_path):
     assert metrics(at["skip_combined"])[0]["queue_filled"] > 0
 
 
-def test_a_queue_of_other_images_has_no_id_or_label_of_them(job, tmp_path):
-    """Images and classes there have the same numbers: an oracle would take them for its own."""
+def test_a_queue_of_other_images_has_no_id_or_label_of_them(job, shards, tmp_path):
+    """Images and classes there have the same numbers: an oracle would take them for its own.
+
+    A view has the ids of its images, and other numbers for their classes.
+    """
     other = {"shards": str(noise_shards(tmp_path / "other", 48))}
+    class_view(shards, tmp_path / "view", open_index(shards).class_names[::-1])
     oracle = {"head": {"lookup": "oracle"}, "epochs": 1}
     jobs = [
         job("mae", "mae", epochs=1),
         job("head", "head_min", "mae", epochs=2),  # 5 steps fill the queue of 4 batches
         job("same", "ct_min", "head", **oracle),
         job("others", "ct_min", "head", **oracle) | other,
+        job("view", "ct_min", "head", **oracle) | {"shards": str(tmp_path / "view")},
     ]
-    assert run(2, *jobs, log=tmp_path / "log") == ["done"] * 4
+    assert run(2, *jobs, log=tmp_path / "log") == ["done"] * 5
+    left = weights(tmp_path / "runs/view", "head")
+    assert (left["queue_ids"] >= 0).all() and 0 < (left["queue_labels"] < 0).sum() < 64
     for name, unknown in (("same", 0), ("others", 16)):  # 48 images are three batches
         left = weights(tmp_path / "runs" / name, "head")
         first = metrics(tmp_path / "runs" / name)[0]
