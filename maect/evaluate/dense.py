@@ -241,7 +241,7 @@ class MaskSplit:
         row = self.rows[number]
         data = self.masks.read(row)
         # Pillow spreads grey of 2 or 4 bits over 0 to 255.
-        few_bits = data[:4] == b"\x89PNG" and data[25] == 0 and data[24] < 8
+        few_bits = data[:4] == b"\x89PNG" and data[25:26] == b"\0" and data[24] < 8
         try:
             with open_image(data) as (image, _):
                 if image.mode not in ("L", "P") or few_bits:

@@ -416,10 +416,8 @@ def is_hidden(folder: Path) -> bool:
     """Return whether only another user can read what the ranks of this folder's jobs say."""
     try:
         os.listdir(folder / "jobs")
-    except PermissionError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return False
 
 

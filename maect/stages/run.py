@@ -83,7 +83,7 @@ class RunConfig(SettingsFile):
 
     def fingerprint(self, data: str, weights: dict[str, str]) -> str:
         """Identity of the result, by its shards' digest and its first weights' checksums."""
-        return digest(self.stage, self.settings, self.encoder, self.seed, data, weights)
+        return self.settings.fingerprint(self.encoder, self.seed, data, weights)
 
 
 def resize_of(run: Path) -> int | None:

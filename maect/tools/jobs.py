@@ -93,8 +93,7 @@ def train(
     data = need_shards(shards)
     if config.source is not None:
         need(RunRecord.path(config.source), "finished run")
-    given = config.stage, stage, config.encoder, config.seed, data, config.source
-    identity = run_folder.fingerprint(*given)
+    identity = config.fingerprint(data, run_folder.source_files(config.source))
     outputs = run_folder.outputs(path.parent, stage)
     kept.put_back(outputs, lambda: run_folder.is_finished(path.parent, identity, intact=True))
     finished = run_folder.is_finished(path.parent, identity)
@@ -183,8 +182,8 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repe
     if where.detach:
         raise UserError("--detach: the job of a replay ends with its command")
     begun = read_record(need(run / "recipe.json", "run that has begun")).get("fingerprint")
-    given = config.stage, stage, config.encoder, config.seed, need_shards(shards), config.source
-    if run_folder.fingerprint(*given) != begun:
+    weights = run_folder.source_files(config.source)
+    if config.fingerprint(need_shards(shards), weights) != begun:
         raise UserError(f"{path}: not what the run began with (recipe.json): settings, seed, "
                         "source or shards have changed since")  # fmt: skip
     steps = stage.total_steps(stage.training_images(open_index(shards)).n)

@@ -21,7 +21,6 @@ from maect.core.files import (
 from maect.core.kept import kept, put_back
 from maect.core.settings import digest
 from maect.data.decode import decoder_name
-from maect.recipes import Encoder
 from maect.records import ENCODER, RunRecord, checked_sha256
 from maect.records import is_finished as has_record
 from maect.train.stage import Stage
@@ -41,18 +40,6 @@ _WITHOUT = (
     "a new log, and does not know what computed it before"
 )
 RECORD = (RunRecord.path(Path()).name,)
-
-
-def fingerprint(
-    name: str,
-    stage: Stage,
-    encoder: Encoder,
-    seed: int,
-    data: str,
-    source: Path | None,
-) -> str:
-    """Identity of a run's result: settings, shape, seed, data and what it starts from."""
-    return digest(name, stage, encoder, seed, data, source_files(source))
 
 
 def source_files(source: Path | None) -> dict[str, str]:

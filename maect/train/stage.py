@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.core.settings import Settings
+from maect.core.settings import Settings, digest
 from maect.recipes import Encoder, View
 from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.cost import FLOAT, Cost, PassMode, encoder_weights
@@ -64,6 +64,10 @@ class Stage(Settings):
     def needs_source(self) -> bool:
         """Return whether it starts from a run."""
         return bool(self.starts_from)
+
+    def fingerprint(self, encoder: Encoder, seed: int, data: str, weights: dict[str, str]) -> str:
+        """Identity of a run's result: also by its shards' digest and its first weights'."""
+        return digest(self.name, self, encoder, seed, data, weights)
 
     def inputs(self, source: "Stage") -> tuple[str, ...]:
         """Return which outputs of a run of `source` it reads."""

@@ -50,11 +50,11 @@ from maect.train.replicas import compare_replicas
 from maect.train.run_folder import (
     check_not_lost,
     claim,
-    fingerprint,
     foreign,
     is_finished,
     outputs,
     remove_states,
+    source_files,
 )
 from maect.train.stage import RunInputs, Training
 from maect.train.sums import Sums
@@ -119,7 +119,8 @@ def train(
     identity, fence, said = None, None, list[str]()
     if context.rank == 0:
         split.check_rows()
-        identity = fingerprint(stage.name, stage, run.encoder, run.seed, split.digest, run.source)
+        begins_with = source_files(run.source)
+        identity = stage.fingerprint(run.encoder, run.seed, split.digest, begins_with)
         check_current(context)  # else it would set aside what the newer job has written
         claim(folder, identity, described(run))
         fence = Fence(folder / "state", context)

@@ -26,7 +26,7 @@ from maect.experiment.outdated import outdated
 from maect.experiment.pages import pages
 from maect.experiment.start import lost_shards
 from maect.records import RunRecord
-from maect.train.run_folder import fingerprint
+from maect.train.run_folder import source_files
 
 ROOT = Path(__file__).parents[2]
 ASKED: dict[str, Any] = {
@@ -55,14 +55,13 @@ def write(folder: Path, **changes: Any) -> Experiment:
 def train(found: Experiment, name: str, bits: bytes = b"") -> None:
     """What a run leaves: its record as it is, weights of a few bytes."""
     told, folder = resolve.run_config(found, name), found.folder(name)
-    given = told.stage, told.settings, told.encoder, told.seed
     data = read_record(told.shards / "index.json")["digest"]
     weights = [folder / file for file in told.settings.outputs]
     for path in weights:
         path.write_bytes(f"{name} {path.name} ".encode() + bits)
     record = {
         "run": name, "stage": told.stage, "seed": told.seed,
-        "fingerprint": fingerprint(*given, data, told.source),
+        "fingerprint": told.fingerprint(data, source_files(told.source)),
         "settings": told.settings.model_dump(mode="json"),
         "encoder": told.encoder.model_dump(mode="json"),
         "source": told.source and told.source.name,
