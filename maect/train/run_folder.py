@@ -8,7 +8,7 @@ import subprocess
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import maect
 from maect.core.errors import MissingFileError, UserError
@@ -21,12 +21,10 @@ from maect.core.files import (
 from maect.core.kept import kept, put_back
 from maect.core.settings import digest
 from maect.data.decode import decoder_name
+from maect.data.index import Index
 from maect.records import ENCODER, RunRecord, checked_sha256
 from maect.records import is_finished as has_record
 from maect.train.stage import Stage
-
-if TYPE_CHECKING:  # it imports NumPy
-    from maect.data.index import Index
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ def source_files(source: Path | None) -> dict[str, str]:
     return {name: checked_sha256(source / name) for name in given}
 
 
-def foreign(folder: Path, split: "Index") -> list[str]:
+def foreign(folder: Path, split: Index) -> list[str]:
     """Return what of a finished run's samples means others on this split: `ids`, `labels`.
 
     A view keeps the ids, and numbers its classes anew.
