@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 import time
 import uuid
@@ -33,6 +34,7 @@ FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, e
 """Errors that trying again does not change."""
 SUMS = ".sha256"
 """Suffix of the file beside a table that holds its checksum, as `sha256sum` writes it."""
+_TEMPLATE_SIGNS = re.compile(r"[%\\\x00-\x1f\x7f]")
 UMASK = os.umask(0o022) | 0o002
 """Of this process from now on: no record or state of ours is everybody's to write."""
 os.umask(UMASK)
@@ -64,6 +66,21 @@ def need(path: Path, what: str) -> Path:
     if not path.exists():
         raise UserError(f"{path}: no such {what}")
     return path
+
+
+def check_literal_path(path: Path) -> None:
+    """Refuse a folder whose full path would be read as a template (UserError).
+
+    Submitit fills in `%t`, `%j` and `%a` anywhere in a path, and sbatch more of them, so files that
+    a job executes would lie in another folder, which another user may own. Neither has an escape
+    that the other understands.
+    """
+    full = str(path.absolute())
+    if sign := _TEMPLATE_SIGNS.search(full):
+        raise UserError(
+            f"{full!a}: SLURM or submitit would change {sign[0]!a} in this path; "
+            "use a folder without %, backslashes and line breaks in its path"
+        )
 
 
 _held: set[Path] = set()

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maect.core.errors import NodeError, UserError
-from maect.core.files import atomic_write, seek_record, sha256_file, write_record
+from maect.core.files import (
+    atomic_write,
+    check_literal_path,
+    seek_record,
+    sha256_file,
+    write_record,
+)
 from maect.core.owners import private_folder
 from maect.data.index import CHECKSUMS, Index, open_index
 from maect.data.pixels import pixels_files
@@ -56,6 +62,7 @@ def _folder(storage: str) -> Path:
         raise UserError(f"staging to {storage}: not set on {socket.gethostname()}")
     if not os.path.isabs(filled) or not os.path.isdir(filled):
         raise UserError(f"staging to {filled}: no such folder on {socket.gethostname()}")
+    check_literal_path(Path(filled))
     return Path(filled)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from maect.core.errors import UserError, check_names, did_you_mean
-from maect.core.files import PIPELINE
+from maect.core.files import PIPELINE, check_literal_path
 from maect.core.settings import validated
 from maect.core.yaml_files import read_mapping, read_yaml
 from maect.data.config import ShardsConfig
@@ -117,6 +117,7 @@ class Experiment:
     def _check_plain(self) -> None:
         """Refuse names that commands could not say without quotes."""
         check_plain(f"{self.file}: name", self.name)
+        check_literal_path(self.root)
         check_plain(f"{self.file}: storage", str(self.root))
         for name, dataset in self.datasets.items():
             check_name(f"{self.file}: datasets", name)

@@ -251,10 +251,11 @@ def check_name(where: str, text: str) -> None:
 
 def check_plain(where: str, text: str) -> None:
     """Refuse a path that commands cannot say without quotes: the UserError names the sign."""
-    sign = re.search(r"""[\s"'`$&|;<>(){}\[\]*?!#\\]""", text)
+    sign = re.search(r"""[\s"'`$&|;<>(){}\[\]*?!#%\\]""", text)
     if sign:
         raise UserError(
-            f"{where}: {text!r} has {sign[0]!r}; choose one without blanks and signs of the shell"
+            f"{where}: {text!r} has {sign[0]!r}; "
+            "choose one without blanks, % and signs of the shell"
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import maect
 from maect.core.errors import UserError
-from maect.core.files import PIPELINE
+from maect.core.files import PIPELINE, check_literal_path
 from maect.core.owners import exposed, is_trusted, owner_name
 
 MEMORY = Path(".snakemake")
@@ -18,6 +18,7 @@ DEFAULT_PROFILES = (Path("default"), Path("profiles/default"))
 def check_working_folder() -> None:
     """Refuse a working folder where others could put something in Snakemake's way (UserError)."""
     here = Path.cwd()
+    check_literal_path(here)
     if reason := exposed(here) or exposed(here / MEMORY):
         raise UserError(f"{reason}; or start in a folder of your own")
     found = MEMORY.lstat() if os.path.lexists(MEMORY) else None

@@ -1,13 +1,12 @@
 """The launcher: submit or re-attach, wait, judge, resubmit, until the completion record exists."""
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from maect.core.files import held, make_folder, patiently
+from maect.core.files import check_literal_path, held, make_folder, patiently
 from maect.launch import progress, record, slurm, submit
 from maect.launch.local import Local
 from maect.launch.owner import Interruption, own
@@ -45,14 +44,14 @@ def launch(
         detach: let Ctrl-C and SIGTERM leave the job running too.
 
     Raises:
+        UserError: no job can run in a folder of this path.
         LaunchError: gave up; the message has the last lines of the failing rank's log.
         SystemExit: status 130, stopped or detached by a signal.
     """
     folder = Path(folder).absolute()
     if is_done() and not _is_endangered(folder, task.identity):
         return
-    if re.search(r"[\x00-\x1f\x7f]", str(folder)):  # sbatch reads its options line by line
-        raise LaunchError(f"{str(folder)!r}: no job runs in a folder with a line break in its name")
+    check_literal_path(folder)
     if resources.cluster == "slurm":
         submit.check_shell()
     make_folder(folder)

@@ -34,6 +34,7 @@ from typing import Any, Literal, Self, TypedDict, cast
 
 from maect.core.errors import UserError
 from maect.core.files import (
+    check_literal_path,
     make_folder,
     parsed,
     patiently,
@@ -326,7 +327,13 @@ def job_folder(folder: Path, name: str) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder where others could exchange what is executed for a run (LaunchError)."""
+    """Refuse a folder where others could exchange what is executed for a run.
+
+    Raises:
+        UserError: what is executed would not even lie there.
+        LaunchError: others may write there.
+    """
+    check_literal_path(folder)
     found = folder.stat()
     if not is_trusted(found.st_uid):
         raise LaunchError(

@@ -13,7 +13,7 @@ import pytest
 from counting import expected
 from launching import MAECT_RUN, finish, kill, wait_for
 
-from maect.launch import Resources, Task, launch, owner
+from maect.launch import owner
 from maect.launch.owner import TOGETHER, Ancestors, Interruption, own, this_process
 from maect.launch.resources import LaunchError
 
@@ -38,12 +38,6 @@ def test_ranks_see_their_place_and_the_launcher_stays_small(run):
     assert first["cuda"] == os.environ.get("CUDA_VISIBLE_DEVICES")
     peak = int(words.split("peak ")[1].split()[0])
     assert peak < 60_000 and "torch False" in words
-
-
-def test_a_folder_that_sbatch_cannot_be_told(tmp_path):
-    with pytest.raises(LaunchError, match="a folder with a line break in its name"):
-        launch(Task("a:b"), tmp_path / "a\nb", Resources(), is_done=lambda: False, describe="")
-    assert not list(tmp_path.iterdir())
 
 
 def test_complete_run_starts_nothing(run):
