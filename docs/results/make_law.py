@@ -77,7 +77,7 @@ def main() -> None:
     highest = max(ax.get_ylim()[1] for ax in axes)
     for ax in axes:
         ax.set_ylim(-0.5, highest)
-    axes[0].set_ylabel("k-NN, gain over MAE (points)")
+    axes[0].set_ylabel("k-NN on standardised features,\ngain over MAE (points)")
     kinds = [
         Line2D([], [], color=GREY, label="drawn lookup"),
         Line2D([], [], color=GREY, marker="o", fillstyle="none", linestyle="", label="real lookup"),

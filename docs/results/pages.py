@@ -76,6 +76,8 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
             f"**Unfinished: {progress}.** Numbers, figures and claims below are of what is "
             "finished."
         )
+    if missing := read_json(folder / "evaluations.json").get("missing"):
+        parts.append(f"**Missing: {', '.join(sorted(missing))}.**")
     if headline:
         parts.append(headline)
     if chosen := _after_tests(folder):
@@ -106,14 +108,15 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
         for figure in drawn:
             entry = FIGURES[figure]
             parts.append(f"![{entry.title}](figures/{figure}.png)\n\n{entry.about(True)}")
-    machines = filter(None, dict.fromkeys(runs["machine"]))
+    machines = [*filter(None, dict.fromkeys(runs["machine"]))]
     parts.append("## Runs")
     if (folder / "images.json").exists():
         splits = read_json(folder / "images.json").items()
         listed = "; ".join(f"{name}: {a['n']:,} ({a['digest'][:12]})" for name, a in splits)
         parts.append(f"Images, and where the digest of each split begins: {listed or 'none yet'}.")
     parts += [
-        f"On {' and on '.join(machines) or 'no machine yet'}. Operations, of matrix products, are "
+        f"On {' and on '.join(machines) or 'no machine yet'}. {_unrecorded(machines)}"
+        "Operations, of matrix products, are "
         "counted from the settings and not measured; device hours are wall-clock hours times "
         "ranks, also where other work shared the cores. The config of each finished run is in "
         "`resolved/`; `curves.csv` has online evaluations and the loss of their steps, `runs.csv` "
@@ -122,6 +125,17 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
         _runs_table(runs),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _unrecorded(machines: Iterable[str]) -> str:
+    """Return a sentence on what these lines of machines leave open; "" if they say it all."""
+    if all("bfloat16" in machine for machine in machines):
+        return ""
+    return (
+        "Whether the CPU computes bfloat16 and, beyond its name, its model were not recorded; "
+        "another kind of CPU gives [other last bits](../../method.md#exactness), and so other "
+        "numbers. "
+    )
 
 
 def _variables(experiment: str) -> str:
@@ -133,10 +147,9 @@ def _variables(experiment: str) -> str:
 
 
 def _progress(folder: Path, runs: pd.DataFrame) -> str:
-    """How much of the experiment there is; empty for all of it."""
+    """Return how many trainings and evaluations are finished; "" if all are."""
     trained, results = int(runs["finished"].sum()), read_json(folder / "evaluations.json")
-    missing = results.get("missing", [])
-    if trained == len(runs) and results["made"] == results["asked"] and not missing:
+    if trained == len(runs) and results["made"] == results["asked"]:
         return ""
     done = f"{trained} of {len(runs)} trainings"
     return f"{done}, {results['made']} of {results['asked']} evaluations"

@@ -274,7 +274,7 @@ def _runs(here: Here, published: Published) -> list[dict[str, Any]]:
                 "weights": weights(record) if record else "",
                 "nnclr_loss": _first_nnclr_loss(run.name, experiment) if record else None,
                 "lookups_right": _lookups_right(steps),
-                "machine": machine if record else "",
+                "machine": machine + _bfloat16(record) if record else "",
             }
         )
     return lines
@@ -332,17 +332,30 @@ def _fits(template: str, run: str) -> bool:
 
 
 def _machine() -> str:
-    """This machine, in a line."""
+    """Return this machine, in a line: virtual machines hide a CPU's name, but not its model."""
     import torch
 
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    model = re.search(r"model name\s*: (.*)", text)
+    said = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", text.partition("\n\n")[0], re.MULTILINE))
     cores = text.count("\nprocessor") + text.startswith("processor")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    cpu = said.get("model name") or platform.processor()
+    if {"cpu family", "model"} <= said.keys():
+        cpu += f", family {said['cpu family']} model {said['model']}"
     return (
-        f"{cores} cores of {model[1] if model else platform.processor()} (accelerator: {device}), "
+        f"{cores} cores of {cpu} (accelerator: {device}), "
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
+
+
+BFLOAT16 = {"cpu": "bfloat16 on the CPU", "cuda": "bfloat16 on the GPU"}
+"""How a run computed bfloat16, by what its record says."""
+
+
+def _bfloat16(record: RunRecord) -> str:
+    """Return how a run computed what its recipe asks to compute in bfloat16; "" if unknown."""
+    kind = record.versions.get("bfloat16")
+    return f", {BFLOAT16.get(kind, 'float32 for bfloat16')}" if kind else ""
 
 
 def write_pages(name: str) -> None:

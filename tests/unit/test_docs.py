@@ -49,6 +49,18 @@ def test_the_files_that_the_readme_links_to_are_there() -> None:
         assert (ROOT / target).exists(), target
 
 
+def test_the_readmes_first_screen_says_what_to_type() -> None:
+    """A catalogue of workflows lists a project only if its README has these two words."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = " ".join(text.partition("\n## ")[0].split())
+    assert "Snakemake workflow" in first
+    for command in ("make demo", "make test", "snakemake --profile cluster_profiles/juwels"):
+        assert command in first
+    assert "each set everything up on a fresh machine" in first
+    assert "about four points on the digits" in first
+    assert (ROOT / "cluster_profiles/juwels/config.yaml").exists()
+
+
 def test_the_picture_of_the_rules_has_all_of_them() -> None:
     """`make docs` draws it."""
     words = ["-m", "snakemake", "--config", "experiment=digits", "--rulegraph", "dot"]

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import yaml
 
 from maect.core.entries import line_of
 from maect.core.files import read_json, write_json, write_record
@@ -144,7 +146,70 @@ def test_one_without_a_table_is_unfinished(folder: Path) -> None:
     counts = {"asked": 16, "made": 16, "missing": ["robustness.csv"]}
     write_json(folder / "evaluations.json", counts)
     page = publish.pages(folder)["README.md"]
-    assert "**Unfinished: 4 of 4 trainings, 16 of 16 evaluations.**" in page
+    assert "**Missing: robustness.csv.**" in page and "Unfinished" not in page
+    assert "In progress" not in publish.pages(folder)["headline.md"]
+
+
+def test_no_page_is_unfinished_of_which_all_is_there() -> None:
+    for name in PUBLISHED:
+        page = (RESULTS / name / "README.md").read_text(encoding="utf-8")
+        for done, asked in re.findall(r"Unfinished: (\d+) of (\d+) trainings", page):
+            assert done != asked, name
+
+
+def test_a_page_says_what_computed_bfloat16_or_that_nobody_knows(folder: Path) -> None:
+    unrecorded = "Whether the CPU computes bfloat16"
+    assert unrecorded in publish.pages(folder)["README.md"]
+    runs = pd.read_csv(folder / "runs.csv")
+    runs["machine"] = "2 cores of C, float32 for bfloat16"
+    runs.to_csv(folder / "runs.csv", index=False)
+    page = publish.pages(folder)["README.md"]
+    assert unrecorded not in page and "On 2 cores of C, float32 for bfloat16." in page
+
+
+def test_a_runs_machine_has_the_cpus_model_and_what_computed_bfloat16(elsewhere: Path) -> None:
+    same = pd.read_csv(elsewhere / "runs.csv", index_col="run").at["mae_micro", "encoder_sha256"]
+    for kind, said in {"cpu": "bfloat16 on the CPU", "float32": "float32 for bfloat16"}.items():
+        train_here("mae_micro", same, versions={"bfloat16": kind})
+        publish.collect("cifar10")
+        machine = pd.read_csv(elsewhere / "runs.csv", index_col="run").at["mae_micro", "machine"]
+        assert str(machine).endswith(f", {said}")
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    model = re.search(r"^model\s*: (.*)$", cpu, re.MULTILINE)
+    assert model is None or f" model {model[1]} (" in str(machine)
+
+
+LOOKUPS = {"cifar10_law": "tiny8", "digits_law": "tiny", "tiny_imagenet": "micro8"}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_page_names_the_second_difference_of_runs_without_lookup(name: str) -> None:
+    """Until a control changes the lookup alone, their gradient flows through the positive, too."""
+    heads = [
+        yaml.safe_load(path.read_text(encoding="utf-8"))["settings"]["head"]
+        for path in (RESULTS / name).glob("resolved/*no_lookup*.yaml")
+    ]
+    alone = any(head["stop_gradient"] for head in heads if head["lookup"] == "none")
+    page = " ".join((RESULTS / name / "README.md").read_text(encoding="utf-8").split())
+    assert heads and (alone or "the gradient also flows through that positive" in page)
+
+
+def test_sentences_on_lookups_name_the_measure_and_have_the_numbers_of_the_table() -> None:
+    """Lookups add nothing measurable to k-NN; clusters of the same encoders gained from them."""
+    frame = pd.read_csv(RESULTS / "cifar10_law/measured.csv")
+    nmi = frame[frame["metric"] == "nmi_mean"].set_index("run")["value"]
+    runs = ("ct_aug_tiny8", "ct_aug_no_lookup_tiny8", "mae_tiny8")
+    with_lookup, without, before = (f"{nmi[run]:.1f}" for run in runs)
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert "added nothing measurable to k-NN" in text
+    said = f"NMI is {with_lookup} with lookup, {without} without and {before} before tuning"
+    assert said in text and "let the gradient through the positive" in text
+    page = " ".join((RESULTS / "cifar10_law/README.md").read_text(encoding="utf-8").split())
+    said = f"NMI is {with_lookup} with lookup, {without} without, and {before} before tuning"
+    assert said in page
+    index = (RESULTS / "README.md").read_text(encoding="utf-8")
+    row = next(line for line in index.splitlines() if line.startswith("| law:"))
+    assert "k-NN" in row and "Clusters of CIFAR-10 gain" in row
 
 
 def test_a_table_that_is_older_than_what_it_shows_is_not_taken(tmp_path: Path) -> None:
@@ -212,14 +277,16 @@ def test_of_an_experiment_of_which_nothing_was_run_there_is_nothing(elsewhere: P
     assert f"**Unfinished: {missing}.**" in (elsewhere / "README.md").read_text()
 
 
-def train_here(run: str, checksum: str, **changes: Any) -> None:
+def train_here(
+    run: str, checksum: str, versions: dict[str, str] | None = None, **changes: Any
+) -> None:
     """Leave what a run leaves that this machine trained."""
     config = run_config(load("cifar10"), run)
     told = {name: getattr(config, name).model_dump(mode="json") for name in ("settings", "encoder")}
     source = config.source.name if config.source else None
     record = {"run": run, "stage": config.stage, "source": source, "seed": config.seed}
     record |= {"settings": told["settings"] | changes, "encoder": told["encoder"]}
-    record |= {"device_hours": 1.0, "sha256": {ENCODER: checksum}}
+    record |= {"device_hours": 1.0, "sha256": {ENCODER: checksum}, "versions": versions or {}}
     folder = Path("results/cifar10/runs") / run
     write_record(RunRecord.path(folder), record)
     step = line_of(5859, {"epoch": 30.0, "loss": 0.4}, {"device_seconds": 3600.0})
