@@ -179,6 +179,17 @@ def lineage(name: str | None, find: Callable[[str], T | None]) -> Iterator[T]:
         name = run.source
 
 
+class Outcome(Settings):
+    """Answers for single test images; `maect.evaluate.outcomes` writes and reads them."""
+
+    images: int
+    trials: int
+    """On each image, such as label sets or runs of k-means; 1: a single answer."""
+    right: str
+    """In how many trials each image was right, in the order of the split: unsigned 16-bit numbers,
+    little-endian, compressed (zlib) and in base64."""
+
+
 class EvaluationRecord(Record):
     """Result of an evaluation."""
 
@@ -187,6 +198,8 @@ class EvaluationRecord(Record):
     provenance: dict[str, Any] = Field(default_factory=dict)
     left_sha256: str | None = None
     """Of the tensors beside it."""
+    outcomes: dict[str, Outcome] | None = None
+    """By metric, of single test images; none: the protocol has no such, or an older version."""
 
     @property
     def encoder_sha256(self) -> str | None:

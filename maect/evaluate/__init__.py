@@ -25,7 +25,7 @@ PROTOCOLS: dict[str, type[Protocol]] = {
     for name in (
         "knn", "low_shot", "logistic", "linear_probe", "efficient_probe", "lars_linear_probe",
         "attentive_probe", "patch_knn", "patch_logistic", "patch_linear", "accuracy",
-        "color_histogram", "knn_per_block", "clustering", "retrieval", "robustness",
+        "color_histogram", "knn_per_block", "clustering", "geometry", "retrieval", "robustness",
         "effective_invariance", "throughput", "umap", "explore",
     )
 }  # fmt: skip

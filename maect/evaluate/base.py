@@ -22,7 +22,7 @@ from maect.core.settings import Settings
 from maect.evaluate.store import FeatureFile, check, open_features, same_encoder
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
-from maect.records import checked_sha256
+from maect.records import Outcome, checked_sha256
 
 if TYPE_CHECKING:
     from maect.stages import Stage
@@ -91,6 +91,8 @@ class EvaluationJob:
     resize: int | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     """What a protocol adds to the provenance."""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    """By metric, which test images were right: what a protocol keeps in the result."""
     is_current: Callable[[], bool] = field(default=lambda: True, compare=False)
     """Whether no other job has taken the evaluation over."""
 
@@ -143,6 +145,19 @@ class EvaluationJob:
         self.check_current()
         with atomic_write(self.out.with_suffix(".safetensors")) as temporary:
             save_file(plain, temporary, None if about is None else {"maect": json.dumps(about)})
+
+    def scored(self, right: "Mapping[str, NDArray[np.bool_]]") -> dict[str, float]:
+        """Keep the outcomes of test images; return the ends of their intervals as metrics.
+
+        Args:
+            right: by metric, whether each image was right, bool [n] or, of several trials on each,
+                [trials, n].
+        """
+        from maect.evaluate.outcomes import pack
+        from maect.evaluate.sampling import ends
+
+        self.outcomes.update({name: pack(trials) for name, trials in right.items()})
+        return ends({name: np.atleast_2d(one).mean(axis=0) for name, one in right.items()})
 
     def both(self) -> tuple["FeatureFile", "FeatureFile"]:
         """Train and test features of one encoder, checked."""

@@ -15,6 +15,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.lazy import NDArray, np
 from maect.evaluate.base import EvaluationJob, ReadsFeatures, idle_cpus
+from maect.evaluate.outcomes import pack
 from maect.evaluate.store import FeatureFile, in_memory, moments, standardize
 
 SCORES = ("accuracy", "nmi", "ami", "ari")
@@ -60,8 +61,9 @@ class Clustering(ReadsFeatures):
         for ids in parts.values():
             check(test, ids)
         for prefix, ids in parts.items():
-            scores, arrays = cluster(test, ids, self, idle_cpus(context))
+            scores, arrays, right = cluster(test, ids, self, idle_cpus(context))
             metrics |= {prefix + key: value for key, value in scores.items()}
+            job.outcomes[f"{prefix}accuracy_mean"] = pack(right)
             tensors |= {prefix + key: value for key, value in arrays.items()}
         job.write_tensors(tensors, origin(test))
         return metrics
@@ -96,10 +98,11 @@ def members(features: FeatureFile, classes: tuple[str, ...], name: str) -> NDArr
 
 def cluster(
     test: FeatureFile, ids: NDArray[np.int64], settings: Clustering, threads: int
-) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]], NDArray[np.bool_]]:
     """Cluster some samples (by ids) `settings.runs` times, in as many processes as `threads`.
 
-    Returns the metrics, and the best run's arrays.
+    Returns the metrics, the best run's arrays, and whether each sample was right in each run,
+    bool [runs, len(ids)].
     """
     from sklearn.utils.parallel import Parallel, delayed
 
@@ -114,11 +117,12 @@ def cluster(
     # Processes: much of a run holds Python's lock, which threads would wait for.
     workers = threads if rows.size * settings.runs > SMALL else 1
     best = None
-    results = []
+    results, right = [], []
     parallel = Parallel(workers, return_as="generator", pre_dispatch="4*n_jobs")
-    runs = parallel(delayed(_run)(rows, labels, seed, settings) for seed in range(settings.runs))
+    runs = parallel(delayed(one_run)(rows, labels, seed, settings) for seed in range(settings.runs))
     for seed, result in enumerate(runs):
         results.append(result[:2])
+        right.append(is_right(labels, result[2]))
         if best is None or result[0] < best[1][0]:
             best = seed, result
     assert best is not None
@@ -138,10 +142,10 @@ def cluster(
         "confusion": np.ascontiguousarray(table[:, np.append(columns, rest)]),
         "labels": names[labels],
     }
-    return metrics, arrays
+    return metrics, arrays, np.stack(right)
 
 
-def _run(
+def one_run(
     rows: NDArray[np.float32], labels: NDArray[np.int64], seed: int, settings: Clustering
 ) -> tuple[float, dict[str, float], NDArray[np.int64], NDArray[np.float32]]:
     """One run with a single thread, so that the number of cores does not change its bits."""
@@ -214,6 +218,12 @@ def assign(table: NDArray[np.int64]) -> NDArray[np.int64]:
     from scipy.optimize import linear_sum_assignment
 
     return linear_sum_assignment(table, maximize=True)[1]
+
+
+def is_right(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return whether each sample is in the cluster matched to its class, bool [n]."""
+    right: NDArray[np.bool_] = assign(contingency(labels, clusters))[labels] == clusters
+    return right
 
 
 def silhouette(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> float:

@@ -81,6 +81,7 @@ def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
             | {"test_data": protocol.test_data}
             | job.notes,
             left_sha256=sha256_file(tensors) if protocol.writes_tensors else None,
+            outcomes=job.outcomes or None,
         ).write(job.out)
         keep(outputs(job.out, protocol))
         shutil.rmtree(job.state, ignore_errors=True)

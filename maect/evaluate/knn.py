@@ -20,7 +20,7 @@ from maect.core.lazy import NDArray, np
 from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
 from maect.evaluate.clusters import comparable
 from maect.evaluate.real import RealLabels
-from maect.evaluate.sampling import ends, held_out
+from maect.evaluate.sampling import held_out
 from maect.evaluate.store import Array, FeatureFile, Rows, Scale, moments, standardize
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
@@ -100,7 +100,7 @@ class Knn(RealLabels, ReadsFeatures):
                 best = max(inner, key=inner.__getitem__)  # of equal ones the first
                 metrics[f"{name}_held_out"] = accuracy[best]
                 correct[f"{name}_held_out"] = right[best]
-        return {**metrics, **ends(correct), "sweep": sweep}
+        return {**metrics, **job.scored(correct), "sweep": sweep}
 
 
 def swept(

@@ -24,7 +24,7 @@ from maect.core.lazy import NDArray, np
 from maect.core.settings import digest
 from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
-from maect.evaluate.sampling import ends, held_out
+from maect.evaluate.sampling import held_out
 from maect.evaluate.store import Array, Scale, in_memory, moments, standardize
 
 PENALTIES: tuple[float, ...] = tuple(round(10 ** (-6 + 11 * i / 7), 12) for i in range(8))
@@ -64,7 +64,7 @@ class Logistic(RealLabels, ReadsFeatures):
         correct = classes == test.labels
         return {
             "logistic": float((100.0 * correct).mean()),
-            **ends({"logistic": correct}),
+            **job.scored({"logistic": correct}),
             "c": chosen,
             **({} if real is None else {"logistic_real": real.accuracy(classes)}),
             "held_out": tried,

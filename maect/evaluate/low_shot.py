@@ -26,7 +26,6 @@ from maect.core.errors import UserError
 from maect.core.lazy import NDArray, np
 from maect.evaluate.base import Count, EvaluationJob, Fraction, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
-from maect.evaluate.sampling import ends
 from maect.evaluate.store import FeatureFile
 from maect.recipes.few_labels import FewLabels, fraction_list, fraction_name, shots_list
 
@@ -127,7 +126,7 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
         for shots in self.shots:
             scored = [results[shots, split] for split in range(1, self.splits + 1)]
             right, converged, by_real = map(list, zip(*scored, strict=True))
-            correct[f"low_shot_{shots}"] = np.mean(right, axis=0)
+            correct[f"low_shot_{shots}"] = np.stack(right)
             accuracies = [100 * int(np.sum(one)) / test.n for one in right]
             metrics[f"low_shot_{shots}"] = float(np.mean(accuracies))
             metrics[f"low_shot_{shots}_splits"] = accuracies
@@ -140,7 +139,7 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
             metrics[name] = 100 * int(np.sum(correct[name])) / test.n
             if real:
                 metrics[f"{name}_real"] = found
-        return metrics | ends(correct)
+        return metrics | job.scored(correct)
 
 
 def choose(train: FeatureFile, shots: int, split: int, settings: LowShot) -> NDArray[np.int64]:

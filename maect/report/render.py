@@ -184,7 +184,7 @@ def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, 
             if path is None:
                 continue
             result = EvaluationRecord.read(path)
-            kept = result.model_dump(mode="json", exclude={"left_sha256"})
+            kept = result.model_dump(mode="json", exclude={"left_sha256", "outcomes"})
             anchor = f"{run}-{name}"
             text = json.dumps(kept, indent=1)
             results[anchor] = RowSource(f"evaluations/{run}/{path.name}", anchor, text)

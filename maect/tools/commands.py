@@ -143,6 +143,7 @@ def compare(
     device: Device = None,
     threads: Positive | None = None,
     real_labels: Annotated[Path | None, Word("FILE")] = None,
+    geometry: bool = False,
 ) -> None:
     """Compare encoders on folders of images, without training.
 
@@ -152,13 +153,15 @@ def compare(
         out: folder of the tables, the page and the vectors, which are kept (default compared).
         threads: to compute with (default: one for each core that it may use).
         real_labels: ImageNet-ReaL's real.json: score ImageNet's validation images by it, too.
+        geometry: also measure features that are centred, standardised or whitened, and without
+            their first components.
     """
     from maect.tools import comparison
     from maect.tools.compare import compare as measure
     from maect.tools.compare import named
 
     folders = named(encoders, "encoders"), named(images, "folders")
-    matrix = measure(*folders, out, device, threads, real_labels=real_labels)
+    matrix = measure(*folders, out, device, threads, real_labels, geometry)
     frame = comparison.write_comparison(matrix, out)
     print(comparison.summary(frame))
     print(f"{out}: open {out / 'index.html'}")

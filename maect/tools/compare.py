@@ -22,7 +22,7 @@ from maect.data.sources.base import Entry
 from maect.evaluate.real import Real, RealLabels, is_imagenets
 from maect.evaluate.sampling import held_out
 from maect.evaluate.store import Array
-from maect.evaluate.training_free import Score, with_labels, without_labels
+from maect.evaluate.training_free import Score, corrected, with_labels, without_labels
 from maect.tools.own_images import Images, check_same_classes, find_splits, inspect_images
 
 log = logging.getLogger(__name__)
@@ -166,8 +166,12 @@ def compare(
     device: str | None = None,
     threads: int | None = None,
     real_labels: Path | None = None,
+    geometry: bool = False,
 ) -> Matrix:
     """Measure every encoder on every folder; what lies in `out` from before is used.
+
+    Args:
+        geometry: also measure features behind corrections without training.
 
     Raises:
         UserError: an encoder or folder that cannot be used, or ReaL's labels that are of none,
@@ -211,11 +215,13 @@ def compare(
             real = real_of(folder, good & folder.test, asked_real) if folder in of_real else None
             if real is not None:
                 asked.append(asked_real.real_sha256())
+            if geometry:
+                asked.append("geometry")
             file = out / "scores" / f"{digest(__version__, *asked)}.safetensors"
             known = _read_scores(file)
             if known is None:
                 try:
-                    known = measured(folder, features, good, cores, real)
+                    known = measured(folder, features, good, cores, real, geometry)
                 except UserError as error:
                     raise UserError(f"{folder.path}: {error}") from None
                 _write_scores(file, known)
@@ -241,6 +247,7 @@ def measured(
     good: NDArray[np.bool_],
     threads: int,
     real: Real | None = None,
+    geometry: bool = False,
 ) -> dict[str, Score]:
     """Measure one encoder on one folder, by the features of those images that are readable.
 
@@ -248,6 +255,7 @@ def measured(
         features: float32 [n, width].
         good: which can be read, bool [n].
         real: ReaL's labels of the readable test images, if they are asked for.
+        geometry: also behind corrections without training.
     """
     order = sorted(np.flatnonzero(good).tolist(), key=lambda row: folder.contents[row])
     spread = without_labels(features[order])
@@ -256,7 +264,11 @@ def measured(
     train, test = good & ~folder.test, good & folder.test
     contents = [folder.contents[row] for row in np.flatnonzero(train)]
     given = features[train], folder.labels[train], contents, features[test], folder.labels[test]
-    return with_labels(*given, threads, real) | spread
+    scores = with_labels(*given, threads, real) | spread
+    if not geometry:
+        return scores
+    x, known, _, y, wanted = given
+    return scores | corrected(x, known, y, wanted, threads)
 
 
 def _write_scores(file: Path, scores: dict[str, Score]) -> None:

@@ -144,8 +144,8 @@ def test_options_that_do_not_exist_are_named(capfd: pytest.CaptureFixture[str]) 
         (
             "run",
             "experiments: cifar10, cifar10_controls, cifar10_grey, cifar10_ladder, cifar10_law, "
-            "cifar10_refined, digits, digits_controls, digits_ladder, digits_law, digits_refined, "
-            "paper, refined, refined_ablations, ",
+            "cifar10_no_lookup, cifar10_refined, digits, digits_controls, digits_ladder, "
+            "digits_law, digits_no_lookup, digits_refined, paper, refined, refined_ablations, ",
         ),
         ("train", "recipes: "),
         ("evaluate", "evaluations: "),

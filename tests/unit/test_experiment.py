@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import yaml
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import write_record
+from maect.core.seeds import seedless
 from maect.core.yaml_files import read_yaml
 from maect.evaluate import EvaluationConfig, FeaturesConfig
 from maect.evaluate.base import Features
@@ -955,6 +957,28 @@ def test_the_law_differs_in_its_lookup_alone(name: str) -> None:
             for rest, run in zip(rests, tuned.values(), strict=True)
         ]
         assert all(rest == rests[0] for rest in rests)
+
+
+@pytest.mark.parametrize("data, same", [
+    ("digits", "digits_law"), ("cifar10", "cifar10_law"), ("tiny_imagenet", "tiny_imagenet"),
+])  # fmt: skip
+def test_the_clean_control_changes_the_lookup_alone(data: str, same: str) -> None:
+    """With three seeds of all; what was published before is asked for with the same settings."""
+    runs, before = load(f"{data}_no_lookup").runs, load(same).runs
+    for augmentation in ("min", "aug"):
+        ends = ("", "-s1", "-s2")
+        own = [n for n in runs if n.startswith(f"ct_{augmentation}") and seedless(n) == n]
+        whole, without, stopped = own
+        for one, end in itertools.product((without, stopped), ends):
+            lookup, control = (runs[name + end].settings for name in (whole, one))
+            assert runs[one + end].source == runs[whole + end].source
+            changed = {"lookup": "topk", "stop_gradient": True}
+            again = control.head.model_copy(update=changed)
+            assert control.model_copy(update={"head": again}) == lookup
+            assert control.head.lookup == "none"
+            assert control.head.stop_gradient == (one == stopped)
+    known = set(runs) & set(before)
+    assert len(known) >= 5 and all(runs[name].settings == before[name].settings for name in known)
 
 
 def test_tiny_imagenet_differs_from_cifar10_by_its_images_alone() -> None:

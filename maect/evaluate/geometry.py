@@ -1,0 +1,267 @@
+"""Stored features corrected without training, then measured: how much of a gain a matrix gives.
+
+A correction is an affine map, fitted on the training images without their labels. k-NN, few labels
+and clusters then read directions: rows have length 1 behind it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import Field
+from threadpoolctl import threadpool_limits
+
+from maect.core.context import Context
+from maect.core.errors import UserError
+from maect.core.lazy import NDArray, np
+from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
+from maect.evaluate.clustering import SCORES, SMALL, Clustering, is_right, one_run
+from maect.evaluate.clusters import unit
+from maect.evaluate.knn import swept
+from maect.evaluate.low_shot import LowShot, choose, fit, predict, prepare
+from maect.evaluate.store import Array, FeatureFile, Rows, Scale, standardize
+from maect.recipes import KNN_K, KNN_TEMPERATURE
+
+RAW = "raw"
+SHRINKAGES = (0.0, 0.01, 0.1)
+REMOVED = (1, 2, 4, 8)
+_CHUNK = 16384
+_LEAST = 1e-10
+"""Of the largest variance: directions with less do not vary, but for rounding."""
+
+Correction = Callable[[Array], Array]
+"""Corrects rows, float32 [n, d]."""
+
+
+class Geometry(ReadsFeatures):
+    """k-NN, few labels and clusters behind corrections that need no training."""
+
+    name: ClassVar[str] = "geometry"
+    title: ClassVar[str] = "corrections without training"
+    minutes: ClassVar[float] = 60.0
+    headlines: ClassVar[dict[str, str]] = {
+        "knn_raw": "k-NN, as the features are",
+        "knn_whitened_0.01": "k-NN, whitened (shrinkage 0.01)",
+        "nmi_raw": "NMI of clusters, as the features are",
+        "nmi_whitened_0.01": "NMI of clusters, whitened (shrinkage 0.01)",
+    }
+
+    shrinkages: tuple[float, ...] = SHRINKAGES
+    """Of the covariance towards a multiple of the identity, before it is whitened."""
+    removed: tuple[Count, ...] = REMOVED
+    """How many of the first principal components are left out."""
+    k: int = Field(default=KNN_K, gt=0)
+    temperature: Positive = KNN_TEMPERATURE
+    shots: tuple[Count, ...] = (1, 2, 5)
+    splits: int = Field(default=3, gt=0)
+    seed: int = 0
+    """Seed of the sets of few labels."""
+    runs: int = Field(default=10, gt=0)
+    """Of k-means."""
+
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
+        """Metrics `MEASURE_CORRECTION` in percent, such as `knn_whitened_0.01`.
+
+        docs/reference/geometry.md lists measures and corrections.
+
+        Raises:
+            UserError: fewer training images than `k`, or of one class; collapsed features.
+        """
+        train, test = job.both()
+        if self.k > train.n:
+            raise UserError(f"geometry: k {self.k} is more than the {train.n} of {train.path}")
+        few = LowShot(shots=self.shots, splits=self.splits, seed=self.seed)
+        subsets = {
+            shots: [choose(train, shots, split, few) for split in range(1, self.splits + 1)]
+            for shots in self.shots
+        }
+        task = FeatureTask(train.labels, test.labels, subsets, self.k, self.temperature, self.runs)
+        try:
+            task.check(test.all())
+        except ValueError as error:
+            raise UserError(f"{test.path}: {error}") from None
+        metrics: dict[str, Any] = {}
+        right: dict[str, NDArray[np.bool_]] = {}
+        for name, correct in corrections(train, self.shrinkages, self.removed).items():
+            measured = task.measure(train, test.all(), correct, idle_cpus(context))
+            right |= {f"{measure}_{name}": one for measure, one in measured.right.items()}
+            for score in SCORES:
+                values = [scores[score] for scores in measured.clusters]
+                metrics[f"{score}_{name}"] = float(np.mean(values))
+                metrics[f"{score}_{name}_std"] = float(np.std(values, ddof=min(1, self.runs - 1)))
+        metrics |= {name: 100 * float(one.mean()) for name, one in right.items()}
+        return metrics | job.scored(right)
+
+
+@dataclass(frozen=True)
+class CorrectedScores:
+    """Scores of features behind one correction.
+
+    Attributes:
+        right: whether each test image was right, bool [trials, n], by measure: `knn` (one trial),
+            `low_shot_N` (sets of labels), `accuracy` (runs of k-means).
+        clusters: scores of each run of k-means.
+    """
+
+    right: dict[str, NDArray[np.bool_]]
+    clusters: list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class FeatureTask:
+    """Labels, and settings of the measures: the same for every correction.
+
+    Attributes:
+        labels: of the training images, int64 [m].
+        test_labels: int64 [n].
+        subsets: sets of labelled training images, by their number per class; ids, int64.
+        k: of k-NN.
+        temperature: of k-NN.
+        runs: of k-means, seeds 0 and on.
+    """
+
+    labels: NDArray[np.int64]
+    test_labels: NDArray[np.int64]
+    subsets: Mapping[int, Sequence[NDArray[np.int64]]]
+    k: int = KNN_K
+    temperature: float = KNN_TEMPERATURE
+    runs: int = 10
+
+    def check(self, test: Array) -> None:
+        """Refuse, by a ValueError, what can be neither classified nor clustered."""
+        classes = len(np.unique(self.test_labels))
+        if classes < 2 or len(np.unique(self.labels)) < 2:
+            raise ValueError("geometry needs at least two classes")
+        if len(np.unique(test, axis=0)) < classes:
+            raise ValueError(f"fewer distinct features than {classes} classes; it has collapsed")
+
+    def measure(
+        self, train: FeatureFile | Rows, test: Array, correct: Correction, threads: int = 1
+    ) -> CorrectedScores:
+        """Measure the features of both splits behind a correction.
+
+        Args:
+            test: as they are, float32 [n, d].
+        """
+        queries = correct(test)
+        bank = Rows(train.n, train.width, lambda start, stop: correct(train.rows(start, stop)))
+        pair = self.k, self.temperature
+        votes = swept(bank, self.labels, queries, [pair], None, threads)[pair]
+        right = {"knn": (votes == self.test_labels)[None]}
+        right |= self._few_labels(train, queries, correct)
+        right["accuracy"], scores = self._clustered(unit(queries), threads)
+        return CorrectedScores(right, scores)
+
+    def _few_labels(
+        self, train: FeatureFile | Rows, queries: Array, correct: Correction
+    ) -> dict[str, NDArray[np.bool_]]:
+        """The protocol `low_shot` on corrected features."""
+        rows, classes = prepare(queries), int(self.labels.max()) + 1
+        found: dict[str, NDArray[np.bool_]] = {}
+        with threadpool_limits(1, user_api="blas"), warnings.catch_warnings(action="ignore"):
+            for shots, subsets in self.subsets.items():
+                right = []
+                for ids in subsets:
+                    known = prepare(correct(_take(train, ids)))
+                    penalty = LowShot().l2 / len(ids)
+                    weights, _ = fit(known, self.labels[ids], classes, penalty, "lbfgs")
+                    right.append(predict(rows, weights) == self.test_labels)
+                found[f"low_shot_{shots}"] = np.stack(right)
+        return found
+
+    def _clustered(
+        self, rows: Array, threads: int
+    ) -> tuple[NDArray[np.bool_], list[dict[str, float]]]:
+        """Cluster unit rows: whether each is right, bool [runs, n], and the scores of each run."""
+        from sklearn.utils.parallel import Parallel, delayed
+
+        _, dense = np.unique(self.test_labels, return_inverse=True)
+        workers = threads if rows.size * self.runs > SMALL else 1
+        asked = (delayed(one_run)(rows, dense, seed, Clustering()) for seed in range(self.runs))
+        made = list(Parallel(workers)(asked))
+        right = np.stack([is_right(dense, clusters) for _, _, clusters, _ in made])
+        return right, [scores for _, scores, _, _ in made]
+
+
+def corrections(
+    train: FeatureFile | Rows,
+    shrinkages: Sequence[float] = SHRINKAGES,
+    removed: Sequence[int] = REMOVED,
+) -> dict[str, Correction]:
+    """Fit every correction on the training features; their labels are not read.
+
+    Returns:
+        `raw`, `centred`, `standardized`, `whitened_S` for every shrinkage, `without_N` for every
+        number of components below the width.
+    """
+    mean, covariance = spread(train)
+    scale = np.sqrt(np.diagonal(covariance))
+    scale = np.where(scale <= 1e-6 * np.abs(mean), np.inf, scale)
+    values, vectors = np.linalg.eigh(covariance)
+    found: dict[str, Correction] = {
+        RAW: _as_it_is,
+        "centred": _scaled((mean, np.ones_like(mean))),
+        "standardized": _scaled((mean, scale)),
+    }
+    for shrinkage in shrinkages:
+        found[f"whitened_{shrinkage:g}"] = _mapped(mean, whitening(values, vectors, shrinkage))
+    for number in removed:
+        if number < len(mean):
+            rest = vectors[:, :-number]
+            found[f"without_{number}"] = _mapped(mean, rest @ rest.T)
+    return found
+
+
+def spread(features: FeatureFile | Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the mean [d] and the (biased) covariance [d, d] of features, in float64."""
+    n, starts = features.n, range(0, features.n, _CHUNK)
+    mean = np.zeros(features.width)
+    for start in starts:
+        mean += features.rows(start, min(start + _CHUNK, n)).sum(axis=0, dtype=np.float64)
+    mean /= n
+    covariance = np.zeros((features.width, features.width))
+    for start in starts:
+        rows = features.rows(start, min(start + _CHUNK, n)) - mean
+        covariance += rows.T @ rows
+    return mean, covariance / n
+
+
+def whitening(
+    values: NDArray[np.float64], vectors: NDArray[np.float64], shrinkage: float
+) -> NDArray[np.float64]:
+    """Return the symmetric square root of an inverse covariance, [d, d] (ZCA).
+
+    The covariance C is first shrunk to (1 - s) C + s (trace C / d) I. Directions that do not vary
+    become 0 where s is 0.
+
+    Args:
+        values: eigenvalues of C, ascending [d].
+        vectors: its eigenvectors, in columns [d, d].
+        shrinkage: s, 0 to 1.
+    """
+    shrunk = (1 - shrinkage) * values + shrinkage * values.mean()
+    varies = shrunk > _LEAST * shrunk.max(initial=0.0)
+    inverse = np.where(varies, 1 / np.sqrt(np.where(varies, shrunk, 1.0)), 0.0)
+    return (vectors * inverse) @ vectors.T
+
+
+def _as_it_is(rows: Array) -> Array:
+    return rows
+
+
+def _scaled(scale: Scale) -> Correction:
+    return lambda rows: standardize(rows, scale)
+
+
+def _mapped(mean: NDArray[np.float64], matrix: NDArray[np.float64]) -> Correction:
+    return lambda rows: ((rows - mean) @ matrix).astype(np.float32)
+
+
+def _take(features: FeatureFile | Rows, ids: NDArray[np.int64]) -> Array:
+    """Features of a few samples, float32 [len(ids), d]."""
+    if isinstance(features, FeatureFile):
+        return features.take(ids)
+    return np.concatenate([features.rows(row, row + 1) for row in ids.tolist()])

@@ -1,0 +1,158 @@
+"""Outcomes of single test images, and tests of two encoders on the same images.
+
+A result keeps which images were right, in the order of its split (`provenance` has the digest), so
+that a difference can be judged by the images on which two encoders disagree. That is a smaller
+error than that of two independent samples.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maect.core.errors import UserError
+from maect.core.lazy import NDArray, np
+from maect.evaluate.sampling import intervals
+from maect.records import EvaluationRecord, Outcome
+
+_MOST = 2**16 - 1
+
+
+def pack(right: NDArray[np.bool_]) -> Outcome:
+    """Return what a result keeps of repeated trials on the same images.
+
+    Args:
+        right: whether each image was right, bool [n] or, of several trials, [trials, n].
+    """
+    trials = np.atleast_2d(right)
+    if len(trials) > _MOST:
+        raise ValueError(f"{len(trials)} trials, more than {_MOST}")
+    counts = trials.sum(axis=0).astype("<u2")
+    text = base64.b64encode(zlib.compress(counts.tobytes(), 9)).decode()
+    return Outcome(images=trials.shape[1], trials=len(trials), right=text)
+
+
+def unpack(kept: Outcome) -> NDArray[np.float64]:
+    """Return the share of the trials in which each image was right, float64 [n], 0 to 1.
+
+    Raises:
+        ValueError: it is not what `pack` gives.
+    """
+    try:
+        data = zlib.decompress(base64.b64decode(kept.right, validate=True))
+    except (binascii.Error, zlib.error) as error:
+        raise ValueError(f"not the outcomes of images ({error})") from None
+    counts = np.frombuffer(data, "<u2") if len(data) % 2 == 0 else np.empty(0, "<u2")
+    if len(counts) != kept.images or (counts > kept.trials).any():
+        raise ValueError(f"not the outcomes of {kept.images} images in {kept.trials} trials")
+    return counts / kept.trials
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of two encoders on the same images, the second minus the first, in points.
+
+    Attributes:
+        low: lower end of the 95 % interval, by the bootstrap over images.
+        high: its upper end.
+        gained: images that only the second has right; None if trials were averaged.
+        lost: images that only the first has right; likewise.
+        p: of the two-sided test that the true difference is 0. With single trials it is McNemar's
+            exact test, with averaged ones the sign-flip test of the images' differences in its
+            normal approximation.
+    """
+
+    images: int
+    value: float
+    low: float
+    high: float
+    gained: int | None
+    lost: int | None
+    p: float
+
+
+def difference(first: NDArray[np.float64], second: NDArray[np.float64]) -> Difference:
+    """Compare two encoders on the same images.
+
+    Args:
+        first: share of right trials of each image, float64 [n], as `unpack` gives it.
+        second: likewise, of the second encoder.
+
+    Raises:
+        ValueError: of other numbers of images, or of none.
+    """
+    if first.shape != second.shape or not len(first):
+        raise ValueError(f"outcomes of {len(first)} and {len(second)} images")
+    change = second - first
+    low, high = intervals(100 * change[:, None])
+    gained = lost = None
+    if np.isin(first, (0, 1)).all() and np.isin(second, (0, 1)).all():
+        gained, lost = int((change > 0).sum()), int((change < 0).sum())
+        p = mcnemar(gained, lost)
+    else:
+        p = sign_flips(change)
+    value = 100 * float(change.mean())
+    return Difference(len(first), value, float(low[0]), float(high[0]), gained, lost, p)
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Return the two-sided p of McNemar's exact test (McNemar 1947; a binomial test).
+
+    Images on which both agree say nothing; each other one is gained or lost with equal chance if
+    there is no difference.
+    """
+    from scipy.stats import binomtest
+
+    return float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
+
+
+def sign_flips(change: NDArray[np.float64]) -> float:
+    """Return the two-sided p that differences have random signs: sum² / sum of squares, normal."""
+    from scipy.stats import norm
+
+    squares = float(np.square(change).sum())
+    return float(2 * norm.sf(abs(change.sum()) / np.sqrt(squares))) if squares else 1.0
+
+
+def holm(chances: Sequence[float]) -> list[float]:
+    """Correct the p of several tests, so that all of them together err at most at the level.
+
+    Holm (1979): the smallest of m is multiplied by m, the next by m - 1, and so on; none falls
+    below one before it, and none exceeds 1.
+    """
+    order = sorted(range(len(chances)), key=chances.__getitem__)
+    corrected, highest = [0.0] * len(chances), 0.0
+    for rank, number in enumerate(order):
+        highest = max(highest, min(1.0, (len(chances) - rank) * chances[number]))
+        corrected[number] = highest
+    return corrected
+
+
+def outcomes_of(path: str | Path) -> tuple[str, Mapping[str, Outcome]]:
+    """Return a result's outcomes by metric, and the digest of the images that they are of.
+
+    Raises:
+        UserError: no result, or one that kept none.
+    """
+    result = EvaluationRecord.read(Path(path))
+    if not result.outcomes:
+        raise UserError(f"{path}: keeps no outcomes of single images; delete it and evaluate again")
+    splits: dict[str, Any] = result.provenance["splits"]
+    return splits["test"]["index_digest"], result.outcomes
+
+
+def compare_results(first: str | Path, second: str | Path) -> dict[str, Difference]:
+    """Compare two results of one protocol, by the metrics of which both kept outcomes.
+
+    Raises:
+        UserError: no results, results without outcomes, or of other images.
+    """
+    (images, one), (others, two) = outcomes_of(first), outcomes_of(second)
+    if images != others:
+        raise UserError(f"{first} and {second}: of other test images; compare results of one split")
+    return {name: difference(unpack(one[name]), unpack(two[name])) for name in one if name in two}

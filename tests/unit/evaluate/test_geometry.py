@@ -1,0 +1,178 @@
+"""Corrections without training, against a second writing in float64."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.cluster import KMeans
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import normalized_mutual_info_score
+
+from maect.core.errors import UserError
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.geometry import Geometry, corrections, spread
+from maect.evaluate.knn import Knn
+from maect.evaluate.low_shot import LowShot, choose
+from maect.evaluate.store import Rows, in_memory, open_features
+
+from .conftest import Rank, given, store
+from .margins import clear
+
+WIDTH, CLASSES = 10, 4
+NAMES = [
+    "raw", "centred", "standardized", "whitened_0", "whitened_0.01", "whitened_0.1",
+    "without_1", "without_2", "without_4",
+]  # fmt: skip
+REMOVED = (1, 2, 4)  # of nine directions that vary: what is left has no equal similarities
+
+
+def hidden_classes(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Classes far apart in three directions of little variance, below six of much; all rotated."""
+    rng = np.random.default_rng(seed)
+    fixed = np.random.default_rng(5)
+    labels = rng.permutation(np.arange(n) % CLASSES)
+    corners = np.array([[1, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]])
+    rows = rng.normal(size=(n, WIDTH)) * [30, 20, 15, 10, 8, 5, 0, 0.04, 0.04, 0.04]
+    rows[:, 7:] += corners[labels]
+    rotation = np.linalg.qr(fixed.normal(size=(WIDTH, WIDTH)))[0]
+    return (rows @ rotation + 50 * fixed.normal(size=WIDTH)).astype(np.float32), labels
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> EvaluationJob:
+    train = store(tmp_path / "train.safetensors", *hidden_classes(240, 0))
+    test = store(tmp_path / "test.safetensors", *hidden_classes(80, 1))
+    return EvaluationJob(tmp_path / "run", tmp_path / "out.json", {"train": train, "test": test})
+
+
+def by_hand(train: np.ndarray, rows: np.ndarray, name: str) -> np.ndarray:
+    """A correction by the singular values of the training rows, in float64."""
+    x, y = train.astype(np.float64), rows.astype(np.float64)
+    kind, _, number = name.partition("_")
+    if kind == "raw":
+        return y
+    y = y - x.mean(0)
+    x = x - x.mean(0)
+    _, singular, right = np.linalg.svd(x, full_matrices=False)
+    if kind == "standardized":
+        return y / np.sqrt((x * x).mean(0))
+    if kind == "whitened":
+        variance, s = singular**2 / len(x), float(number)
+        variance = (1 - s) * variance + s * variance.sum() / WIDTH
+        kept = variance > 1e-9 * variance.max()  # one direction does not vary
+        return (y @ right[kept].T / np.sqrt(variance[kept])) @ right[kept]
+    if kind == "without":
+        for direction in right[: int(number)]:
+            y = y - np.outer(y @ direction, direction)
+    return y
+
+
+def unit(rows: np.ndarray) -> np.ndarray:
+    return rows / np.sqrt((rows * rows).sum(1, keepdims=True))
+
+
+def neighbours(train, labels, rows, k: int = 10, temperature: float = 0.07) -> np.ndarray:
+    """The class with the largest sum of exp(s / T) among the k nearest, image by image."""
+    cosine = unit(rows) @ unit(train).T
+    clear(cosine, 1e-7, chosen=k)
+    found, votes = [], []
+    for row in cosine:
+        near = sorted(range(len(row)), key=lambda i: -row[i])[:k]
+        sums = [sum(np.exp(row[i] / temperature) for i in near if labels[i] == c) for c in range(4)]
+        votes.append([one / sum(sums) for one in sums])
+        found.append(int(np.argmax(sums)))
+    clear(np.array(votes), 1e-6)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_corrections_agree(digits: EvaluationJob, name: str) -> None:
+    train, test = open_features(digits.path("train")), open_features(digits.path("test"))
+    made = corrections(train, removed=REMOVED)
+    assert list(made) == NAMES
+    expected = by_hand(train.all(), test.all(), name)
+    got = made[name](test.all())
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
+    if name == "raw":
+        assert np.array_equal(got, test.all())
+
+
+def test_every_measure_agrees(digits: EvaluationJob, rank: Rank) -> None:
+    """k-NN and few labels exactly; clusters where whitening sets the classes far apart."""
+    train, test = open_features(digits.path("train")), open_features(digits.path("test"))
+    metrics = Geometry(runs=3, removed=REMOVED).evaluate(rank, digits)
+    for name in NAMES:
+        x, y = (by_hand(train.all(), part.all(), name) for part in (train, test))
+        right = neighbours(x, train.labels, y) == test.labels
+        assert metrics[f"knn_{name}"] == pytest.approx(100 * right.mean(), abs=1e-9), name
+        for shots in (1, 2, 5):
+            found = []
+            for split in (1, 2, 3):
+                ids = choose(train, shots, split, LowShot())
+                assert np.bincount(train.labels[ids]).tolist() == [shots] * CLASSES
+                centred = [unit(part - part.mean(1, keepdims=True)) for part in (x[ids], y)]
+                model = LogisticRegression(
+                    C=1 / 0.00025, fit_intercept=False, tol=1e-9, max_iter=5000
+                ).fit(centred[0], train.labels[ids])
+                clear(model.predict_proba(centred[1]), 2e-5)
+                found.append(100 * (model.predict(centred[1]) == test.labels).mean())
+            assert metrics[f"low_shot_{shots}_{name}"] == pytest.approx(np.mean(found)), name
+        clusters = KMeans(CLASSES, n_init=10, random_state=0).fit_predict(unit(y))
+        nmi = 100 * normalized_mutual_info_score(test.labels, clusters)
+        if name == "whitened_0":
+            assert nmi == pytest.approx(100)
+            assert metrics[f"nmi_{name}"] == metrics[f"accuracy_{name}"] == pytest.approx(100)
+        if name in ("raw", "standardized"):
+            assert nmi < 60 and metrics[f"nmi_{name}"] < 60
+    assert metrics["knn_raw"] < 70 and metrics["knn_whitened_0"] == 100
+
+
+def test_raw_features_are_those_of_the_protocols(digits: EvaluationJob, rank: Rank) -> None:
+    metrics = Geometry(runs=1).evaluate(rank, digits)
+    knn, few = Knn().evaluate(rank, digits), LowShot().evaluate(rank, digits)
+    for name, end in (("knn", ""), ("knn", "_low"), ("knn", "_high")):
+        assert metrics[f"{name}_raw{end}"] == knn[f"{name}{end}"]
+        assert metrics[f"{name}_standardized{end}"] == knn[f"{name}_standardized{end}"]
+    for shots in (1, 2, 5):
+        assert metrics[f"low_shot_{shots}_raw"] == pytest.approx(few[f"low_shot_{shots}"])
+    assert set(digits.outcomes) >= {f"{m}_{n}" for m in ("knn", "accuracy") for n in NAMES}
+
+
+def test_test_images_fit_nothing() -> None:
+    """The corrections are those of the training images, whatever is tested with them."""
+    rows, _ = hidden_classes(60, 0)
+    made = corrections(in_memory(rows))
+    assert list(made)[-1] == "without_8" and "without_10" not in corrections(
+        in_memory(rows), (), (10,)
+    )
+    other, _ = hidden_classes(20, 9)
+    for name, correct in made.items():
+        whole = correct(np.concatenate([other, 1000 + other]))
+        assert np.allclose(whole[:20], correct(other)), name
+
+
+def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, _ = hidden_classes(240, 0)
+    whole = spread(in_memory(rows))
+    monkeypatch.setattr("maect.evaluate.geometry._CHUNK", 7)
+    parts = spread(Rows(240, WIDTH, lambda start, stop: rows[start:stop]))
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-9)
+    np.testing.assert_allclose(whole[1], np.cov(rows.astype(np.float64), rowvar=False, bias=True))
+
+
+@pytest.mark.parametrize("case", ["few", "one class", "collapsed"])
+def test_what_cannot_be_measured(digits: EvaluationJob, rank: Rank, tmp_path: Path, case) -> None:
+    rows, labels = hidden_classes(40, 3)
+    if case == "few":
+        other = given(digits, train=store(tmp_path / "a.safetensors", rows[:8], labels[:8]))
+        match = "geometry: k 10 is more than the 8 of .*a.safetensors"
+    elif case == "one class":
+        other = given(digits, test=store(tmp_path / "b.safetensors", rows, 0 * labels))
+        match = "b.safetensors: geometry needs at least two classes"
+    else:
+        other = given(digits, test=store(tmp_path / "c.safetensors", 0 * rows + 1, labels))
+        match = "c.safetensors: fewer distinct features than 4 classes; it has collapsed"
+    with pytest.raises(UserError, match=match):
+        Geometry(runs=1).evaluate(rank, other)
