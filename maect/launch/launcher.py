@@ -13,11 +13,12 @@ from maect.launch.owner import Interruption, own
 from maect.launch.record import Job
 from maect.launch.resources import LaunchError, Resources, Task
 from maect.launch.slurm import Slurm
-from maect.launch.state import STOPPED, Cluster, Notice, State, meaning, state_of
+from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, Notice, State, meaning, state_of
 
 TICK = 0.5  # seconds between two reads of the files
 ATTEMPTS = 3  # attempts without progress before giving up
-LONGEST_WAIT = 600.0  # seconds between two submissions while SLURM's limit on jobs is reached
+LONGEST_WAIT = 600.0  # seconds between two submissions that SLURM refuses for now
+REFUSAL_PATIENCE = 3600.0  # seconds for which a refusal that is not the job's fault may last
 STOP_PATIENCE = 60.0  # seconds that a job has after Ctrl-C until it saves, at least
 STOP_STEPS = 5  # as long as this many steps: it hears of it in one, and computes the next meanwhile
 
@@ -102,8 +103,10 @@ class _Launch:
     shown: int = field(default=0, init=False)  # sentences of the job's rank 0 that were shown
     speaker: tuple[str, int] = field(default=("", 0), init=False)  # host and process of that rank
     broken: int = field(default=0, init=False)  # submissions of which neither id nor refusal came
-    limit: str = field(default="", init=False)  # what SLURM last said of a limit on jobs
-    wait: float = field(default=0.0, init=False)  # seconds that were last waited for that
+    refusal: str = field(default="", init=False)  # why SLURM last took no job
+    refused_since: float | None = field(default=None, init=False)
+    wait: float = field(default=0.0, init=False)  # seconds that were last waited after a refusal
+    hint: str = field(default="", init=False)  # what a person was last told to do for SLURM
     clusters: dict[str, Cluster] = field(default_factory=clusters, init=False)
 
     def run(self) -> None:
@@ -127,7 +130,7 @@ class _Launch:
                 self.leave_before_submission()
                 job, ours = self.submit(job), True
                 if job.state == "ended":
-                    self.wait_for_limit()
+                    self.wait_after_refusal()
                     continue
             end, seen = self.watch(job)
             if end is None or self.completes(job, end, ours):
@@ -207,25 +210,26 @@ class _Launch:
         record.write_job(self.folder, job)
         answer = submit.submit(self.folder, job, self.leave_submission)
         if "id" in answer:
-            self.broken, self.limit, self.wait = 0, "", 0.0
+            self.broken, self.refusal, self.refused_since, self.wait = 0, "", None, 0.0
             job.accepted(answer["id"])
             record.write_job(self.folder, job)
             again = f", attempt {job.attempt}" if job.attempt > 1 else ""
             self.line.say(f"submitted {job} at step {job.step}{again}")
             return job
         error = answer["error"].strip()
-        if job.cluster == "slurm" and answer.get("refused") and slurm.is_limit(error):
+        passes = job.cluster == "slurm" and slurm.passes(error)
+        refused = answer.get("refused") and not passes
+        if refused and not job.excluded and self.may_be_taken_later(job, error):
             # There is no such job, nor will there be: the next one has another name.
             said = " ".join(error.split())
-            self.close(job, f"not accepted: {said}")
+            self.close(job, f"{NOT_ACCEPTED_YET}: {said}")
             record.remove_job_folder(self.folder, job.name)
-            if said != self.limit:
-                self.limit = said
-                self.line.say(f"SLURM takes no more jobs for now; waiting: {said}")
+            if said != self.refusal:
+                self.refusal = said
+                self.line.say(f"SLURM takes no job for now; trying again: {said}")
             return job
-        passes = job.cluster == "slurm" and slurm.passes(error)
         self.broken += not passes
-        if passes or (not answer.get("refused") and self.broken < ATTEMPTS):
+        if passes or (not refused and self.broken < ATTEMPTS):
             # It may have been accepted all the same: the caller searches for the unique name.
             what = "SLURM does not answer" if passes else "not sure that it was submitted"
             self.line.say(f"{what}, searching for it: {' '.join(error.split())}")
@@ -237,7 +241,24 @@ class _Launch:
             return self.submit(job)
         raise LaunchError(f"{self.line.title}: {job.cluster} job not accepted: {error}")
 
-    def wait_for_limit(self) -> None:
+    def may_be_taken_later(self, job: Job, error: str) -> bool:
+        """Return whether SLURM may take a job that it has refused, without anybody's help.
+
+        A limit on jobs in the queue ends whenever one of them does. Any other refusal may be tried
+        again for an hour, if it is none of the job's: SLURM says so, or has taken a job of this
+        run before, with the same settings.
+        """
+        if job.cluster != "slurm":
+            return False
+        if slurm.is_limit(error):
+            return True
+        if not (slurm.is_refused_for_now(error) or job.earlier):
+            return False
+        if self.refused_since is None:
+            self.refused_since = time.monotonic()
+        return time.monotonic() - self.refused_since < REFUSAL_PATIENCE
+
+    def wait_after_refusal(self) -> None:
         """Wait until SLURM may take a job, longer each time; leave if that is asked for."""
         self.wait = min(max(2 * self.wait, slurm.squeue_seconds()), LONGEST_WAIT)
         until = time.monotonic() + self.wait
@@ -272,6 +293,9 @@ class _Launch:
                 if job.id is not None and job.state == "submitting":
                     job.state = "submitted"
                     record.write_job(self.folder, job)
+            if notice.hint and notice.hint != self.hint:
+                self.hint = notice.hint
+                self.line.say(notice.hint)
             self.obey(job, notice)
             ended = min(ended, now) if notice.phase == "ended" else float("inf")
             # What is left of it must not run beside the next job.

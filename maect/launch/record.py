@@ -54,6 +54,7 @@ LOST_PEER = re.compile(
     r"connection was likely closed|timed out waiting|wait timeout|socket timeout", re.IGNORECASE,
 )  # fmt: skip
 """What gloo and NCCL say on a rank whose other one has ended."""
+LONGEST_NAME = 200  # bytes of a folder's name in a job's: a file may be called so, too
 BAD = 2  # failures after which a node is excluded
 COPIED = "others copy the run's folder without `jobs` and `job.json`"
 
@@ -244,13 +245,21 @@ def new_job(
     if previous is not None:
         last = cast(Past, {key: getattr(previous, key) for key in Past.__annotations__})
         earlier = [*previous.earlier, *([last] if previous.id is not None else [])]
-    # SLURM shows job names to everyone: the folder's own name is enough to recognise it.
-    name = f"maect-{folder.name}-{uuid.uuid4().hex[:10]}"
+    name = unique_name(folder)
     failures = Counter(node for old in earlier for node in old.get("suspects", ()))
     excluded = sorted(node for node, count in failures.items() if count >= BAD)
     return Job(
         cluster, name, ranks, step, attempt=attempt, held=held, excluded=excluded, earlier=earlier
     )
+
+
+def unique_name(folder: Path) -> str:
+    """Return a new job's name: that of its folder, cut if it is long, and ten random digits.
+
+    SLURM shows job names to everybody, so the folder's path is not in it.
+    """
+    short = folder.name.encode("utf-8", "replace")[:LONGEST_NAME].decode("utf-8", "ignore")
+    return f"maect-{short}-{uuid.uuid4().hex[:10]}"
 
 
 def where(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from maect.launch import record
 from maect.launch.record import Job
 
 STOPPED = "stopped by the user"
+NOT_ACCEPTED_YET = "not accepted for now"  # begins the ending of a job that is submitted again
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Notice:
         grace: seconds for which an end must last before it is believed.
         rank: the rank that seems to have caused the end.
         final: a person ended it.
+        hint: what a person has to do before anything happens; "": nothing.
     """
 
     phase: Literal["unknown", "pending", "running", "ended"]
@@ -29,6 +31,7 @@ class Notice:
     grace: float = 0.0
     rank: int | None = None
     final: bool = False
+    hint: str = ""
 
 
 class Cluster(ABC):

@@ -13,10 +13,10 @@ from maect.core.kept import backup_of, standing
 from maect.core.log import aligned
 from maect.core.yaml_files import read_yaml
 from maect.experiment import load
-from maect.launch import clusters, record, slurm
+from maect.launch import clusters, record
 from maect.launch.progress import duration, part, seconds_left
 from maect.launch.record import Job
-from maect.launch.state import STOPPED, Cluster, state_of
+from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, state_of
 from maect.records import RunRecord
 
 NOT_STARTED = "not started"
@@ -187,7 +187,7 @@ def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> t
         return "stopped", "saved and returned before its end"
     if state.outcome == "stopped":
         return "stopped", "" if text == STOPPED else text
-    if job.id is None and slurm.is_limit(text):
+    if job.id is None and text.startswith(NOT_ACCEPTED_YET):
         return "waiting", f"{text}; its launcher, while it runs, tries again"
     if state.outcome == "failed":
         return "failed", (state.failure.message if state.failure else "") or text

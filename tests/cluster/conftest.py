@@ -66,7 +66,6 @@ def run(
     request: pytest.FixtureRequest,
 ) -> Iterator[SlurmRun]:
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
     table = request.config.stash.setdefault(TABLE, Table())
     run = SlurmRun(tmp_path / f"run{time.monotonic_ns()}", cluster, table)

@@ -1,6 +1,5 @@
 """What can happen to processes and people; in the end the result is the undisturbed one."""
 
-import json
 import shlex
 import signal
 import subprocess
@@ -204,30 +203,6 @@ def test_second_pipeline_is_told_who_owns_the_folder(run):
         900, "two pipelines on one folder", "the second ended, naming process and host of the first"
     )
     assert len(run.jobs()) == 1
-
-
-def test_launchers_share_one_question(run):
-    """Ten launchers wait; the controller is asked once in the interval, not once for each."""
-    others = [run.beside(str(n), nodes=1, sbatch=["begin=now+1hour"]) for n in range(10)]
-    launchers = [other.start() for other in others]
-    try:
-        wait_for(lambda: all("PENDING" in other.jobs().values() for other in others), pause=0.5)
-        asked = run.folder.parent / "cache" / "maect"
-        wait_for(lambda: [*asked.glob("*.json")])
-        (cache,) = asked.glob("*.json")
-        first = json.loads(cache.read_text())
-        wait_for(lambda: json.loads(cache.read_text())["asked"] > first["asked"] + 6)
-        last = json.loads(cache.read_text())
-        assert 0 < last["queries"] - first["queries"] <= last["asked"] - first["asked"] + 1
-        for launcher in launchers:
-            launcher.send_signal(signal.SIGTERM)
-        codes = [launcher.wait(60) for launcher in launchers]
-        assert codes == [130] * 10
-    finally:
-        for other in others:
-            other.end()
-    time.sleep(0.5)
-    assert run.slurm.run("squeue", "-h") == ""
 
 
 def test_settings_of_a_shell_change_nothing(run, monkeypatch):

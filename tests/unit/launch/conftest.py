@@ -22,7 +22,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     commands = Commands(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{commands.folder}:/usr/bin:/bin")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
     return commands
 

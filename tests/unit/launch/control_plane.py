@@ -138,28 +138,6 @@ class File:
         return [File(self.world, path) for path in self.world.files if fnmatch(path, wanted)]
 
 
-class Nowhere:
-    """The home of a user who cannot write there: squeue's answer is shared with nobody."""
-
-    def __init__(self, *parts: object) -> None:
-        pass
-
-    @property
-    def parent(self) -> "Nowhere":
-        return self
-
-    def __truediv__(self, name: str) -> "Nowhere":
-        return self
-
-    def with_suffix(self, suffix: str) -> "Nowhere":
-        return self
-
-    def refuse(self, *arguments: object, **named: object) -> str:
-        raise PermissionError(13, "Permission denied")
-
-    mkdir = read_text = write_text = unlink = refuse
-
-
 @dataclass
 class World:
     """SLURM, files and time."""
@@ -374,7 +352,7 @@ class World:
         if words[0] == "squeue":
             return 0, self.squeue(), ""
         if words[0] == "scancel":
-            return self.scancel(words[1].removeprefix("--name="), words[2:])
+            return self.scancel(words[1])
         if words[1:] == ("show", "config"):
             return 0, "ClusterName             = here\n", ""
         job = next((job for job in self.known() if job.id == words[-1]), None)
@@ -401,17 +379,20 @@ class World:
         over = job.state not in LIVE and not (lags and self.now - job.ended < lags.seconds)
         return 0, f"{job.state if over else 'RUNNING'}|{job.name}", ""
 
-    def scancel(self, name: str, ids: Sequence[str]) -> tuple[int, str, str]:
-        jobs = [job for job in self.known() if job.state in KEPT and (not ids or job.id in ids)]
-        if ids and not jobs:
+    def scancel(self, which: str) -> tuple[int, str, str]:
+        """Cancel by an id, or by `--name=NAME`."""
+        name = which.removeprefix("--name=")
+        jobs = [job for job in self.known() if job.state in KEPT and name in (job.id, job.name)]
+        if name == which and not jobs:
             return 1, "", "scancel: error: Kill job error: Invalid job id specified"
         for job in jobs:
-            if job.name == name:
-                healthy = job.training is not None and job.training.alive
-                if healthy and self.strict and not self.stopping("login"):
-                    raise BrokenError(f"{self.now:.0f}: the launcher cancels a healthy job")
-                self.end(job, "CANCELLED")
-                job.state = "CANCELLED"
+            if job.name == "another":
+                raise BrokenError(f"{self.now:.0f}: the launcher cancels somebody else's job")
+            healthy = job.training is not None and job.training.alive
+            if healthy and self.strict and not self.stopping("login"):
+                raise BrokenError(f"{self.now:.0f}: the launcher cancels a healthy job")
+            self.end(job, "CANCELLED")
+            job.state = "CANCELLED"
         return 0, "", ""
 
     def submit(self, folder: File, job: record.Job, watch: Callable[[], None]) -> dict[str, object]:
@@ -491,7 +472,6 @@ def check(faults: Sequence[Fault]) -> World:
     names = iter(range(10**6))
     stands_in = {
         (launcher, "time"): clock, (slurm, "time"): clock, (record, "time"): clock,
-        (slurm, "Path"): Nowhere,
         (slurm, "command"): world.command, (slurm, "marked"): lambda name: [],
         (slurm, "_lost_a_rank"): lambda folder, job: False,
         (submit, "submit"): world.submit, (submit, "request"): lambda *_: {"cpus": 1},

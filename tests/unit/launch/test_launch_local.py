@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from counting import expected
-from launching import MAECT_RUN, finish, kill, wait_for
+from launching import MAECT_RUN, Run, finish, kill, wait_for
 
 from maect.launch import owner
 from maect.launch.owner import TOGETHER, Ancestors, Interruption, own, this_process
@@ -38,6 +38,18 @@ def test_ranks_see_their_place_and_the_launcher_stays_small(run):
     assert first["cuda"] == os.environ.get("CUDA_VISIBLE_DEVICES")
     peak = int(words.split("peak ")[1].split()[0])
     assert peak < 60_000 and "torch False" in words
+
+
+@pytest.mark.parametrize("letter", ["x", "ä"])
+def test_a_long_name_is_cut_in_the_name_of_its_job(tmp_path, letter):
+    """A file's name has at most 255 bytes; `each` over many settings makes long ones."""
+    long = Run(tmp_path / (letter * (240 // len(letter.encode()))))
+    try:
+        words = finish(long.start(steps=3))
+        assert long.read("done.json") == expected(3), words
+        assert long.job().name.startswith(f"maect-{letter * 9}")
+    finally:
+        long.end()
 
 
 def test_complete_run_starts_nothing(run):

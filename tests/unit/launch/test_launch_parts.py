@@ -1,6 +1,5 @@
 """The parts of the launcher that need no job: settings, progress line, ports, squeue's cache."""
 
-import fcntl
 import json
 import os
 import pty
@@ -157,47 +156,21 @@ def test_slurm_without_slurm_says_so(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run" / "job.json").read_text())["state"] == "ended"
 
 
-def test_failed_squeue_is_no_verdict_and_no_storm(tmp_path, monkeypatch):
-    """Many launchers, one controller that does not answer: one question, no answer."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert [slurm.Squeue().ask(newer_than=0) for _ in range(5)] == [None] * 5
-    (cache,) = (tmp_path / "maect").glob("*.json")
-    assert json.loads(cache.read_text())["queries"] == 1
+def test_failed_squeue_is_no_verdict_and_no_storm(commands, clock):
+    """A controller that does not answer is asked no more often."""
+    commands.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
+    squeue = slurm.Squeue()
+    assert [squeue.ask(newer_than=0) for _ in range(5)] == [None] * 5
+    assert len(commands.asked("squeue")) == 1
 
 
-def test_a_user_without_a_home_shares_no_answer(tmp_path, monkeypatch):
-    """In a container whose user has a number only: `~` is no folder below the working one."""
-
-    def nobody(uid):
-        raise KeyError(uid)
-
-    for name in ("XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", nobody)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert slurm.Squeue().ask(newer_than=0) is None
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_suspended_launcher_does_not_blind_the_others(tmp_path, monkeypatch, clock):
-    """It keeps the lock, in the middle of its question."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "0.1")
-    monkeypatch.setattr(slurm, "TIMEOUT", 0.5)
-    waiting = slurm.Squeue()
-    waiting.ask(newer_than=0)
-    (cache,) = (tmp_path / "maect").glob("*.json")
-    with cache.with_suffix(".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        clock.sleep(0.2)
-        waiting.ask(newer_than=0)
-        assert json.loads(cache.read_text())["queries"] == 1
-        clock.sleep(0.8)
-        waiting.ask(newer_than=0)
-        assert json.loads(cache.read_text())["queries"] == 2
+def test_answer_older_than_the_question_is_no_verdict(commands, clock):
+    commands.says("squeue", "7|RUNNING|None|maect-a|/x\n")
+    squeue, before = slurm.Squeue(), clock.monotonic()
+    assert squeue.ask(newer_than=before).jobs["7"][0] == "RUNNING"
+    assert squeue.ask(newer_than=clock.monotonic()) is None
+    clock.sleep(2)
+    assert squeue.ask(newer_than=clock.monotonic() - 1) is not None
 
 
 def test_a_full_queue_of_ones_own_passes():
@@ -207,19 +180,6 @@ def test_a_full_queue_of_ones_own_passes():
         assert slurm.is_limit(refusal) and not slurm.passes(refusal), "there is no job to search"
     assert not slurm.is_limit(failed) and not slurm.passes(failed)
     assert not slurm.is_limit("sbatch: error: Socket timed out on send/recv operation")
-
-
-def test_answer_older_than_the_question_is_no_verdict(tmp_path, monkeypatch, clock):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    shared = slurm.Squeue()
-    shared.ask(newer_than=0)
-    (cache,) = (tmp_path / "maect").glob("*.json")
-    now = clock.time()
-    jobs = {"7": ["RUNNING", "None", "maect-a"]}
-    cache.write_text(json.dumps({"asked": now, "answered": now, "jobs": jobs, "queries": 1}))
-    assert shared.ask(newer_than=clock.monotonic() - 1).jobs["7"][0] == "RUNNING"
-    assert shared.ask(newer_than=clock.monotonic() + 1) is None
 
 
 def test_import_is_light():

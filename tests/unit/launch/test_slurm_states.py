@@ -1,7 +1,6 @@
 """What is concluded from what squeue and sacct say, or do not: scripts answer in their place."""
 
 import json
-import shutil
 import signal
 from types import SimpleNamespace
 
@@ -55,6 +54,7 @@ def test_a_clock_that_is_set_back_blinds_nobody(tmp_path, commands, job, clock):
     commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
     assert cluster.poll(tmp_path, job).phase == "running"
     clock.set_back(3600)
+    clock.sleep(1.1)
     commands.says("squeue", "7|FAILED|None|maect-a-1\n")
     assert cluster.poll(tmp_path, job).phase == "ended"
     cluster.poll(tmp_path, job)
@@ -149,19 +149,8 @@ def test_unknown_to_another_cluster_is_no_verdict(tmp_path, commands, job):
     assert Slurm().poll(tmp_path, job).text == "unknown to SLURM"
     job.site = "here"
     for job.id in ("7", None):
-        shutil.rmtree(tmp_path / "cache")
         with pytest.raises(UserError, match=r"submitted to the cluster here, and this is there"):
             Slurm().poll(tmp_path, job)
-
-
-def test_a_shared_answer_alone_does_not_say_that_nothing_was_submitted(tmp_path, commands, job):
-    """A login node of another cluster may have written it, from the same home."""
-    job.id, job.state = None, "submitting"
-    commands.says("squeue", "")
-    cluster = Slurm()
-    assert cluster.poll(tmp_path, job).text == "never submitted"
-    commands.says("squeue", "7|PENDING|None|maect-a-1\n")
-    assert cluster.poll(tmp_path, job).phase == "pending" and job.id == "7"
 
 
 @pytest.mark.parametrize(
@@ -269,31 +258,66 @@ def test_silence_of_slurm_ends_no_job(tmp_path, commands, job, clock, monkeypatc
 )
 def test_whether_a_job_was_cancelled(tmp_path, commands, job, says, over):
     cluster = Slurm()
+    (commands.folder / "scontrol.fails").unlink()
+    commands.says("scontrol", "JobId=7 JobName=maect-a-1 UserId=me(1) JobState=RUNNING Reason=None")
     commands.fails("scancel", says)
     assert cluster.end(tmp_path, job) is over
+    assert commands.asked("scancel")[-1].endswith(" 7")
     (commands.folder / "scancel.fails").unlink()
     job.id = None
     assert cluster.end(tmp_path, job)
     assert commands.asked("scancel")[-1].endswith("--name=maect-a-1")
 
 
-def test_home_that_is_full_or_without_locks(tmp_path, commands, job, clock, monkeypatch):
-    """Each launcher then asks for itself."""
-    cluster = Slurm()
-    (tmp_path / "cache").write_text("in the way of the folder")
-    commands.says("squeue", "7|PENDING|None|maect-a-1\n")
-    assert cluster.poll(tmp_path, job).phase == "pending"
-    assert cluster.poll(tmp_path, job).phase == "pending"
-    assert len(commands.asked("squeue")) == 1
-    (tmp_path / "cache").unlink()
-    cluster = Slurm()
+def test_somebody_elses_job_of_the_same_id_is_not_cancelled(tmp_path, commands, job):
+    """Ids begin again some day; a controller that does not answer says nothing."""
+    (commands.folder / "scontrol.fails").unlink()
+    commands.says("scontrol", "JobId=7 JobName=another UserId=me(1) JobState=RUNNING Comment=/x")
+    assert Slurm().end(tmp_path, job) and not commands.asked("scancel")
+    commands.fails("scontrol", "slurm_load_jobs error: Unable to contact slurm controller")
+    assert not Slurm().end(tmp_path, job) and not commands.asked("scancel")
 
-    def refuse(*arguments):
-        raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(slurm.fcntl, "flock", refuse)
-    assert cluster.poll(tmp_path, job).phase == "pending"
-    assert len(commands.asked("squeue")) == 2
+@pytest.mark.parametrize("name", ["mine", "my JobState=FAILED job", "a|b"])
+def test_a_job_that_was_renamed_is_still_the_run_s(tmp_path, commands, job, name):
+    """`scontrol update JobId=7 JobName=mine`, by a user or a site: its comment is the folder."""
+    job.request["parameters"] = {"comment": str(tmp_path)}
+    commands.says("squeue", f"7|RUNNING|None|{name}|{tmp_path}\n")
+    assert Slurm().poll(tmp_path, job).phase == "running"
+    commands.says("squeue", f"7|RUNNING|None|{name}|{tmp_path}2\n")
+    assert Slurm().poll(tmp_path, job).phase != "running"
+    (commands.folder / "scontrol.fails").unlink()
+    about = f"JobId=7 JobName={name} UserId=me(1) JobState=RUNNING Comment={tmp_path}"
+    commands.says("scontrol", about)
+    assert Slurm().end(tmp_path, job) and commands.asked("scancel")[-1].endswith(" 7")
+
+
+@pytest.mark.parametrize(
+    "word, reason",
+    [
+        ("PENDING", "JobHeldUser"),
+        ("PENDING", "JobHeldAdmin"),
+        ("PENDING", "launch_failed_requeued_held"),
+        ("REQUEUE_HOLD", "None"),
+    ],
+)
+def test_a_held_job_is_named_with_its_cure(tmp_path, commands, job, word, reason):
+    commands.says("squeue", f"7|{word}|{reason}|maect-a-1|/x\n")
+    notice = Slurm().poll(tmp_path, job)
+    assert notice.phase == "pending" and "`scontrol release 7`" in notice.hint
+    commands.says("squeue", "7|PENDING|Priority|maect-a-1|/x\n")
+    assert Slurm().poll(tmp_path, job).hint == ""
+
+
+def test_a_held_job_is_said_once(run, commands):
+    take_over(run)
+    commands.says("squeue", f"7|PENDING|JobHeldUser|{run.job().name}|/x\n")
+    launcher = run.start()
+    wait_for(lambda: len(commands.asked("squeue")) > 2)
+    (run.folder / "done.json").write_text("{}")
+    run.returns("done")
+    words = finish(launcher)
+    assert words.count("`scontrol release 7`") == 1, words
 
 
 def test_submission_that_broke_off_is_looked_for(run, commands):
@@ -413,10 +437,10 @@ def test_a_limit_on_submitted_jobs_is_waited_for(run, commands):
     launcher.send_signal(signal.SIGINT)
     words = finish(launcher)
     assert launcher.returncode == 130 and "no job is running" in words, words
-    assert words.count("SLURM takes no more jobs for now") == 1
+    assert words.count("SLURM takes no job for now") == 1
     assert "QOSMaxSubmitJobPerUserLimit" in words and "does not answer" not in words
     assert run.state() == "ended" and run.job().ending.startswith(
-        "not accepted: sbatch: error: QOS"
+        "not accepted for now: sbatch: error: QOS"
     )
     assert run.job().earlier == [] and not list((run.folder / "jobs").iterdir())
     launcher = run.start()
@@ -432,6 +456,50 @@ def test_a_limit_on_submitted_jobs_is_waited_for(run, commands):
     assert run.job().attempt == 1 and run.job().earlier == []
 
 
+REFUSALS = {
+    "munge is away": "sbatch: error: Batch job submission failed: Protocol authentication error",
+    "the controller's disk is full": "sbatch: error: Batch job submission failed: "
+    "I/O error writing script/environment to file",
+    "anything, of a run whose settings were accepted": "sbatch: error: no more of this",
+}
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_a_refusal_for_a_moment_is_tried_again(run, commands, why):
+    if why.startswith("anything"):
+        take_over(run)
+    run.resources |= {"cluster": "slurm", "devices": 1}
+    commands.says("squeue", "")
+    commands.fails("sbatch", REFUSALS[why])
+    launcher = run.start()
+    wait_for(lambda: len(commands.asked("sbatch")) > 1)
+    commands.says("sbatch", "8\n")
+    (commands.folder / "sbatch.fails").unlink()
+    wait_for(lambda: run.state() == "submitted" and run.job().id == "8")
+    commands.says("squeue", f"8|RUNNING|None|{run.job().name}|/x\n")
+    run.returns("done")
+    (run.folder / "done.json").write_text("{}")
+    words = finish(launcher)
+    assert launcher.returncode == 0, words
+    assert words.count(f"takes no job for now; trying again: {REFUSALS[why]}") == 1, words
+
+
+def test_a_refusal_is_tried_again_for_an_hour_and_no_longer(tmp_path, monkeypatch, clock):
+    """A first job's settings may be wrong: it is tried once."""
+    monkeypatch.setattr(launcher, "time", clock)
+    given = Task("a:b"), tmp_path, Resources("slurm"), lambda: False, None, None, lambda: True
+    one, refusal = launcher._Launch(*given), "sbatch: error: Invalid account"
+    first = Job("slurm", "maect-a-1", 1, 0)
+    later = Job("slurm", "maect-a-2", 1, 0, earlier=[{"name": "maect-a-1", "id": "7"}])
+    assert not one.may_be_taken_later(first, refusal)
+    assert one.may_be_taken_later(later, refusal)
+    clock.sleep(launcher.REFUSAL_PATIENCE - 1)
+    assert one.may_be_taken_later(later, refusal)
+    clock.sleep(2)
+    assert not one.may_be_taken_later(later, refusal)
+    assert one.may_be_taken_later(later, "sbatch: error: QOSMaxSubmitJobPerUserLimit")
+
+
 def test_each_wait_for_a_limit_is_longer(tmp_path, monkeypatch, clock):
     """Half a minute, then twice as long each time, up to ten minutes."""
     monkeypatch.delenv(slurm.INTERVAL_VARIABLE, raising=False)
@@ -441,7 +509,7 @@ def test_each_wait_for_a_limit_is_longer(tmp_path, monkeypatch, clock):
     one, began = launcher._Launch(*given), clock.now
     waited = []
     for _ in range(7):
-        one.wait_for_limit()
+        one.wait_after_refusal()
         waited.append(round(clock.now - began))
         began = clock.now
     assert waited == [30, 60, 120, 240, 480, 600, 600]
@@ -519,7 +587,8 @@ def test_lost_job_that_does_not_come_back_is_submitted_again(run, commands):
     commands.says("squeue", f"7|NODE_FAIL|None|{run.read('job.json')['name']}\n")
     commands.fails("sbatch", "sbatch: error: no more of this")
     launcher = run.start()
+    wait_for(lambda: commands.asked("sbatch"))
+    launcher.send_signal(signal.SIGINT)
     words = finish(launcher)
-    assert launcher.returncode == 2 and "no more of this" in words
-    assert len(commands.asked("sbatch")) == 1
+    assert launcher.returncode == 130 and "trying again: sbatch: error: no more of this" in words
     assert run.read("job.json")["earlier"][0]["ending"] == "NODE_FAIL"

@@ -63,7 +63,7 @@ def test_running_interrupted_failed_stopped(run):
 
 def test_a_limit_of_slurm_is_no_failure(tmp_path):
     """The launcher waits until the queue takes a job, and the line said *failed* meanwhile."""
-    for ending, state in (("not accepted: MaxSubmitJobsPerUser", "waiting"), ("no", "failed")):
+    for ending, state in (("not accepted for now: MaxSubmitJobs", "waiting"), ("no", "failed")):
         job = record.new_job(tmp_path, "slurm", 1, None, "")
         job.state, job.ending = "ended", ending
         assert state_and_note(tmp_path, job, clusters())[0] == state
