@@ -395,8 +395,8 @@ With several seeds in common a paired t-test at 5 % decides (of three, a differe
 as well, whose differences are printed. Otherwise 2.5 standard deviations of a difference of
 independent values decide: a model of one seed has the largest that models of its size have in the
 same metric, and the binomial error of an accuracy on so many images beside it. Where no seed says
-how much a training varies, that error is the least there is (*or more*), and *one seed, which
-cannot tell* stands beside what exceeds it. *Not comparable*: models of the statement were
+how much a training varies, that error is the least there is (*or more*), and *in one seed; others
+may differ* stands beside what exceeds it. *Not comparable*: models of the statement were
 pre-trained for different numbers of epochs, so that it has no verdict. Of many comparisons some
 fail by chance: the more a statement has, the surer one that fails has to be (Hochberg's procedure).
 No ± is printed where nothing is random, as in operations. Which statements were not measured is in

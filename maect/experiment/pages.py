@@ -75,6 +75,7 @@ class Page:
         return shown[name].about(compare) + (cells if self.name == "table" else "")
 
 
+HEADLINE_TABLES = ("low_shot", "clustering")
 SHOWN: Mapping[str, Mapping[str, Table | Figure]] = {"table": TABLES, "figure": FIGURES}
 CAPTIONS: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
 """What the report says below its pages: by their kind, and of the cells of tables."""
@@ -132,6 +133,13 @@ def claims_config(experiment: Experiment, name: str) -> configs.ClaimsConfig:
     )
 
 
+def _headline_tables(experiment: Experiment) -> list[Path]:
+    """Return the tables whose numbers the headline may state; without the main ones, the first."""
+    names = tables(experiment)
+    stated = [name for name in names if name in HEADLINE_TABLES] or names[:1]
+    return [experiment.root / "tables" / f"{name}.csv" for name in stated]
+
+
 def _summary_inputs(experiment: Experiment) -> dict[str, Path]:
     """Files that the first page of the report shows, by what they are."""
     files = {}
@@ -145,19 +153,19 @@ def _summary_inputs(experiment: Experiment) -> dict[str, Path]:
         files["claims"] = experiment.root / "claims.csv"
     if left := explored(experiment):
         files["explored"] = left[-1]
-    if (shards := _sampled(experiment)) is not None:
-        files["shards"] = shards / "index.json"
+    if (split := _tested(experiment)) is not None:
+        files["tested"] = experiment.shards(experiment.default_dataset, split) / "index.json"
     return files
 
 
-def _sampled(experiment: Experiment) -> Path | None:
-    """Shards that the first page shows some images of: those that an evaluation is tested on."""
+def _tested(experiment: Experiment) -> str | None:
+    """Return the split of the first data set that an evaluation is tested on, or None."""
     dataset = experiment.default_dataset
     for run, name in experiment.evaluations:
         split = experiment.evaluation(run, name).test_split
         source = experiment.datasets[dataset].splits.get(split)
         if experiment.dataset_of(name) == dataset and source and source.source.sharded:
-            return None if source.source.in_place else experiment.shards(dataset, split)
+            return split
     return None
 
 
@@ -225,8 +233,9 @@ def _images_config(experiment: Experiment, name: str) -> configs.ImagesConfig:
 
 def _summary_config(experiment: Experiment, name: str) -> configs.SummaryConfig:
     given = _summary_inputs(experiment)
-    if "shards" in given:
-        given["shards"] = given["shards"].parent
+    split = _tested(experiment)
+    if split and not experiment.datasets[experiment.default_dataset].splits[split].source.in_place:
+        given["shards"] = given["tested"].parent
     own = [run for run in experiment.evaluated if experiment.runs[run].scored_by is None]
     if own and not experiment.spec.compare_with_paper:
         given["run"] = experiment.folder(own[-1])
@@ -236,7 +245,11 @@ def _summary_config(experiment: Experiment, name: str) -> configs.SummaryConfig:
     classifies = "run" in given and (own[-1], "linear_probe") in experiment.evaluations
     description = experiment.spec.description
     return configs.SummaryConfig(
-        name=experiment.name, description=description, classifies=classifies, **given
+        name=experiment.name,
+        description=description,
+        classifies=classifies,
+        tables=tuple(_headline_tables(experiment)),
+        **given,
     )
 
 
@@ -359,7 +372,7 @@ PAGES = {
         Page(
             "summary", "First page of the report", "maect.report.summary:make_summary",
             lambda _: ["summary"], _summary_config,
-            lambda e, _: list(_summary_inputs(e).values()),
+            lambda e, _: [*dict.fromkeys([*_summary_inputs(e).values(), *_headline_tables(e)])],
         ),
     )
 }  # fmt: skip

@@ -134,8 +134,9 @@ class Verdict:
 
     @property
     def significant(self) -> str:
-        """Return `yes`, `no`, or `one seed`, which cannot tell, for what decides.
+        """Return `yes`, `no`, or `one seed` for what decides.
 
+        `one seed`: beyond the error of the images, but nothing says how much a training varies.
         Empty where nothing is random or nothing is decided.
         """
         if self.result in (OPEN, UNEQUAL, NOISE):
@@ -501,17 +502,34 @@ def tables_of_sets(shown: Sequence[ShownConfig]) -> dict[int, dict[str, pd.DataF
     return made
 
 
+def evidence(
+    files: Iterable[Path], rows: Sequence[Row], runs: Path, indices: Mapping[str, Path]
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """Read tables, and what tells the errors of their numbers.
+
+    Args:
+        files: CSV files of tables, each beside its resolved file.
+        rows: the models whose runs say how they were trained.
+        indices: index of the shards of each split.
+
+    Returns:
+        The tables by name; and what `compare` takes: `seeds`, `sets`, `images`.
+    """
+    files = list(files)
+    shown = [ShownConfig.read(file.with_suffix(".yaml")) for file in files]
+    counts = {split: seek_record(index).get("n") for split, index in indices.items()}
+    tables = {file.stem: read_table(file) for file in files} | tables_of_runs(rows, runs)
+    return tables, {
+        "seeds": tables_of_seeds(shown, rows, runs),
+        "sets": tables_of_sets(shown),
+        "images": {split: n for split, n in counts.items() if n},
+    }
+
+
 def make_claims(path: Path) -> None:
     """`maect page claims.yaml`: beside it the verdicts as CSV and as a page."""
     config = ClaimsConfig.read(path)
-    tables = {file.stem: read_table(file) for file in config.tables}
-    shown = [ShownConfig.read(file.with_suffix(".yaml")) for file in config.tables]
-    read = {split: seek_record(index).get("n") for split, index in config.images.items()}
-    verdicts = claims_table(
-        tables | tables_of_runs(config.rows, config.runs),
-        seeds=tables_of_seeds(shown, config.rows, config.runs),
-        sets=tables_of_sets(shown),
-        images={split: n for split, n in read.items() if n},
-    )
+    tables, more = evidence(config.tables, config.rows, config.runs, config.images)
+    verdicts = claims_table(tables, **more)
     write_table(verdicts, path.with_suffix(".csv"))
     write_text(path.with_suffix(".html"), claims_page(verdicts))

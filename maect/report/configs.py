@@ -82,6 +82,10 @@ class SummaryConfig(SettingsFile):
     """CSV of the first table that is asked for."""
     figure: LocalPath | None = None
     """PNG of the first figure."""
+    tables: tuple[LocalPath, ...] = ()
+    """CSV of every table whose numbers the headline may state."""
+    tested: LocalPath | None = None
+    """Index of the split that they are of: the number of images decides their errors."""
     claims: LocalPath | None = None
     """CSV of the claims; none: the images are not the paper's."""
     run: LocalPath | None = None

@@ -244,7 +244,7 @@ def verdicts(frame: pd.DataFrame) -> dict[str, Any]:
     counts = frame["verdict"].value_counts()
     others = ("within noise", "not comparable", "not measured")
     words = {"holds": "hold", "fails": "fail"} | dict.fromkeys(others)
-    notes = {"yes": "beyond chance", "one seed": "one seed, which cannot tell"}
+    notes = {"yes": "beyond chance", "one seed": "in one seed; others may differ"}
     lines: list[dict[Any, Any]] = frame.to_dict("records")
     for line in lines:
         line["notes"] = [notes[line["significant"]]] if line["significant"] in notes else []

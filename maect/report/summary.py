@@ -16,9 +16,9 @@ from PIL import Image
 from maect.core.entries import entries
 from maect.core.errors import counted, entry
 from maect.core.files import read_table_text, seek_record, write_text
-from maect.core.yaml_files import read_yaml
 from maect.records import RunRecord, lineage
 from maect.report.configs import Row, ShownConfig, SummaryConfig
+from maect.report.headline import headline_of
 from maect.report.images import Explored
 from maect.report.registry import FIGURES, TABLES
 from maect.report.render import printed, render_page, verdicts
@@ -47,7 +47,7 @@ def summary_page(config: SummaryConfig) -> str:
         description=config.description,
         **(vars(table) if table else {}),
         table=bool(table),
-        meaning=meaning(read_table(config.table)) if config.table else "",
+        headline=headline_of(config),
         remarks=equal_rows(config.table) if config.table else [],
         made=made(config.table) if config.table else "",
         samples=samples(config.shards) if config.shards else [],
@@ -59,26 +59,6 @@ def summary_page(config: SummaryConfig) -> str:
         config=config,
         quoted=lambda path: shlex.quote(str(path)),
     )
-
-
-SENTENCES: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
-
-
-def meaning(frame: pd.DataFrame) -> str:
-    """Return a sentence about a table's last tuned model; empty if nothing can be said."""
-    for name, words in SENTENCES.items():
-        if name not in frame or frame[name].isna().all():
-            continue
-        known = frame[frame[name].notna()]
-        after = known.iloc[-1]
-        same = known[known["architecture"] == after["architecture"]]
-        before = same[same["method"].isin(["mae", "mae_public"])]
-        text = words.format(f"{after[name]:.0f}")
-        if len(before) and after["method"] not in ("mae", "mae_public"):
-            what = method_title(after["method"])
-            return f"With {what}, {text}; before tuning, in {before.iloc[0][name]:.0f}."
-        return f"With {method_title(after['method'])}, {text}."
-    return ""
 
 
 def equal_rows(table: Path) -> list[str]:

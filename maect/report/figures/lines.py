@@ -15,10 +15,10 @@ from maect.core.entries import finished_entries
 from maect.core.errors import UserError
 from maect.records import is_finished
 from maect.report import tables
-from maect.report.configs import ShownConfig
+from maect.report.configs import Row, ShownConfig
 from maect.report.figures import COLORS, LINES, WIDTH, method_style, panels
 from maect.report.figures.data import finished_runs, row_title, stage_title
-from maect.report.registry import FIGURES
+from maect.report.registry import FIGURES, TABLES
 from maect.report.tables import KEYS, build_table, chain
 from maect.report.titles import architecture_title, method_title
 from maect.stages import STAGES
@@ -31,6 +31,9 @@ LABELS = {
     "low_shot_10pct": "10 %",
     "fine_tune": "100 %",
 }
+PER_CLASS = ("low_shot_1", "low_shot_2", "low_shot_5")
+"""Numbers of labels that do not say how many they are beside a fraction of all images: 1 % may be
+fewer than 5 per class."""
 ONLINE = {
     "online_knn": ("online k-NN", "accuracy on training images (%)"),
     "online_rank_me": ("RankMe", "effective rank"),
@@ -214,7 +217,10 @@ def _gain(shown: ShownConfig, run: str) -> tuple[str, str, float, float] | None:
 
 
 def label_efficiency(shown: ShownConfig) -> Figure:
-    """Accuracy against the number of labels, a panel an architecture, a line a method."""
+    """Accuracy against the number of labels, a panel an architecture, a colour a method.
+
+    Only numbers of one protocol, and either per class or of fractions of all labels, are joined.
+    """
     asked = shown.rows, shown.evaluations, shown.compare_with_paper
     low_shot, fine_tune = build_table("low_shot", *asked), build_table("fine_tune", *asked)
     wanted = [c for c in fine_tune.columns if c.startswith("fine_tune")]
@@ -226,28 +232,64 @@ def label_efficiency(shown: ShownConfig) -> Figure:
         raise UserError("label_efficiency figure: no evaluation with few labels was run")
     sizes = list(dict.fromkeys(frame["architecture"]))
     methods = list(dict.fromkeys(frame["method"]))
+    rows = {(row.architecture, row.method): row for row in shown.rows}
+    # Room between numbers per class and fractions, which have no common scale.
+    places = {name: x + (name not in PER_CLASS) for x, name in enumerate(names)}
     figure, axes = panels(1, len(sizes), height=2.9)
+    kinds = set[bool]()
     for ax, size in zip(axes, sizes, strict=True):
         for _, line in frame[frame["architecture"] == size].iterrows():
             style = method_style(methods.index(line["method"]))
-            known = [x for x, n in enumerate(names) if not math.isnan(line[n])]
-            accuracy = [line[names[x]] for x in known]
-            spread = np.nan_to_num([line[f"{names[x]}_std"] for x in known])
-            ax.errorbar(known, accuracy, spread, **style, capsize=2, markersize=4)
+            known = [name for name in names if not math.isnan(line[name])]
+            row = rows[size, line["method"]]
+            protocols = {name: _is_fine_tuned(shown, row, name) for name in known}
+            for part in _joined(known, protocols):
+                kinds.add(protocols[part[0]])
+                look = style | {"linestyle": "--" if protocols[part[0]] else "-"}
+                spread = np.nan_to_num([line[f"{name}_std"] for name in part])
+                x, y = [places[name] for name in part], [line[name] for name in part]
+                ax.errorbar(x, y, spread, **look, capsize=2, markersize=4)
             papers = [line[f"{n}_paper"] for n in names]
-            ax.plot(range(len(names)), papers, **style | PRINTED, markersize=6)
+            ax.plot(list(places.values()), papers, **style | PRINTED, markersize=6)
         ax.set_title(architecture_title(size))
-        ax.set_xticks(range(len(names)), [LABELS[name] for name in names], rotation=40, ha="right")
+        ax.set_xticks([*places.values()], [LABELS[n] for n in names], rotation=40, ha="right")
         ax.set_xlabel("labels")
     axes[0].set_ylabel("accuracy (%)")
     handles = [
-        Line2D([], [], **method_style(number), label=method_title(method))
+        Line2D([], [], **method_style(number) | {"linestyle": ""}, label=method_title(method))
         for number, method in enumerate(methods)
+    ]
+    handles += [
+        Line2D([], [], color="#777777", linestyle="--" if is_fine_tuned else "-", label=title)
+        for is_fine_tuned, title in ((False, "logistic regression"), (True, "fine-tuning"))
+        if is_fine_tuned in kinds
     ]
     if frame[[f"{name}_paper" for name in names]].notna().any(axis=None):
         handles.append(_PAPER)
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
     return figure
+
+
+def _joined(names: Sequence[str], protocols: Mapping[str, bool]) -> list[list[str]]:
+    """Return the numbers of labels that a line may join, in groups and in their order."""
+    groups: dict[tuple[bool, bool], list[str]] = {}
+    for name in names:
+        groups.setdefault((name in PER_CLASS, protocols[name]), []).append(name)
+    return list(groups.values())
+
+
+def _is_fine_tuned(shown: ShownConfig, row: Row, name: str) -> bool:
+    """Return whether a number of a model is of fine-tuning, and not of frozen features."""
+    table = TABLES["fine_tune" if name == "fine_tune" else "low_shot"]
+    metric = next(metric for metric in table.metrics if metric.name == name)
+    asked = table.evaluations_of(metric, row.method)
+    made = (
+        one
+        for one in asked
+        for run in row.runs
+        if tables.result_of(shown.evaluations, run, (one,), metric.source)
+    )
+    return next(made, asked[0]).startswith("fine_tune")
 
 
 def by_block(shown: ShownConfig) -> Figure:

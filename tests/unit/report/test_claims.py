@@ -18,7 +18,7 @@ from maect.report.claims import (
     tables_of_sets,
 )
 from maect.report.configs import ShownConfig
-from maect.report.render import claims_page
+from maect.report.render import claims_page, verdicts
 from maect.report.statements import STATEMENTS, Statement
 from maect.report.tables import Row, build_table, printed_tables, trained_table, write_table
 
@@ -613,3 +613,11 @@ def test_the_table_of_claims(tables, tmp_path):
     page = claims_page(again)
     assert page.count("<details>") == len(STATEMENTS) + 1  # and one of what was not measured
     assert "&gt;" in page and "39.00 > " not in page  # escaped
+
+
+def test_a_verdict_of_one_seed_does_not_contradict_itself() -> None:
+    """`holds: one seed, which cannot tell` said both that it can be told and that it cannot."""
+    known = dict.fromkeys(claims_table({}).columns, "")
+    line = known | {"verdict": "holds", "significant": "one seed", "paper_verdict": "holds"}
+    (shown,) = verdicts(pd.DataFrame([line]))["decided"]
+    assert shown["notes"] == ["in one seed; others may differ"]

@@ -30,6 +30,7 @@ from maect.report.figures.lines import (
     gain_by_precision,
     gpu_hours,
     knn_compute,
+    label_efficiency,
     points_of,
     training_curves,
 )
@@ -164,6 +165,44 @@ def test_the_papers_numbers_are_left_out_of_other_images(name, results, out):
         with Image.open(out[1]) as image:
             gray.append(int((np.asarray(image.convert("RGB")) == 0x77).all(axis=-1).sum()))
     assert gray[0] > gray[1]
+
+
+def lines_of(figure) -> dict[str, list[list[float]]]:
+    """Accuracies that lines of the first panel join, by the style of the line."""
+    found: dict[str, list[list[float]]] = {}
+    for container in figure.axes[0].containers:
+        line = container.lines[0]
+        found.setdefault(line.get_linestyle(), []).append([float(y) for y in line.get_ydata()])
+    return found
+
+
+def test_label_efficiency_joins_no_two_protocols(result, evaluations):
+    """On 1,297 digits 1 % are 13 labels, one a class: fine-tuned, it is no point of that line."""
+    result("ct_min_tiny", "low_shot", low_shot_1=60.0, low_shot_2=70.0, low_shot_5=81.0)
+    result("ct_min_tiny", "fine_tune_1pct", low_shot_1pct=36.0)
+    result("ct_min_tiny", "fine_tune_10pct", low_shot_10pct=77.0)
+    result("ct_min_tiny", "fine_tune", fine_tune=95.0)
+    rows = [Row("tiny", "ct_min", ["ct_min_tiny"])]
+    figure = label_efficiency(
+        shown("label_efficiency", evaluations, rows, compare_with_paper=False)
+    )
+    assert lines_of(figure) == {"-": [[60.0, 70.0, 81.0]], "--": [[36.0, 77.0, 95.0]]}
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert named == ["MAE-CT min", "logistic regression", "fine-tuning"]
+    ticks = figure.axes[0].get_xticks()
+    assert ticks[3] - ticks[2] > ticks[2] - ticks[1]  # and there is room between them
+
+
+def test_label_efficiency_joins_no_labels_a_class_with_fractions_of_one_protocol(
+    result, evaluations
+):
+    result("ct_min_tiny", "low_shot", low_shot_1=60.0, low_shot_2=70.0, low_shot_5=81.0)
+    result("ct_min_tiny", "low_shot_pct", low_shot_1pct=58.0, low_shot_10pct=85.0)
+    rows = [Row("tiny", "ct_min", ["ct_min_tiny"])]
+    figure = label_efficiency(
+        shown("label_efficiency", evaluations, rows, compare_with_paper=False)
+    )
+    assert lines_of(figure) == {"-": [[60.0, 70.0, 81.0], [58.0, 85.0]]}
 
 
 @pytest.mark.parametrize("name", ["reconstructions", "neighbors_in_training"])

@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,15 @@ from PIL import Image
 
 from maect.core.entries import line_of
 from maect.core.files import read_record, write_record
+from maect.experiment import load
+from maect.experiment.pages import PAGES
 from maect.records import RunRecord
-from maect.report.configs import Row, ShownConfig
+from maect.report.configs import Row, ShownConfig, SummaryConfig
+from maect.report.headline import MEASURES, headline_of
 from maect.report.registry import TABLES
 from maect.report.render import Printed, printed, render
-from maect.report.summary import SAMPLES, equal_rows, made, meaning, samples
-from maect.report.tables import KEYS, write_table
+from maect.report.summary import SAMPLES, equal_rows, made, samples
+from maect.report.tables import KEYS, build_table, write_table
 
 
 def frame_of(columns: list[str], *rows: tuple[str, float]) -> pd.DataFrame:
@@ -31,24 +35,120 @@ def frame_of(columns: list[str], *rows: tuple[str, float]) -> pd.DataFrame:
     return frame
 
 
-@pytest.mark.parametrize(
-    ("columns", "rows", "words"),
-    [
-        (
-            ["knn", "low_shot_5"], [("mae", 86.4), ("ct_min", 90.0), ("ct_aug", 92.4)],
-            "With MAE-CT aug, the nearest neighbours of a test image are of its class in 92 of "
-            "100 cases; before tuning, in 86.",
-        ),
-        (
-            ["low_shot_5"], [("ct_min", 80.6)],
-            "With MAE-CT min, with five labelled images per class, 81 of 100",
-        ),
-        ([], [("mae", 1.0)], ""),
-    ],
-)  # fmt: skip
-def test_a_sentence_says_what_the_table_means(columns, rows, words) -> None:
-    assert meaning(frame_of(columns, *rows)).startswith(words)
-    assert bool(words) == bool(meaning(frame_of(columns, *rows)))
+MODELS = {
+    "mae": {"knn": 87.0, "low_shot_5": 66.5, "accuracy": 44.4},
+    "ct_min": {"knn": 90.4, "low_shot_5": 80.9, "accuracy": 72.2},
+    "ct_aug": {"knn": 92.4, "low_shot_5": 83.0, "accuracy": 73.4},
+}
+"""Percent, of a demo."""
+
+
+@pytest.fixture
+def page(tmp_path: Path, result) -> Callable[..., SummaryConfig]:
+    """The files behind a first page: of each model, as many seeds as it has numbers."""
+
+    def write(
+        models: Mapping[str, Mapping[str, float | Sequence[float]]],
+        drawn: Sequence[str] = ("mae", "ct_min"),
+        images: int = 500,
+    ) -> SummaryConfig:
+        rows = []
+        for method, values in models.items():
+            of_seeds = {name: np.atleast_1d(value) for name, value in values.items()}
+            count = max(map(len, of_seeds.values()))
+            names = [f"{method}_tiny" + (f"-s{seed}" if seed else "") for seed in range(count)]
+            for seed, run in enumerate(names):
+                known = {name: float(each[seed]) for name, each in of_seeds.items()}
+                result(run, "knn", **{k: v for k, v in known.items() if k.startswith("knn")})
+                result(run, "low_shot", **{k: v for k, v in known.items() if "shot" in k})
+                result(run, "clustering", **{k: v for k, v in known.items() if k == "accuracy"})
+            rows.append(Row("tiny", method, tuple(names)))
+        given = {"evaluations": tmp_path / "evaluations", "runs": tmp_path / "runs"}
+        files = [tmp_path / f"tables/{name}.csv" for name in ("low_shot", "clustering")]
+        for file in files:
+            file.parent.mkdir(exist_ok=True)
+            write_table(build_table(file.stem, rows, given["evaluations"]), file)
+            ShownConfig(name=file.stem, rows=rows, **given).write(file.with_suffix(".yaml"))
+        figure = tmp_path / "figures/umap.png"
+        figure.parent.mkdir(exist_ok=True)
+        shown = [row for row in rows if row.method in drawn]
+        ShownConfig(name="umap", rows=shown, **given).write(figure.with_suffix(".yaml"))
+        write_record(tmp_path / "index.json", {"n": images})
+        return SummaryConfig(
+            name="mine", tables=tuple(files), figure=figure, tested=tmp_path / "index.json"
+        )
+
+    return write
+
+
+def test_the_headline_is_the_largest_finding_of_the_model_that_the_figure_shows(page) -> None:
+    """With its error: of 500 images each, sqrt(44.4 * 55.6 / 500 + 72.2 * 27.8 / 500) = 3.0."""
+    assert headline_of(page(MODELS)) == (
+        "Cluster accuracy rises from 44.4 % (MAE) to 72.2 % (MAE-CT min): +27.8 ± 3.0 points "
+        "(one seed, 500 test images)."
+    )
+    # The figure shows both tuned models: the one with the larger difference.
+    both = headline_of(page(MODELS, drawn=("mae", "ct_min", "ct_aug")))
+    assert "to 73.4 % (MAE-CT aug): +29.0 ± 3.0 points" in both
+    # None of the figure's models was tuned: any model of the tables.
+    assert "MAE-CT aug" in headline_of(page(MODELS, drawn=("mae",)))
+
+
+def test_a_difference_counts_in_its_errors(page) -> None:
+    """+6 that each of three seeds has is more than +10 that hangs on the seed."""
+    found = headline_of(
+        page(
+            {
+                "mae": {"knn": [80.0, 81.0, 82.0], "accuracy": [40.0, 41.0, 39.0]},
+                "ct_min": {"knn": [86.1, 86.9, 88.0], "accuracy": [52.0, 40.0, 58.0]},
+            }
+        )
+    )
+    assert found == (
+        "k-NN accuracy rises from 81.0 % (MAE) to 87.0 % (MAE-CT min): +6.0 ± 0.1 points "
+        "(mean ± standard deviation of 3 seeds, 500 test images)."
+    )
+
+
+def test_what_may_be_chance_is_said_to_be_and_a_loss_is_no_gain(page) -> None:
+    tuned = {"mae": {"knn": 87.0}, "ct_min": {"knn": 86.0}}
+    assert headline_of(page(tuned)) == (
+        "k-NN accuracy falls from 87.0 % (MAE) to 86.0 % (MAE-CT min): -1.0 ± 2.2 points "
+        "(one seed, 500 test images); this may be chance."
+    )
+
+
+def test_k_nn_accuracy_is_not_called_a_share_of_neighbours(page) -> None:
+    """How many neighbours are of an image's class is another measure (`query_precision`)."""
+    said = headline_of(page({"mae": {"knn": 20.0}, "ct_aug": {"knn": 92.4}}))
+    assert said.startswith("k-NN accuracy") and "neighbours" not in said
+    assert MEASURES["knn"] == "k-NN accuracy"
+    assert all("neighbour" not in title for title in MEASURES.values())
+
+
+def test_a_model_that_is_compared_with_none_has_its_number_and_error(page) -> None:
+    only = page({"ct_min": {"knn": 80.0}}, drawn=("ct_min",), images=400)
+    assert headline_of(only) == "MAE-CT min: k-NN accuracy 80.0 ± 2.0 %."
+    assert headline_of(SummaryConfig(name="mine")) == ""
+
+
+def test_numbers_with_labels_as_input_are_no_finding(page) -> None:
+    models = {"mae": {"knn": 50.0}, "oracle": {"knn": 99.0}, "ct_min": {"knn": 60.0}}
+    assert "MAE-CT min" in headline_of(page(models, drawn=("mae", "oracle", "ct_min")))
+
+
+def test_an_experiment_names_the_tables_and_the_images_of_its_headline(tmp_path: Path) -> None:
+    """Those of `make demo`, whose first figure shows MAE and MAE-CT min."""
+    asked = {"tables": "low_shot,clustering", "figures": "umap,training_curves"}
+    chosen = load("digits", protocols="knn,low_shot,clustering,umap", **asked)
+    config = PAGES["summary"].config(chosen, "summary")
+    assert [file.stem for file in config.tables] == ["low_shot", "clustering"]
+    assert config.tested is not None and config.tested.name == "index.json"
+    inputs = PAGES["summary"].inputs(chosen, "summary")
+    known = [file.absolute() for file in inputs]
+    assert {*config.tables, config.tested} <= {*known} and len(known) == len({*known})
+    # The order of inputs is the order of a command's words: the same at every start.
+    assert list(inputs) == list(PAGES["summary"].inputs(chosen, "summary"))
 
 
 def table_of(root: Path, *rows: tuple[str, float]) -> Path:

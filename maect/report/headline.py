@@ -1,0 +1,151 @@
+"""The headline of a report: the largest difference from the MAE, with its error."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from maect.core.yaml_files import read_yaml
+from maect.report.claims import Comparison, Tables, compare, evidence
+from maect.report.configs import ShownConfig, SummaryConfig
+from maect.report.tables import KEYS
+from maect.report.titles import PUBLISHED, architecture_title, method_title
+
+MEASURES: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
+BEFORE = ("mae", "mae_public")
+"""What the other models are compared with: the encoder before tuning."""
+NOT_FOUND = frozenset({*BEFORE, "oracle", *PUBLISHED})
+"""Methods whose numbers are no finding: the MAE, labels as input, other groups' checkpoints."""
+Model = tuple[str, str]
+"""Architecture and method."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A difference between a model and the MAE of its size."""
+
+    measure: str
+    model: Model
+    before: Model
+    comparison: Comparison
+    seeds: int
+    """Seeds that both models have in common."""
+
+    @property
+    def errors(self) -> float:
+        """Return how many of its standard deviations the difference is; 0 if they are unknown."""
+        size, std = abs(self.comparison.difference), self.comparison.std
+        if math.isnan(std) or not size:
+            return 0.0
+        return size / std if std else math.inf
+
+
+def headline_of(config: SummaryConfig) -> str:
+    """Return the headline of a first page; "" if its tables have nothing to state."""
+    files = [file for file in config.tables if file.with_suffix(".yaml").exists()]
+    shown = [ShownConfig.read(file.with_suffix(".yaml")) for file in files]
+    if not shown:
+        return ""
+    rows = list(dict.fromkeys(row for one in shown for row in one.rows))
+    indices = {"val": config.tested} if config.tested is not None else {}
+    tables, more = evidence(files, rows, shown[0].runs, indices)
+    figure = config.figure.with_suffix(".yaml") if config.figure else None
+    drawn = ShownConfig.read(figure).rows if figure and figure.exists() else []
+    asked = {name: tables[name] for name in (file.stem for file in files)}
+    return headline(asked, {(row.architecture, row.method) for row in drawn}, tables, more)
+
+
+def headline(
+    asked: Tables, drawn: Collection[Model], tables: Tables, more: Mapping[str, Any]
+) -> str:
+    """State the largest difference from the MAE in units of its error.
+
+    Args:
+        asked: tables to choose from, by name.
+        drawn: models that the figure on the page shows; the headline is about one of them if the
+            tables have any.
+        tables: these, and those of the runs behind them (`claims.evidence`).
+        more: what `claims.compare` takes: `seeds`, `sets`, `images`.
+    """
+    found = list(_findings(asked, tables, more))
+    found = [one for one in found if one.model in drawn] or found
+    if found:
+        largest = max(found, key=lambda one: (one.errors, abs(one.comparison.difference)))
+        return _sentence(largest, asked, more["images"].get("val"))
+    return _value(asked, drawn, more["images"].get("val"))
+
+
+def _findings(asked: Tables, tables: Tables, more: Mapping[str, Any]) -> Iterator[Finding]:
+    for name, frame in asked.items():
+        models = list(frame[KEYS].itertuples(index=False, name=None))
+        for measure in (one for one in MEASURES if one in frame):
+            for model in models:
+                maes = [(model[0], one) for one in BEFORE if (model[0], one) in models]
+                if model[1] in NOT_FOUND or not maes:
+                    continue
+                before = maes[0]
+                later, earlier = (f'{name}.{a}["{m}"].{measure}' for a, m in (model, before))
+                comparison = compare(f"{later} > {earlier}", tables, **more)
+                if comparison.holds is None:
+                    continue
+                common = sum(
+                    _number(one.get(name), model, measure) is not None
+                    and _number(one.get(name), before, measure) is not None
+                    for one in more["seeds"].values()
+                )
+                yield Finding(measure, model, before, comparison, max(common, 1))
+
+
+def _number(frame: pd.DataFrame | None, model: Model, measure: str) -> float | None:
+    """Return a number of a model in a table; None if it is not there."""
+    if frame is None or measure not in frame:
+        return None
+    row = frame[(frame[KEYS[0]] == model[0]) & (frame[KEYS[1]] == model[1])]
+    return None if row.empty or row[measure].isna().all() else float(row[measure].iloc[0])
+
+
+def _sentence(one: Finding, asked: Tables, images: int | None) -> str:
+    found = one.comparison
+    change = found.left - found.right
+    error = "" if math.isnan(found.std) else f" ± {found.std:.1f}"
+    verb = "rises" if change > 0 else "falls" if change < 0 else "stays"
+    measure = MEASURES[one.measure]
+    begin = measure if measure.startswith("k-NN") else measure[0].upper() + measure[1:]
+    text = (
+        f"{begin} {verb} from {found.right:.1f} % "
+        f"({_title(one.before, asked)}) to {found.left:.1f} % ({_title(one.model, asked)}): "
+        f"{change:+.1f}{error} points ({_basis(one.seeds, images)})"
+    )
+    return text + ("." if one.comparison.significant is not False else "; this may be chance.")
+
+
+def _basis(seeds: int, images: int | None) -> str:
+    """Return what a number and its error rest on."""
+    parts = [f"mean ± standard deviation of {seeds} seeds" if seeds > 1 else "one seed"]
+    if images:
+        parts.append(f"{images:,} test images")
+    return ", ".join(parts)
+
+
+def _value(asked: Tables, drawn: Collection[Model], images: int | None) -> str:
+    """Return a sentence on the last model of which there is a number, without a comparison."""
+    for measure, title in MEASURES.items():
+        for frame in asked.values():
+            models = list(frame[KEYS].itertuples(index=False, name=None))
+            known = [one for one in models if _number(frame, one, measure) is not None]
+            known = [one for one in known if one in drawn] or known
+            if known:
+                value = _number(frame, known[-1], measure) or 0.0
+                error = f" ± {math.sqrt(value * (100 - value) / images):.1f}" if images else ""
+                return f"{_title(known[-1], asked)}: {title} {value:.1f}{error} %."
+    return ""
+
+
+def _title(model: Model, asked: Tables) -> str:
+    """Return a model's name, with its architecture if the tables have several."""
+    sizes = {size for frame in asked.values() for size in frame[KEYS[0]]}
+    name = method_title(model[1])
+    return name if len(sizes) == 1 else f"{name}, {architecture_title(model[0])}"
