@@ -24,7 +24,7 @@ Model = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Difference:
+class GainOverMae:
     """A difference between a model and the MAE of its size."""
 
     measure: str
@@ -78,7 +78,7 @@ def headline(
     return _value(asked, drawn, more["images"].get("val"))
 
 
-def _findings(asked: Tables, tables: Tables, more: Mapping[str, Any]) -> Iterator[Difference]:
+def _findings(asked: Tables, tables: Tables, more: Mapping[str, Any]) -> Iterator[GainOverMae]:
     for name, frame in asked.items():
         models = list(frame[KEYS].itertuples(index=False, name=None))
         for measure in (one for one in MEASURES if one in frame):
@@ -96,7 +96,7 @@ def _findings(asked: Tables, tables: Tables, more: Mapping[str, Any]) -> Iterato
                     and _number(one.get(name), before, measure) is not None
                     for one in more["seeds"].values()
                 )
-                yield Difference(measure, model, before, comparison, max(common, 1))
+                yield GainOverMae(measure, model, before, comparison, max(common, 1))
 
 
 def _number(frame: pd.DataFrame | None, model: Model, measure: str) -> float | None:
@@ -107,7 +107,7 @@ def _number(frame: pd.DataFrame | None, model: Model, measure: str) -> float | N
     return None if row.empty or row[measure].isna().all() else float(row[measure].iloc[0])
 
 
-def _sentence(one: Difference, asked: Tables, images: int | None) -> str:
+def _sentence(one: GainOverMae, asked: Tables, images: int | None) -> str:
     found = one.comparison
     change = found.left - found.right
     error = "" if math.isnan(found.std) else f" ± {found.std:.1f}"
