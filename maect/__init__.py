@@ -14,16 +14,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from maect.core.imports import defer_compiler, uncollected
-
 if TYPE_CHECKING:  # they import torch
     from maect.answers.encoder import ImageEncoder
     from maect.data.dataset import ShardDataset
 
 __all__ = ["evaluate", "load", "shards", "train"]
 __version__ = "0.2.0"
-
-defer_compiler()  # of PyTorch: before torch, timm or torchvision import it
 
 
 def load(
@@ -44,8 +40,7 @@ def load(
     Raises:
         maect.core.errors.UserError: there is no encoder, or it is damaged.
     """
-    with uncollected():
-        from maect.answers.encoder import ImageEncoder
+    from maect.answers.encoder import ImageEncoder
 
     return ImageEncoder(Path(folder), device, precision, resize)
 

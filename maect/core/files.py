@@ -35,9 +35,8 @@ FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, e
 SUMS = ".sha256"
 """Suffix of the file beside a table that holds its checksum, as `sha256sum` writes it."""
 _TEMPLATE_SIGNS = re.compile(r"[%\\\x00-\x1f\x7f]")
-UMASK = os.umask(0o022) | 0o002
-"""Of this process from now on: no record or state of ours is everybody's to write."""
-os.umask(UMASK)
+FILE_MODE, FOLDER_MODE = 0o664, 0o775
+"""Permissions of new files and folders before the umask: not everybody may write them."""
 
 
 @contextmanager
@@ -50,15 +49,25 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     make_folder(path.parent)
     # The pid alone is not unique across the nodes of a shared file system.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    mode = create_file(temporary)
     try:
         yield temporary
-        # safetensors makes files that nobody else in a project may read.
-        os.chmod(temporary, 0o666 & ~UMASK)
+        # safetensors puts a file in its place that nobody else in a project may read.
+        os.chmod(temporary, mode)
         fsync_path(temporary)
         os.replace(temporary, path)
         fsync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def create_file(path: Path) -> int:
+    """Create an empty file; return its permissions, `FILE_MODE` less what the umask takes away."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+    try:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
 
 
 def need(path: Path, what: str) -> Path:
@@ -122,7 +131,7 @@ def make_folder(path: Path) -> None:
     if path in _held:
         raise FileNotFoundError(errno.ENOENT, "moved or removed while it was used", str(path))
     make_folder(path.parent)
-    path.mkdir(exist_ok=True)
+    path.mkdir(mode=FOLDER_MODE, exist_ok=True)
     fsync_path(path.parent)
 
 

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from maect.core.lazy import torch
 from maect.data import native
 from maect.data.native import Images
 
@@ -192,6 +191,8 @@ def decoder_name() -> str:
 @cache
 def _resamples_like_pillow() -> bool:
     """Return whether PyTorch does: its kernels for CPUs without AVX2 are up to 7 levels away."""
+    import torch
+
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
@@ -227,6 +228,8 @@ def whole(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
 
 
 def _render_portable(data: bytes, geometries: NDArray[np.int32], out: Images) -> bool:
+    import torch
+
     try:
         _, _, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=True)
         if colorspace not in ("YCbCr", "RGB", "Gray"):

@@ -17,10 +17,12 @@ from isal import isal_zlib
 
 from maect.core.errors import UserError
 from maect.core.files import open_file, patiently, read_record, sha256_file
-from maect.core.lazy import NDArray, np
 from maect.recipes import Pixels
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from maect.data.native import Images
 
 CHECKSUMS = "crc32.npy"
@@ -129,6 +131,8 @@ class Index:
 
     def key(self, i: int) -> str:
         """The sample's name in its tar, without extension: its name below the source."""
+        import numpy as np
+
         if self.record.get("in_place"):
             # Of somebody else's tar: a header may have half a long name, or a link's target.
             ids, names, ends = self._listed
@@ -208,6 +212,8 @@ class Index:
     @cached_property
     def _listed(self) -> tuple[NDArray[np.int64], bytes, NDArray[np.int64]]:
         """Ids of all samples, which grow, the list of their names, and where each name ends."""
+        import numpy as np
+
         ids = np.load(self.directory / "index.npy", mmap_mode="r")[:, ID].copy()
         names = self._names()
         return ids, names, np.flatnonzero(np.frombuffer(names, np.uint8) == ord("\n"))
@@ -215,6 +221,8 @@ class Index:
 
 def open_index(directory: str | Path) -> Index:
     """Open a split's index and check it against its record, without reading the shards."""
+    import numpy as np
+
     directory = Path(directory)
     if not (directory / "index.json").exists():
         raise UserError(f"{directory}: no index.json; make it with maect shard")

@@ -8,12 +8,16 @@ The draws of a batch that are not for its pixels are here; those that are, in
 `maect.data.transforms`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from maect.core.lazy import Tensor, torch
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Streams: what the numbers are for. A value is never reused for another purpose.
 ORDER = 1
@@ -102,6 +106,8 @@ def ids_shuffle(
 
     `views`: their numbers, each of which draws its own order.
     """
+    import torch
+
     orders = [
         np.argsort(bits(seed, epochs, ids, view, MASK, patches), axis=1, kind="stable")
         for view in views
@@ -113,6 +119,8 @@ def lookup_numbers(
     k: int, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
 ) -> Tensor:
     """Draw which of the k nearest neighbours is the positive: below k, int64 [views, b]."""
+    import torch
+
     rows = [uniform(seed, epochs, ids, view, LOOKUP, 1) for view in range(views)]
     return torch.from_numpy((np.stack(rows)[:, :, 0] * k).astype(np.int64))
 
@@ -121,6 +129,8 @@ def wrong_lookups(
     right: float, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
 ) -> Tensor:
     """Return whether each lookup is to be wrong, where a part `right` is not: bool [views, b]."""
+    import torch
+
     rows = [uniform(seed, epochs, ids, view, WRONG, 1) for view in range(views)]
     return torch.from_numpy(np.stack(rows)[:, :, 0] >= right)
 
@@ -136,5 +146,7 @@ def drop_path_factors(
     Returns:
         float32 [branches, b]: 0 where a branch is dropped, otherwise 1 / (1 - rate).
     """
+    import torch
+
     u = uniform(seed, epochs, ids, 0, DROP_PATH, len(rates))
     return torch.from_numpy(((u >= rates) / (1 - rates)).T.astype(np.float32))

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializeAsAny, model_validator
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.imports import make_callable
+from maect.core.packages import make_callable
 from maect.core.settings import LocalPath, SettingsFile, digest, validated
 from maect.evaluate.base import Protocol, check_blocks
 from maect.recipes import variant_names, variant_values

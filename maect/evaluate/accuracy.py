@@ -7,21 +7,25 @@ import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import F, NDArray, Tensor, np, torch
 from maect.data.index import Index, open_index
 from maect.evaluate.base import Count, EvaluationJob, Images, Input, Protocol, Shards, Trained
-from maect.evaluate.encoding import Encoding
 from maect.evaluate.real import RealLabels
 from maect.recipes.few_labels import fraction_name
 from maect.records import RunRecord, checked_sha256
 from maect.stages.base import Supervised
 from maect.stages.fine_tune import FineTune
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 TWIN = "_held_out"
 """Behind the name of a run, of the one that is trained without the held-out images."""
@@ -199,6 +203,7 @@ class FineTuned:
         self, folder: Path, stage: FineTune, seed: int, test: Index, device: torch.device
     ) -> None:
         """Load a run that was trained with `stage` and `seed`, to score it on `test`."""
+        from maect.evaluate.encoding import Encoding
         from maect.models.weights import load_tensors
 
         self.record, self.folder = trained_as(folder, stage, seed), folder
@@ -220,6 +225,9 @@ class FineTuned:
 
     def predict(self, images: Tensor) -> Tensor:
         """Class of each image, uint8 or normalized float32 [b, C, S, S]: int64 [b]."""
+        import torch
+        from torch.nn import functional as F
+
         with torch.inference_mode():
             return F.linear(self.encoding(images), **self.classifier).argmax(dim=1)
 

@@ -16,16 +16,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.core.lazy import F, Tensor, distributed, np, torch
 from maect.data.index import ID, Index
 from maect.evaluate.base import Images, Positive
 from maect.evaluate.real import RealLabels
 from maect.evaluate.trained import ByUpdates, Group, OnCrops, Trainee, Trial
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 STD = 0.02
 BETAS = (0.9, 0.95)
@@ -91,6 +94,8 @@ class Classifiers(Group):
             tensors: stacked, by name; what has `bias` in its name is not decayed.
             pairs: learning rate and weight decay of each classifier.
         """
+        import torch
+
         self.names = (*tensors,)
         moments = [f"{name}_{moment}" for name in tensors for moment in ("first", "second")]
         self.SHARED = (*self.names, *moments, "count")
@@ -120,6 +125,8 @@ class Classifiers(Group):
 
     def logits(self, features: Tensor, heads: slice = slice(None)) -> Tensor:
         """Of features [b, D], or tokens [b, N, D] where there is a query: [b, H, C]."""
+        import torch
+
         weight, bias = self.weight[heads], self.bias[heads]
         if "query" not in self.names:
             return torch.einsum("bd,hcd->bhc", features, weight) + bias
@@ -143,6 +150,8 @@ class Classifiers(Group):
 
     def descend(self, multiplier: float) -> None:
         """One update by the gradients, which are summed over the ranks and used up."""
+        from maect.core import distributed
+
         heads = self.count.shape[1]
         for number, name in enumerate(self.names):
             tensor = getattr(self, name)
@@ -173,6 +182,8 @@ class Probes(Trainee):
 
     def _drawn(self, name: str) -> Classifiers:
         """Classifiers of a reading with their initial values."""
+        import torch
+
         from maect.models.vit import seeded
 
         settings, count = self.settings, len(self.pairs)
@@ -197,6 +208,8 @@ class Probes(Trainee):
     @property
     def learnt(self) -> Index:
         """The training images that are not held out."""
+        import numpy as np
+
         train = self.trial.train
         others = ~np.isin(train.rows[:, ID], self.choosing.rows[:, ID])
         return replace(train, rows=train.rows[others])
@@ -207,6 +220,8 @@ class Probes(Trainee):
 
     def _readings(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return what the classifiers of each reading are given of tokens."""
+        import torch
+
         encoder = self.trial.encoding.encoder
         given = {"mean": encoder.pool(tokens, "mean")}
         if "cls" in self.groups:
@@ -217,6 +232,11 @@ class Probes(Trainee):
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         """Update the classifiers of every reading; return the loss of each, [4 * H]."""
+        import torch
+        from torch.nn import functional as F
+
+        from maect.core import distributed
+
         given, losses = self._readings(features), []
         share = 1 / (distributed.rank_and_size()[1] * len(self.pairs) * len(self.groups))
         for name, group in self.groups.items():
@@ -260,6 +280,8 @@ class Probes(Trainee):
 
     def _predict(self, images: Tensor, heads: list[slice]) -> Tensor:
         """Class of each image by some classifiers of each reading, [b, all of them]."""
+        import torch
+
         with torch.no_grad():
             given = self._readings(self.trial.checked(self.read(images)))
             logits = [

@@ -17,14 +17,15 @@ from maect.core.context import Context
 from maect.core.errors import SupersededError, UserError
 from maect.core.files import atomic_write, seek_record, write_record
 from maect.core.kept import need_encoder
-from maect.core.lazy import NDArray, np
 from maect.core.settings import Settings
-from maect.evaluate.store import FeatureFile, check, open_features, same_encoder
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 from maect.records import Outcome, checked_sha256
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from maect.evaluate.store import FeatureFile
     from maect.stages import Stage
 
 Count = Annotated[int, Field(gt=0)]
@@ -133,12 +134,15 @@ class EvaluationJob:
 
     def features(self, name: str, *, labelled: bool = True) -> "FeatureFile":
         """The features file called `name` ("train" or "test"), checked."""
+        from maect.evaluate.store import check, open_features
+
         features = open_features(self.path(name))
         check(features, labelled=labelled)
         return features
 
     def write_tensors(self, tensors: "Mapping[str, NDArray[Any]]", about: Any = None) -> None:
         """Write tensors beside the JSON, and in the file's metadata what they are of."""
+        import numpy as np
         from safetensors.numpy import save_file
 
         plain = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
@@ -161,6 +165,8 @@ class EvaluationJob:
 
     def both(self) -> tuple["FeatureFile", "FeatureFile"]:
         """Train and test features of one encoder, checked."""
+        from maect.evaluate.store import same_encoder
+
         train, test = self.features("train"), self.features("test")
         same_encoder(train, test)
         return train, test

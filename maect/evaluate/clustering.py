@@ -6,17 +6,20 @@ and the mean and standard deviation of all runs. Labels are used for the score o
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import NDArray, np
 from maect.evaluate.base import EvaluationJob, ReadsFeatures, idle_cpus
-from maect.evaluate.outcomes import pack
-from maect.evaluate.store import FeatureFile, in_memory, moments, standardize
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from maect.evaluate.store import FeatureFile
 
 SCORES = ("accuracy", "nmi", "ami", "ari")
 # Less work than this (values x runs) is done before other processes have started.
@@ -52,6 +55,10 @@ class Clustering(ReadsFeatures):
         `clustering.safetensors` keeps clusters, centres (standardised) and confusion matrix of each
         best run, and its `origin`.
         """
+        import numpy as np
+
+        from maect.evaluate.outcomes import pack
+
         test = job.features("test")
         metrics: dict[str, Any] = {}
         tensors: dict[str, NDArray[Any]] = {}
@@ -71,6 +78,8 @@ class Clustering(ReadsFeatures):
 
 def check(test: FeatureFile, ids: NDArray[np.int64]) -> None:
     """Refuse labels that cannot be scored, before anything is computed."""
+    import numpy as np
+
     classes = len(np.unique(test.labels[ids]))
     if classes < 2:
         raise UserError(f"{test.path}: clustering needs at least two classes")
@@ -89,6 +98,8 @@ def origin(test: FeatureFile) -> dict[str, Any]:
 
 def members(features: FeatureFile, classes: tuple[str, ...], name: str) -> NDArray[np.int64]:
     """Ids of the samples of some classes; a UserError if the dataset has no such class."""
+    import numpy as np
+
     known = features.record["class_names"]
     missing = [c for c in classes if c not in known]
     if missing:
@@ -104,6 +115,7 @@ def cluster(
     Returns the metrics, the best run's arrays, and whether each sample was right in each run,
     bool [runs, len(ids)].
     """
+    import numpy as np
     from sklearn.utils.parallel import Parallel, delayed
 
     names, labels = np.unique(test.labels[ids], return_inverse=True)
@@ -156,6 +168,8 @@ def one_run(
 
 def standardized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Rows with the mean and standard deviation that they have themselves taken out."""
+    from maect.evaluate.store import in_memory, moments, standardize
+
     return standardize(rows, moments(in_memory(rows)))
 
 
@@ -169,6 +183,7 @@ def kmeans(
     Returns:
         Inertia over all rows, cluster of each row [n], centres [clusters, d].
     """
+    import numpy as np
     from sklearn.cluster import MiniBatchKMeans
 
     model = MiniBatchKMeans(
@@ -189,6 +204,7 @@ def kmeans(
 
 def scores(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> dict[str, float]:
     """Cluster accuracy, NMI and AMI (arithmetic mean) and ARI, in percent."""
+    import numpy as np
     from sklearn.metrics import (
         adjusted_mutual_info_score,
         adjusted_rand_score,
@@ -208,6 +224,8 @@ def scores(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> dict[str, 
 
 def contingency(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> NDArray[np.int64]:
     """Count the samples of class i in cluster j: int64 [k, k], k the larger number."""
+    import numpy as np
+
     size = int(max(labels.max(), clusters.max())) + 1
     flat = np.bincount(labels * size + clusters, minlength=size * size)
     return flat.reshape(size, size)

@@ -6,8 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from maect.core.errors import UserError
-from maect.core.lazy import NDArray, np
 from maect.evaluate.clustering import Clustering, kmeans
 from maect.evaluate.store import Scale, in_memory, moments, standardize
 

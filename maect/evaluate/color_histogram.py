@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.core.lazy import Tensor, distributed, np, torch
-from maect.evaluate.encoding import Encoding
-from maect.evaluate.stacked_heads import BINS, BN_EPS, HistogramHeads, predict_histograms
 from maect.evaluate.trained import ByEpochs, Trainee, Trial
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from maect.data.loader import Batch
+    from maect.evaluate.encoding import Encoding
 
 
 class ColorHistogram(ByEpochs):
@@ -42,6 +43,8 @@ class ColorHistogram(ByEpochs):
 
     def encoding(self, path: Path, device: torch.device) -> Encoding:
         """Every block, by [CLS] or the mean."""
+        from maect.evaluate.encoding import Encoding
+
         return Encoding(path, device, self.precision, blocks=10**9, pooling=self.pooling)
 
     def headline(self) -> dict[str, str]:
@@ -62,6 +65,8 @@ class _Blocks(Trainee):
     """Probes of all blocks, spread over the ranks."""
 
     def __init__(self, trial: Trial, settings: ColorHistogram) -> None:
+        from maect.evaluate.stacked_heads import HistogramHeads
+
         super().__init__(trial)
         self.probes = settings.probes
         encoding, total = trial.encoding, trial.encoding.blocks * settings.probes
@@ -74,10 +79,14 @@ class _Blocks(Trainee):
         return histograms(images)
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+        from maect.core import distributed
+
         features = distributed.gather_rows(features).repeat(1, self.probes)
         return self.heads.step(features, distributed.gather_rows(targets), lr_multiplier)
 
     def metrics(self) -> dict[str, Any]:
+        import numpy as np
+
         from maect.evaluate.probing import full
 
         self.kept = {key: full(self.heads, key) for key in ("weight", "bias", "mean", "var")}
@@ -104,6 +113,10 @@ def histograms(images: Tensor) -> Tensor:
 
     Of the image as the encoder sees it before normalization; a flip changes nothing.
     """
+    import torch
+
+    from maect.evaluate.stacked_heads import BINS
+
     bins = (images >> 2).long().flatten(2)
     counts = torch.zeros(*images.shape[:2], BINS, device=images.device)
     counts.scatter_add_(2, bins, torch.ones((), device=images.device).expand_as(bins))
@@ -112,6 +125,11 @@ def histograms(images: Tensor) -> Tensor:
 
 def _errors(trial: Trial, heads: dict[str, Tensor]) -> tuple[list[float], float]:
     """Mean absolute error of each head on the test split, and of a uniform prediction."""
+    import torch
+
+    from maect.core import distributed
+    from maect.evaluate.stacked_heads import BINS, BN_EPS, predict_histograms
+
     sums = torch.zeros(len(heads["weight"]) + 1, dtype=torch.float64)
     blocks = trial.encoding.blocks
     probes = len(heads["weight"]) // blocks

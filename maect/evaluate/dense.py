@@ -12,13 +12,12 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import Image, NDArray, distributed, np, torch
 from maect.core.settings import digest
 from maect.data.index import HEIGHT, WIDTH, Index, open_index
 from maect.evaluate.base import (
@@ -30,8 +29,13 @@ from maect.evaluate.base import (
     encoder_checksum,
     idle_cpus,
 )
-from maect.evaluate.encoding import Encoding
-from maect.evaluate.store import Array, in_memory, moments, standardize
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from maect.evaluate.encoding import Encoding
+    from maect.evaluate.store import Array
 
 Known: TypeAlias = "tuple[Array, NDArray[np.uint8]]"
 CLASSES = 256  # numbers that a mask may hold
@@ -79,7 +83,12 @@ class PatchClassifier(Masked):
         Returns:
             The patches of each; None on other ranks than 0, which are done.
         """
+        import numpy as np
+
+        from maect.core import distributed
         from maect.data.subsets import drawn
+        from maect.evaluate.encoding import Encoding
+        from maect.evaluate.store import in_memory, moments, standardize
 
         encoding = Encoding(
             job.run / "encoder.safetensors", distributed.device_of(context), self.precision
@@ -118,6 +127,8 @@ class PatchClassifier(Masked):
 
         Left out are patches whose most frequent number is ignored.
         """
+        import numpy as np
+
         features = np.concatenate([part.rows() for part in parts])[:: self.patches_one_in]
         classes = np.concatenate([part.pixels() for part in parts])[:: self.patches_one_in]
         kept = ~np.isin(most_frequent(classes), self.ignore)
@@ -236,6 +247,8 @@ class MaskSplit:
 
     def read(self, number: int) -> NDArray[np.uint8]:
         """The mask of an image, uint8 [height, width]; a UserError if it is no such picture."""
+        import numpy as np
+
         from maect.data.decode import UnreadableError, open_image
 
         row = self.rows[number]
@@ -256,12 +269,17 @@ class MaskSplit:
 
     def numbers(self, threads: int) -> list[int]:
         """The numbers that occur in the masks, in order."""
+        import numpy as np
+
         with ThreadPoolExecutor(max(1, threads)) as pool:
             found = list(pool.map(lambda n: np.unique(self.read(n)), range(len(self.rows))))
         return np.unique(np.concatenate(found)).tolist()
 
     def patches(self, size: int, patches: int, threads: int) -> NDArray[np.uint8]:
         """The `size` x `size` nearest pixels of masks, in patches: uint8 [images, patches, p]."""
+        import numpy as np
+        from PIL import Image
+
         grid = math.isqrt(patches)
         if grid * grid != patches or size % grid:
             raise UserError(f"{patches} patches do not tile {size} x {size} pixels")
@@ -281,6 +299,9 @@ class MaskSplit:
 
 def encoded(context: Context, index: Index, encoding: Encoding) -> Array:
     """Patch tokens after the final norm, float32 [images, N, D]; every rank encodes a share."""
+    import torch
+
+    from maect.core import distributed
     from maect.data.loader import evaluation_parts
 
     per_rank = -(-index.n // (context.world_size * _AT_ONCE)) * _AT_ONCE
@@ -307,6 +328,8 @@ def encoded(context: Context, index: Index, encoding: Encoding) -> Array:
 
 def most_frequent(classes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The most frequent number of each row, of several the smallest: [n, p] to [n]."""
+    import torch
+
     return torch.from_numpy(classes).mode(dim=1).values.numpy()
 
 
@@ -331,6 +354,8 @@ def pairs_of(
     truth: NDArray[np.uint8], predicted: NDArray[np.uint8], ignore: tuple[int, ...]
 ) -> NDArray[np.int64]:
     """Return how many pixels that count have each true and predicted number, int64 [256 * 256]."""
+    import numpy as np
+
     counted = ~np.isin(truth, ignore)
     pairs = truth[counted].astype(np.int64) * CLASSES + predicted[counted]
     return np.bincount(pairs, minlength=CLASSES**2)
@@ -340,6 +365,8 @@ def iou_of(
     pairs: NDArray[np.int64], ignore: tuple[int, ...]
 ) -> tuple[float, dict[str, float], float]:
     """`miou` of counted pairs, [256 * 256]."""
+    import numpy as np
+
     if not pairs.any():
         raise UserError(f"all test masks hold only the numbers {[*ignore]}, which are ignored")
     table = pairs.reshape(CLASSES, CLASSES)

@@ -8,16 +8,20 @@ the paper's text that of the predicted class.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from maect.core.context import Context
-from maect.core.lazy import NDArray, Tensor, distributed, np, torch
 from maect.data.index import open_index
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, OutputOf, Shards
 from maect.evaluate.linear_probe import TrainedProbe
 from maect.recipes import Pixels
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 
 class EffectiveInvariance(Encodes):
@@ -53,6 +57,9 @@ class EffectiveInvariance(Encodes):
 
         docs/reference/probes.md lists the metrics.
         """
+        import torch
+
+        from maect.core import distributed
         from maect.train.scores import share
 
         index = open_index(job.path("test"))
@@ -97,6 +104,8 @@ def invariance(plain: Tensor, changed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _changed(
     images: Tensor, ids: NDArray[np.int64], pixels: Pixels, settings: EffectiveInvariance
 ) -> Iterator[tuple[str, Tensor]]:
+    import numpy as np
+
     from maect.data import random
     from maect.data.transforms import jitter, normalize
 

@@ -8,14 +8,16 @@ docs/reference/authors_code.md compares each setting with the authors' code
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.core.lazy import Tensor, torch
 from maect.evaluate.lars import LarsProbe, TrainsByLars
 from maect.evaluate.trained import Trainee, Trial
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class EfficientProbe(TrainsByLars):
@@ -56,6 +58,7 @@ class Probe(LarsProbe):
 
     def initialize(self, width: int, classes: int, settings: EfficientProbe) -> None:
         """Set the initial values, in the authors' order."""
+        import torch
         from torch import nn
 
         self.values = nn.Linear(width, width, bias=False).weight

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import torch
+from torch import Tensor
+
+from maect.core import distributed
 from maect.core.errors import UserError
 from maect.core.kept import need_encoder
-from maect.core.lazy import Tensor, distributed, torch
 from maect.models.precision import Precision, mixed_precision
 
 if TYPE_CHECKING:

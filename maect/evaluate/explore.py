@@ -9,20 +9,23 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import Image, NDArray, np
 from maect.data.index import open_index
 from maect.data.sources.base import UNLABELLED
 from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures, Shards
-from maect.evaluate.clusters import cluster, comparable, scale_of
 from maect.evaluate.retrieval import thumbnails
-from maect.evaluate.store import FeatureFile, check_images
 from maect.evaluate.umap import embedded
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from maect.evaluate.store import FeatureFile
 
 PIXELS = 5_000_000
 ATLAS_BYTES = 900_000
@@ -75,7 +78,11 @@ class Explore(ReadsFeatures):
         pictures, row by row, in a square.
         Its metadata has the names of images, splits and classes.
         """
+        import numpy as np
+
         from maect.data.shard_plan import image_names
+        from maect.evaluate.clusters import cluster, comparable, scale_of
+        from maect.evaluate.store import check_images
 
         files = [job.features(f"features_{name}", labelled=False) for name in self.splits]
         indices = [open_index(job.path(f"images_{name}")) for name in self.splits]
@@ -129,6 +136,8 @@ class Explore(ReadsFeatures):
 
     def _drawn(self, sizes: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Split and id of each image to show, in order: the same ones for every encoder."""
+        import numpy as np
+
         splits = np.repeat(np.arange(len(sizes)), sizes)
         ids = np.concatenate([np.arange(size) for size in sizes])
         chosen = np.random.default_rng(self.seed).permutation(len(ids))[: self.images]
@@ -143,6 +152,8 @@ def in_common(
 
     Splits may have other classes: one is without labels, or is a view of some classes.
     """
+    import numpy as np
+
     names = [
         [*known, *map(str, range(len(known), file.classes))]
         for file, _ in parts
@@ -162,6 +173,9 @@ def columns_of(count: int) -> int:
 
 def atlas(pictures: NDArray[np.uint8]) -> bytes:
     """A JPEG with all pictures [n, S, S, 3], row by row; as good as its size allows."""
+    import numpy as np
+    from PIL import Image
+
     count, side = pictures.shape[:2]
     columns = columns_of(count)
     canvas = np.zeros((columns, columns, side, side, 3), np.uint8)

@@ -9,21 +9,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pydantic import Field
 from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import NDArray, np
 from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
 from maect.evaluate.clustering import SCORES, SMALL, Clustering, is_right, one_run
-from maect.evaluate.clusters import unit
 from maect.evaluate.knn import swept
 from maect.evaluate.low_shot import LowShot, choose, fit, predict, prepare
-from maect.evaluate.store import Array, FeatureFile, Rows, Scale, standardize
 from maect.recipes import KNN_K, KNN_TEMPERATURE
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from maect.evaluate.store import Array, FeatureFile, Rows, Scale
 
 RAW = "raw"
 SHRINKAGES = (0.0, 0.01, 0.1)
@@ -32,7 +35,7 @@ _CHUNK = 16384
 _LEAST = 1e-10
 """Of the largest variance: directions with less do not vary, but for rounding."""
 
-Correction = Callable[[Array], Array]
+Correction: TypeAlias = "Callable[[Array], Array]"
 """Corrects rows, float32 [n, d]."""
 
 
@@ -70,6 +73,8 @@ class Geometry(ReadsFeatures):
         Raises:
             UserError: fewer training images than `k`, or of one class; collapsed features.
         """
+        import numpy as np
+
         train, test = job.both()
         if self.k > train.n:
             raise UserError(f"geometry: k {self.k} is more than the {train.n} of {train.path}")
@@ -132,6 +137,8 @@ class FeatureTask:
 
     def check(self, test: Array) -> None:
         """Refuse, by a ValueError, what can be neither classified nor clustered."""
+        import numpy as np
+
         classes = len(np.unique(self.test_labels))
         if classes < 2 or len(np.unique(self.labels)) < 2:
             raise ValueError("geometry needs at least two classes")
@@ -146,6 +153,9 @@ class FeatureTask:
         Args:
             test: as they are, float32 [n, d].
         """
+        from maect.evaluate.clusters import unit
+        from maect.evaluate.store import Rows
+
         queries = correct(test)
         bank = Rows(train.n, train.width, lambda start, stop: correct(train.rows(start, stop)))
         pair = self.k, self.temperature
@@ -159,6 +169,8 @@ class FeatureTask:
         self, train: FeatureFile | Rows, queries: Array, correct: Correction
     ) -> dict[str, NDArray[np.bool_]]:
         """The protocol `low_shot` on corrected features."""
+        import numpy as np
+
         rows, classes = prepare(queries), int(self.labels.max()) + 1
         found: dict[str, NDArray[np.bool_]] = {}
         with threadpool_limits(1, user_api="blas"), warnings.catch_warnings(action="ignore"):
@@ -176,6 +188,7 @@ class FeatureTask:
         self, rows: Array, threads: int
     ) -> tuple[NDArray[np.bool_], list[dict[str, float]]]:
         """Cluster unit rows: whether each is right, bool [runs, n], and the scores of each run."""
+        import numpy as np
         from sklearn.utils.parallel import Parallel, delayed
 
         _, dense = np.unique(self.test_labels, return_inverse=True)
@@ -197,6 +210,8 @@ def corrections(
         `raw`, `centred`, `standardized`, `whitened_S` for every shrinkage, `without_N` for every
         number of components below the width.
     """
+    import numpy as np
+
     mean, covariance = spread(train)
     scale = np.sqrt(np.diagonal(covariance))
     scale = np.where(scale <= 1e-6 * np.abs(mean), np.inf, scale)
@@ -217,6 +232,8 @@ def corrections(
 
 def spread(features: FeatureFile | Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the mean [d] and the (biased) covariance [d, d] of features, in float64."""
+    import numpy as np
+
     n, starts = features.n, range(0, features.n, _CHUNK)
     mean = np.zeros(features.width)
     for start in starts:
@@ -242,6 +259,8 @@ def whitening(
         vectors: its eigenvectors, in columns [d, d].
         shrinkage: s, 0 to 1.
     """
+    import numpy as np
+
     shrunk = (1 - shrinkage) * values + shrinkage * values.mean()
     varies = shrunk > _LEAST * shrunk.max(initial=0.0)
     inverse = np.where(varies, 1 / np.sqrt(np.where(varies, shrunk, 1.0)), 0.0)
@@ -253,15 +272,23 @@ def _as_it_is(rows: Array) -> Array:
 
 
 def _scaled(scale: Scale) -> Correction:
+    from maect.evaluate.store import standardize
+
     return lambda rows: standardize(rows, scale)
 
 
 def _mapped(mean: NDArray[np.float64], matrix: NDArray[np.float64]) -> Correction:
+    import numpy as np
+
     return lambda rows: ((rows - mean) @ matrix).astype(np.float32)
 
 
 def _take(features: FeatureFile | Rows, ids: NDArray[np.int64]) -> Array:
     """Features of a few samples, float32 [len(ids), d]."""
+    import numpy as np
+
+    from maect.evaluate.store import FeatureFile
+
     if isinstance(features, FeatureFile):
         return features.take(ids)
     return np.concatenate([features.rows(row, row + 1) for row in ids.tolist()])

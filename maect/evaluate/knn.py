@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import NDArray, np
 from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
-from maect.evaluate.clusters import comparable
 from maect.evaluate.real import RealLabels
-from maect.evaluate.sampling import held_out
-from maect.evaluate.store import Array, FeatureFile, Rows, Scale, moments, standardize
 from maect.recipes import KNN_K, KNN_TEMPERATURE
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from maect.evaluate.store import Array, FeatureFile, Rows, Scale
 
 QUERIES = 1024
 ONE_IN = 10  # training images, for each that is held out; more where there are few test images
@@ -61,6 +63,11 @@ class Knn(RealLabels, ReadsFeatures):
 
         docs/reference/neighbours_and_clusters.md lists the metrics.
         """
+        import numpy as np
+
+        from maect.evaluate.sampling import held_out
+        from maect.evaluate.store import Rows, moments
+
         train, test = job.both()
         if self.k > train.n:
             raise UserError(f"knn: k {self.k} is more than the {train.n} samples of {train.path}")
@@ -143,6 +150,11 @@ def nearest(
         Cosine similarities (of a row of zeros: 0) or, of `l2`, negative squared distances up to
         what depends on the query alone, float64 [q, k]; and ids, int64 [q, k].
     """
+
+    import numpy as np
+
+    from maect.evaluate.clusters import comparable
+    from maect.evaluate.store import standardize
 
     def prepared(features: Array) -> Array:
         if distance == "cosine":

@@ -7,19 +7,20 @@ The best block of a large masked autoencoder is below its last ones, which work 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import distributed, np, torch
 from maect.data.index import Index, open_index
 from maect.evaluate.base import Encodes, EvaluationJob, Images
-from maect.evaluate.encoding import Encoding, finite
 from maect.evaluate.knn import ONE_IN, nearest
-from maect.evaluate.store import Array, in_memory, moments
 from maect.recipes import KNN_K, KNN_TEMPERATURE
+
+if TYPE_CHECKING:
+    from maect.evaluate.encoding import Encoding
+    from maect.evaluate.store import Array
 
 
 class KnnPerBlock(Encodes):
@@ -57,7 +58,13 @@ class KnnPerBlock(Encodes):
         that of one training image in ten, found among the others; `knn_standardized_held_out` is
         its accuracy on the test images.
         """
+        import numpy as np
+        import torch
+
+        from maect.core import distributed
+        from maect.evaluate.encoding import Encoding
         from maect.evaluate.probing import check
+        from maect.evaluate.store import in_memory, moments
         from maect.measures import vote
         from maect.train.scores import BATCH
 
@@ -127,6 +134,9 @@ def _encoded(
 
     As many rows on every rank, with zeros behind the last image.
     """
+    import numpy as np
+
+    from maect.evaluate.encoding import finite
     from maect.train.scores import BATCH, share
 
     part = replace(index, rows=index.rows[rows.start : rows.stop : rows.step])

@@ -6,14 +6,16 @@ A BatchNorm without parameters and one linear layer, on what may be pooled by tr
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from maect.core.lazy import F, Tensor, distributed, torch
 from maect.data.index import Index
 from maect.evaluate.real import Real, RealLabels
 from maect.evaluate.trained import ByEpochs, Group, Trainee, Trial
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BN_EPS, BN_MOMENTUM = 1e-6, 0.1
 MOMENTUM, TRUST = 0.9, 0.001
@@ -55,6 +57,8 @@ class LarsProbe(Trainee, Group):
 
         `pooling` names the trained tensors in front of the BatchNorm, if any.
         """
+        import torch
+
         from maect.models.vit import seeded
 
         super().__init__(trial)
@@ -93,6 +97,10 @@ class LarsProbe(Trainee, Group):
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         """One update on the global batch; the loss is the mean cross-entropy, [1]."""
+        import torch
+
+        from maect.core import distributed
+
         targets = distributed.gather_rows(targets)
         if self.held is None:
             return self.update(features, targets, lr_multiplier)
@@ -115,6 +123,10 @@ class LarsProbe(Trainee, Group):
             labels: of all ranks' images, [B].
             taken: which of all are learnt from, bool [B]; two at least.
         """
+        from torch.nn import functional as F
+
+        from maect.core import distributed
+
         mine = self.pool(features)
         pooled = distributed.gather_rows(mine.detach())
         if self.pooling:
@@ -139,6 +151,9 @@ class LarsProbe(Trainee, Group):
 
     def predict(self, features: Tensor) -> Tensor:
         """Class of each image, with the running statistics: int64 [n]."""
+        import torch
+        from torch.nn import functional as F
+
         with torch.no_grad():
             normal = (self.pool(features) - self.mean) * torch.rsqrt(self.var + BN_EPS)
             return F.linear(normal, self.weight, self.bias).argmax(dim=1)
@@ -183,6 +198,8 @@ def lars(parameter: Tensor, momentum: Tensor, rate: float, weight_decay: float) 
     `Lars` adds the lengths of gradient and decay (without decay its bits are the same), scales
     vectors, too, and keeps the momenta to itself; here they are saved with the probe.
     """
+    import torch
+
     with torch.no_grad():
         update = parameter.grad
         assert update is not None

@@ -8,12 +8,15 @@ authors' code are those of `efficient_probe`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from maect.core.lazy import torch
-from maect.evaluate.encoding import Encoding
 from maect.evaluate.lars import LarsProbe, TrainsByLars
 from maect.evaluate.trained import Trainee, Trial
+
+if TYPE_CHECKING:
+    import torch
+
+    from maect.evaluate.encoding import Encoding
 
 
 class LarsLinearProbe(TrainsByLars):
@@ -29,6 +32,7 @@ class LarsLinearProbe(TrainsByLars):
     def encoding(self, path: Path, device: torch.device) -> Encoding:
         """The [CLS] token, if there is one, without the final norm."""
         from maect.evaluate.base import encoder_settings
+        from maect.evaluate.encoding import Encoding
 
         token = encoder_settings(path.parent).class_token
         pooling: Literal["cls", "mean"] = "cls" if token else "mean"

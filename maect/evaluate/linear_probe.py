@@ -8,20 +8,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.core.lazy import Tensor, distributed, np, torch
 from maect.data.index import Index
 from maect.evaluate.base import EvaluationJob, Positive
-from maect.evaluate.encoding import Encoding, LastBlocks
 from maect.evaluate.real import RealLabels
-from maect.evaluate.stacked_heads import BN_EPS, Heads
 from maect.evaluate.trained import ByEpochs, Trainee, Trial
-from maect.models.precision import Precision
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from maect.evaluate.encoding import Encoding
+    from maect.evaluate.stacked_heads import Heads
+    from maect.models.precision import Precision
 
 
 class LinearProbe(RealLabels, ByEpochs):
@@ -56,6 +60,8 @@ class LinearProbe(RealLabels, ByEpochs):
 
     def encoding(self, path: Path, device: torch.device) -> Encoding:
         """The encoder's own features, or all that the forms need."""
+        from maect.evaluate.encoding import Encoding, LastBlocks
+
         if self.refiner:
             return LastBlocks(path, device, self.precision, blocks=RAW)
         blocks = max(BLOCKS) if self.concat else 1
@@ -113,6 +119,8 @@ class _Forms(Trainee):
     groups: dict[str, Heads]
 
     def __init__(self, trial: Trial, settings: LinearProbe) -> None:
+        from maect.evaluate.stacked_heads import Heads
+
         super().__init__(trial)
         self.rates, encoding = list(settings.learning_rates), trial.encoding
         self.columns = {PLAIN: slice(None)}
@@ -135,6 +143,10 @@ class _Forms(Trainee):
         }
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+        import torch
+
+        from maect.core import distributed
+
         features, targets = distributed.gather_rows(features), distributed.gather_rows(targets)
         seen = {"": (features, targets)}
         if self.held is not None:
@@ -185,6 +197,9 @@ class _Forms(Trainee):
 
     def _accuracies(self, name: str, part: str) -> list[float]:
         """In percent, of each rate; those by ReaL's labels are recorded beside them."""
+        import torch
+
+        from maect.core import distributed
         from maect.train.scores import BATCH
 
         features, labels = self.scored[part]
@@ -202,6 +217,7 @@ class _Forms(Trainee):
 
     def _keep(self, name: str, rate: int) -> None:
         from maect.evaluate.probing import full
+        from maect.evaluate.stacked_heads import Heads
 
         one, heads = slice(rate, rate + 1), self.groups[name]
         best = {key: full(heads, key, one)[0] for key in ("weight", "bias")}
@@ -231,6 +247,8 @@ class _Forms(Trainee):
 
 def _best(accuracies: list[Any]) -> list[int]:
     """Place of the highest one in nested lists, of equals the first."""
+    import numpy as np
+
     found = np.array(accuracies)
     return [int(place) for place in np.unravel_index(found.argmax(), found.shape)]
 
@@ -242,6 +260,10 @@ def affine(
 
     Refuses, by a UserError, what is no probe or not one of a single representation.
     """
+    import torch
+
+    from maect.evaluate.stacked_heads import BN_EPS
+
     needed = {"weight", "bias", "mean", "var", "class_names", "encoder_sha256", "resize"}
     if not needed <= tensors.keys() | texts.keys():
         raise UserError(
@@ -259,6 +281,7 @@ class TrainedProbe:
 
     def __init__(self, job: EvaluationJob, device: torch.device, precision: Precision) -> None:
         """Load the run's encoder and the probe of the job, which is refused if it is of another."""
+        from maect.evaluate.encoding import Encoding
         from maect.models.weights import load_tensors
 
         path, encoder = job.path("probe"), job.run / "encoder.safetensors"
@@ -272,6 +295,8 @@ class TrainedProbe:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Logits float32 [b, classes], if finite, of images uint8 [b, C, S, S] or normalized."""
+        import torch
+
         with torch.inference_mode():
             logits = torch.addmm(self.bias, self.encoding(images), self.weight.T)
         if not torch.isfinite(logits).all():

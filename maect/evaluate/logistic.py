@@ -13,19 +13,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import NDArray, np
 from maect.core.settings import digest
 from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
-from maect.evaluate.sampling import held_out
-from maect.evaluate.store import Array, Scale, in_memory, moments, standardize
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from maect.evaluate.store import Array, Scale
 
 PENALTIES: tuple[float, ...] = tuple(round(10 ** (-6 + 11 * i / 7), 12) for i in range(8))
 """10 to the powers from -6 to 5, in seven equal steps (CAPI)."""
@@ -48,6 +51,10 @@ class Logistic(RealLabels, ReadsFeatures):
         """Metrics: `logistic` with the ends of its 95 % interval, and what was chosen;
         with `real_labels` also `logistic_real`.
         """
+        import numpy as np
+
+        from maect.evaluate.sampling import held_out
+
         train, test = job.both()
         real = self.reassessed(test.names, test.record["class_names"], test.labels)
         held = held_out(train.labels, train.names(), self.one_in)
@@ -82,6 +89,8 @@ def fitted(
     """
     from sklearn.linear_model import LogisticRegression
 
+    from maect.evaluate.store import in_memory, moments
+
     scale = moments(in_memory(features))
     model = LogisticRegression(C=c, max_iter=max_iterations)
     model.fit(_standardized(features, scale), labels)
@@ -89,6 +98,8 @@ def fitted(
 
 
 def _standardized(rows: Array, scale: Scale) -> NDArray[np.float64]:
+    from maect.evaluate.store import standardize
+
     return standardize(rows, scale).astype("float64")
 
 
@@ -112,6 +123,8 @@ def choose(
     """
 
     from sklearn.linear_model import LogisticRegression
+
+    from maect.evaluate.store import in_memory, moments
 
     given = features[~held]
     scale = moments(in_memory(given))

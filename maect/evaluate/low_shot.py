@@ -23,14 +23,16 @@ from threadpoolctl import ThreadpoolController, threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import NDArray, np
 from maect.evaluate.base import Count, EvaluationJob, Fraction, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
-from maect.evaluate.store import FeatureFile
 from maect.recipes.few_labels import FewLabels, fraction_list, fraction_name, shots_list
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from maect.data.subsets import Labelled
+    from maect.evaluate.store import FeatureFile
 
 # MSN's call of cyanure, in the names of cyanure 1.x.
 TOLERANCE = 1e-3
@@ -90,6 +92,8 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
 
         docs/reference/few_labels.md lists the metrics.
         """
+        import numpy as np
+
         from maect.data.subsets import fraction_rows_of
 
         self.check_lists()
@@ -164,6 +168,8 @@ def prepare(features: NDArray[np.float32]) -> NDArray[np.float64]:
 
     float64: cyanure warns that weak penalties such as these need it.
     """
+    import numpy as np
+
     rows = features.astype(np.float64)
     centred = rows - rows.mean(axis=1, keepdims=True)
     length = np.sqrt(np.square(centred).sum(axis=1, keepdims=True))
@@ -192,6 +198,8 @@ def fit(
         W, float64 [d, classes] with NaN in the columns of classes that do not occur, and whether
         the solver reached its tolerance.
     """
+    import numpy as np
+
     present, dense = np.unique(labels, return_inverse=True)
     if len(present) < 2:
         raise UserError("logistic regression needs samples of at least two classes")
@@ -204,6 +212,8 @@ def fit(
 
 def predict(features: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
     """Most probable class of each row, int64 [n]; the first among equals."""
+    import numpy as np
+
     present = np.flatnonzero(~np.isnan(weights[0]))
     return present[(features @ weights[:, present]).argmax(axis=1)]
 
@@ -211,6 +221,8 @@ def predict(features: NDArray[np.float64], weights: NDArray[np.float64]) -> NDAr
 def _cyanure(
     features: NDArray[np.float64], labels: NDArray[np.int64], classes: int, penalty: float
 ) -> tuple[NDArray[np.float64], bool]:
+    import numpy as np
+
     try:
         from cyanure.estimators import Classifier
     except ImportError as error:
@@ -273,6 +285,7 @@ def _lbfgs(
     By hand it took 0.5 to 0.8 times as long, since the search along a direction needs no product
     of matrices: 1.0 for 1.3 s at 1,000 samples and classes.
     """
+    import numpy as np
     from scipy.optimize import minimize
 
     n, shape = len(features), (features.shape[1], classes)
@@ -303,6 +316,8 @@ def _loss(
     logits: NDArray[np.float64], labels: NDArray[np.int64]
 ) -> tuple[float, NDArray[np.float64]]:
     """Mean cross-entropy, and softmax minus the one-hot labels, [n, classes]."""
+    import numpy as np
+
     at = (np.arange(len(logits)), labels)
     largest = logits.max(axis=1, keepdims=True)
     residual = np.exp(logits - largest)

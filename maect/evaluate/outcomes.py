@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from maect.core.errors import UserError
-from maect.core.lazy import NDArray, np
 from maect.evaluate.sampling import intervals
 from maect.records import EvaluationRecord, Outcome
 

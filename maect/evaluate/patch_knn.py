@@ -8,14 +8,18 @@ docs/reference/authors_code.md compares each setting with CAPI's eval_segmentati
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from maect.core.errors import UserError
-from maect.core.lazy import NDArray, np, torch
 from maect.evaluate.base import Count
 from maect.evaluate.dense import Known, PatchClassifier
 from maect.evaluate.knn import nearest
-from maect.evaluate.store import Array, in_memory
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from maect.evaluate.store import Array
 
 _AT_ONCE = 4096
 
@@ -38,6 +42,11 @@ class PatchKnn(PatchClassifier):
         self, known: Known, queries: Array, settings: list[dict[str, Any]], threads: int
     ) -> list[NDArray[np.uint8]]:
         """The most frequent class of each pixel among k neighbours, of several the smallest."""
+        import numpy as np
+        import torch
+
+        from maect.evaluate.store import in_memory
+
         features, classes = known
         table, most = torch.from_numpy(classes), max(self.neighbours)
         if len(features) < most:

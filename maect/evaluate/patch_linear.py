@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.core.lazy import F, NDArray, Tensor, distributed, np, torch
 from maect.data.index import ID, open_index
 from maect.evaluate.base import Images
 from maect.evaluate.dense import CLASSES, Masked, MaskSplit, iou_of, pairs_of
 from maect.evaluate.trained import ByUpdates, Course, Group, Trainee, Trial
 from maect.recipes import Encoder
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 BN_EPS, BN_MOMENTUM, STD, BETAS = 1e-5, 0.1, 0.01, (0.9, 0.999)
 START = 1e-6  # of the peak rate, in the first updates
@@ -98,6 +103,7 @@ class PatchLinear(Masked, ByUpdates):
         self, trial: Trial, probe: Trainee, start: int, steps: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield crops, and what `Segmenter.step` is given beside their tokens."""
+        from maect.core import distributed
         from maect.data.transforms import normalize
         from maect.evaluate.segments import crops
 
@@ -135,6 +141,8 @@ class PatchHead(Group):
         self, width: int, classes: int, settings: PatchLinear, device: torch.device
     ) -> None:
         """Set the initial values."""
+        import torch
+
         from maect.models.vit import seeded
 
         with seeded(settings.seed):
@@ -164,6 +172,10 @@ class PatchHead(Group):
             x: this rank's tokens after dropout, [b, N, D].
             targets: places of classes, or `NOTHING`, int64 [b, S, S].
         """
+        import torch
+        from torch.nn import functional as F
+
+        from maect.core import distributed
         from maect.evaluate.segments import NOTHING
 
         counts = torch.tensor([x[..., 0].numel(), targets.numel()], device=x.device).double()
@@ -187,10 +199,14 @@ class PatchHead(Group):
 
     def outputs(self, tokens: Tensor, size: int) -> Tensor:
         """Of every pixel, by the running statistics: tokens [b, N, D] to [b, C, size, size]."""
+        import torch
+
         with torch.no_grad():
             return self._outputs((tokens - self.mean) * torch.rsqrt(self.var + BN_EPS), size)
 
     def _outputs(self, normal: Tensor, size: int) -> Tensor:
+        from torch.nn import functional as F
+
         grid = math.isqrt(normal.shape[1])
         logits = F.linear(normal * self.gain + self.shift, self.weight, self.offset)
         image = logits.transpose(1, 2).unflatten(2, (grid, grid))
@@ -203,6 +219,8 @@ class Segmenter(Trainee):
     groups: dict[str, PatchHead]
 
     def __init__(self, trial: Trial, settings: PatchLinear) -> None:
+        import numpy as np
+
         from maect.evaluate.segments import NOTHING
 
         super().__init__(trial)
@@ -227,6 +245,9 @@ class Segmenter(Trainee):
 
     def drawn(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
         """Draw which channels of each of the next crops are dropped, and which are held out."""
+        import numpy as np
+        import torch
+
         from maect.data import random
 
         settings, width = self.settings, self.trial.encoding.settings.width
@@ -242,6 +263,10 @@ class Segmenter(Trainee):
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         """Update head and twin; return the loss of each, [1] or [2]."""
+        import torch
+
+        from maect.core import distributed
+
         x, y = features * self._kept, targets.long()
         losses = [self.groups["head"].learn(x, y, lr_multiplier)]
         if "twin" in self.groups:
@@ -251,6 +276,8 @@ class Segmenter(Trainee):
 
     def score(self) -> None:
         """Segment the test images, and by the twin the held-out ones."""
+        import numpy as np
+
         mean, each, accuracy = self._iou("head", self.test, range(self.trial.test.n))
         details = self.record.setdefault("details", {})
         details["last"] = {"classes": each, "accuracy": accuracy}
@@ -266,6 +293,10 @@ class Segmenter(Trainee):
         self, group: str, split: MaskSplit, rows: range | list[int]
     ) -> tuple[float, dict[str, float], float]:
         """mIoU, IoU of each class and accuracy of a head on images, which the ranks share."""
+        import torch
+
+        from maect.core import distributed
+
         rank, ranks = distributed.rank_and_size()
         table = torch.zeros(CLASSES * CLASSES, dtype=torch.int64)
         for row in rows[rank::ranks]:
@@ -278,6 +309,10 @@ class Segmenter(Trainee):
         self, head: PatchHead, split: MaskSplit, row: int, shape: tuple[int, ...]
     ) -> NDArray[np.uint8]:
         """The predicted number of each pixel of an image, uint8 [height, width]."""
+        import numpy as np
+        import torch
+        from torch.nn import functional as F
+
         from maect.data.transforms import normalize
         from maect.evaluate.segments import picture, resized, windows
 

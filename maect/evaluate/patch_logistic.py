@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 from threadpoolctl import threadpool_limits
 
 from maect.core.errors import UserError
-from maect.core.lazy import NDArray, np
 from maect.evaluate.base import Count, Positive
 from maect.evaluate.dense import Known, PatchClassifier, most_frequent
 from maect.evaluate.logistic import PENALTIES
-from maect.evaluate.store import Array
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from maect.evaluate.store import Array
 
 
 class PatchLogistic(PatchClassifier):
@@ -43,6 +47,7 @@ class PatchLogistic(PatchClassifier):
         self, known: Known, queries: Array, settings: list[dict[str, Any]], threads: int
     ) -> list[NDArray[np.uint8]]:
         """The class of a patch for each of its pixels."""
+        import numpy as np
         from sklearn.linear_model import LogisticRegression
 
         features, classes = known

@@ -7,11 +7,15 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.core.lazy import NDArray, np
 from maect.core.settings import ContentPath, Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?:\.\w+)?$")
 
@@ -68,6 +72,8 @@ class Real:
         labels: NDArray[np.int64] | None = None,
     ) -> None:
         """Find them by the images' names; a UserError if these, classes or file are others."""
+        import numpy as np
+
         given = read_real(path)
         classes = 1 + max((number for each in given for number in each), default=-1)
         if class_names and classes > len(class_names):
@@ -97,6 +103,8 @@ class Real:
 
     def right(self, predicted: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether each predicted class, int64 [n], is right: bool, of images with labels."""
+        import numpy as np
+
         columns = np.minimum(predicted, self._right.shape[1] - 1)
         found: NDArray[np.bool_] = self._right[np.arange(len(predicted)), columns]
         return found[self.counted]

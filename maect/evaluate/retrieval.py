@@ -8,18 +8,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError, check_names
-from maect.core.lazy import NDArray, np
 from maect.data.index import HEIGHT, LABEL, WIDTH, Index, open_index
 from maect.evaluate.base import EvaluationJob, Input, OutputOf, ReadsFeatures, Shards, idle_cpus
 from maect.evaluate.clustering import assign, contingency, origin, standardized
 from maect.evaluate.knn import nearest
-from maect.evaluate.store import FeatureFile, check_images
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from maect.evaluate.store import FeatureFile
 
 Ids: TypeAlias = "NDArray[np.int64]"
 
@@ -65,6 +69,8 @@ class Retrieval(ReadsFeatures):
         `cluster_labels` and `cluster_ids` [k, n], and `cluster_classes` [k], the class that a
         cluster was matched to or -1.
         """
+        from maect.evaluate.store import check_images
+
         test = job.features("test")
         index = open_index(job.path("images"))
         check_images(test, index)
@@ -95,6 +101,8 @@ def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> 
 
     Of `names`, or of `count` evenly spaced classes; a UserError if there is no image of one.
     """
+    import numpy as np
+
     classes, first = np.unique(test.labels, return_index=True)
     if names:
         known = test.record["class_names"]
@@ -110,6 +118,8 @@ def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> 
 
 def _neighbors(test: FeatureFile, queries: Ids, count: int, threads: int) -> Ids:
     """Ids of the nearest other images by cosine similarity, [q, n]."""
+    import numpy as np
+
     _, ids = nearest(test, test.take(queries), count + 1, threads=threads)
     # A copy with a smaller id may come before the query itself.
     others = [row[row != query][:count] for row, query in zip(ids, queries, strict=True)]
@@ -121,6 +131,7 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
 
     Euclidean distance between standardised features, those that were clustered.
     """
+    import numpy as np
     from safetensors import safe_open
     from safetensors.numpy import load_file
 
@@ -155,6 +166,8 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
 
 def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[np.uint8]:
     """Small pictures of what the encoder saw, uint8 [..., S, S, 3]."""
+    import numpy as np
+
     size = test.record["image_size"]
     side = min(side, size)
     resize = max(side, round(test.record["resize"] * side / size))
@@ -166,6 +179,8 @@ def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[
 
 def pictures(index: Index, ids: Ids, resize: int, side: int) -> NDArray[np.uint8]:
     """Centre crops of some images of a split [n], uint8 [n, S, S, 3]; see `center_crops`."""
+    import numpy as np
+
     from maect.data.transforms import center_crops
 
     record = np.asarray(index.rows[ids])

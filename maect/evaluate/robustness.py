@@ -7,14 +7,16 @@ other logits do not take part, as in the authors' code.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import distributed, np, torch
 from maect.data.index import open_index
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, OutputOf, Shards
 from maect.evaluate.linear_probe import TrainedProbe
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Robustness(Encodes):
@@ -53,6 +55,10 @@ class Robustness(Encodes):
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracy in percent on each of `splits`, by its name; and how many classes it has."""
+        import numpy as np
+        import torch
+
+        from maect.core import distributed
         from maect.train.scores import accuracy
 
         probe = TrainedProbe(job, distributed.device_of(context), self.precision)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maect.core.lazy import NDArray, np
+import numpy as np
+from numpy.typing import NDArray
 
 RESAMPLES = 2000
 LEVEL = 95.0

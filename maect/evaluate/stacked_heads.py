@@ -6,7 +6,10 @@ step takes 0.7 to 1.2 times as long (10 heads, 200 and 1,000 classes), little be
 
 from __future__ import annotations
 
-from maect.core.lazy import F, Tensor, torch
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from maect.evaluate.trained import Group
 
 BN_EPS = 1e-5

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
 from maect.core.errors import MissingFileError, UserError
 from maect.core.files import atomic_write, check_file, parsed, sealed, verified
-from maect.core.lazy import NDArray, np, safetensors
 
 if TYPE_CHECKING:
     from maect.data.index import Index

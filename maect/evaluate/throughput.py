@@ -23,15 +23,16 @@ from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import Tensor, torch
 from maect.evaluate.base import EvaluationJob, Input, Protocol
-from maect.models.precision import mixed_precision
 from maect.paper import read_paper
 from maect.recipes import Encoder, visible_patches
 from maect.stages import Training, load_recipe
 from maect.stages.base import SelfSupervised
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from maect.train.objective import Objective
 
 CPU_BATCH = 16
@@ -111,6 +112,8 @@ class Throughput(Protocol):
 
         docs/reference/throughput.md lists the metrics.
         """
+        import torch
+
         from maect.models.weights import load_encoder_weights
         from maect.train.engine import alone
 
@@ -229,6 +232,8 @@ def largest_batch(times: Times, device: torch.device) -> int:
 
 
 def _fits(times: Times, size: int) -> bool:
+    import torch
+
     from maect.core.distributed import memory_fault
 
     try:
@@ -276,6 +281,9 @@ def method_seconds(
     passes: Passes, encoder: Encoder, device: torch.device, batch: int, steps: int
 ) -> list[float]:
     """Seconds of updates with a method's passes through the encoder, without projection heads."""
+    import torch
+
+    from maect.models.precision import mixed_precision
     from maect.models.vit import build_encoder
 
     student = build_encoder(encoder).to(device)

@@ -17,15 +17,19 @@ from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import NDArray, Tensor, distributed, np, torch
 from maect.core.settings import digest
 from maect.data.index import ID, Index, open_index
 from maect.evaluate.base import Encodes, EvaluationJob, Images, encoder_checksum
-from maect.evaluate.encoding import Encoding, finite
 from maect.evaluate.real import Real, RealLabels
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
     from maect.data.loader import Batch
+    from maect.evaluate.encoding import Encoding
 
 
 class TrainsProbe(Encodes):
@@ -54,6 +58,8 @@ class TrainsProbe(Encodes):
 
     def encoding(self, path: Path, device: torch.device) -> Encoding:
         """Return the encoder with what is read of it."""
+        from maect.evaluate.encoding import Encoding
+
         return Encoding(path, device, self.precision)
 
     @abstractmethod
@@ -62,6 +68,7 @@ class TrainsProbe(Encodes):
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Train the probe, leave what it keeps beside the JSON, and return its metrics."""
+        from maect.core import distributed
         from maect.evaluate.probing import Probing, check
         from maect.models.weights import save_tensors
 
@@ -109,6 +116,7 @@ class OnCrops(TrainsProbe):
         self, trial: Trial, probe: Trainee, start: int, steps: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield augmented images and their targets, as `TrainsProbe.batches`."""
+        from maect.core import distributed
         from maect.data.loader import train_batches
         from maect.data.transforms import augment
         from maect.recipes import View
@@ -208,6 +216,9 @@ class Trial:
 
     def features(self, index: Index | None = None) -> tuple[Tensor, Tensor]:
         """Return features [n, D] of test images, or others, on every rank, and labels [n]."""
+        import torch
+
+        from maect.core import distributed
         from maect.train.scores import BATCH
 
         index, device, start = index or self.test, self.encoding.device, 0
@@ -247,6 +258,8 @@ class Trial:
 
     def checked(self, features: Tensor) -> Tensor:
         """Return the features, or raise a UserError if one is not finite."""
+        from maect.evaluate.encoding import finite
+
         finite(features, self.job.run)
         return features
 
@@ -303,6 +316,9 @@ class Trainee(ABC):
 
         With held-out images [b, 2], whether each is one of them beside its label.
         """
+        import numpy as np
+        import torch
+
         labels = torch.from_numpy(batch.labels)
         if self.held is None:
             return labels
@@ -323,6 +339,8 @@ class Trainee(ABC):
 
     def add_scores(self, name: str, scores: float | list[float]) -> bool:
         """Add scores to those after each epoch; return whether the best one so far is of them."""
+        import numpy as np
+
         history = self.record.setdefault(name, [])
         history.append(scores)
         return bool(np.max(scores) > np.max(history[:-1], initial=-1.0))

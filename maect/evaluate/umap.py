@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.lazy import np
 from maect.evaluate.base import EvaluationJob, ReadsFeatures
 from maect.evaluate.clustering import members
-from maect.evaluate.store import Array
+
+if TYPE_CHECKING:
+    from maect.evaluate.store import Array
 
 _NUMBA = Path(".numba_config.yaml")
 
@@ -26,6 +27,8 @@ def embedded(rows: Array, neighbors: int, seed: int, **options: Any) -> Array:
 
     Refused, by a UserError, if a file of the working folder would configure UMAP's compiler.
     """
+    import numpy as np
+
     if os.path.lexists(_NUMBA):
         raise UserError(f"{_NUMBA.absolute()}: Numba would be configured by it; move it away")
     from umap import UMAP
@@ -58,6 +61,8 @@ class Umap(ReadsFeatures):
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Write `umap.safetensors`: `points` float32 [n, 2], `labels` and `ids` int64 [n]."""
+        import numpy as np
+
         test = job.features("test", labelled=False)
         ids = members(test, self.classes, "classes") if self.classes else np.arange(test.n)
         if len(ids) <= self.neighbors:

@@ -6,7 +6,7 @@ import logging
 from functools import cache
 from typing import Literal
 
-from maect.core.lazy import torch
+import torch
 
 log = logging.getLogger(__name__)
 

@@ -51,6 +51,9 @@ def run(experiment: Name, *words: str, profile: Profile = "local", config: Confi
 
     load(experiment, **changes_of(config))
     if words:
+        from maect.tools.start_snakemake import import_snakemake
+
+        import_snakemake()
         from maect.tools.dry_run import check_words
 
         check_words(words, own=("--config", "--profile"))
@@ -281,6 +284,9 @@ def plan(
     from maect.experiment import load, names
     from maect.experiment.profile import find_profile
     from maect.tools import neighbors
+    from maect.tools.start_snakemake import import_snakemake
+
+    import_snakemake()
     from maect.tools.dry_run import jobs_to_run
     from maect.tools.plan import Device, all_here, make_plan, missing
     from maect.tools.plan_text import lines

@@ -1,6 +1,7 @@
 """Dry run of Snakemake in this process: its reading of words, and the jobs left to run.
 
-Imports Snakemake, which only `maect plan`, and `maect run` with words for it, wait for.
+Imports Snakemake, which only `maect plan`, and `maect run` with words for it, wait for; import it
+by `maect.tools.start_snakemake.import_snakemake` first.
 """
 
 import difflib
@@ -11,18 +12,15 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 
+from snakemake.cli import args_to_api, get_argument_parser, parse_args
+from snakemake_interface_logger_plugins.base import LogHandlerBase
+from snakemake_interface_logger_plugins.common import LogEvent
+from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
+
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import PIPELINE
 from maect.experiment.working_folder import check_working_folder
 from maect.tools.plan import RuleJob
-from maect.tools.start_snakemake import import_snakemake
-
-import_snakemake()
-
-from snakemake.cli import args_to_api, get_argument_parser, parse_args  # noqa: E402
-from snakemake_interface_logger_plugins.base import LogHandlerBase  # noqa: E402
-from snakemake_interface_logger_plugins.common import LogEvent  # noqa: E402
-from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry  # noqa: E402
 
 SNAKEFILE = PIPELINE / "Snakefile"
 TARGETS = (

@@ -8,16 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from snakemake_interface_logger_plugins.base import LogHandlerBase
+from snakemake_interface_logger_plugins.common import LogEvent
+from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
+
 from maect.core.yaml_files import read_yaml
 from maect.evaluate import PROTOCOLS
 from maect.stages import STAGES
 from maect.tools import start_snakemake
-
-start_snakemake.import_snakemake()
-
-from snakemake_interface_logger_plugins.base import LogHandlerBase  # noqa: E402
-from snakemake_interface_logger_plugins.common import LogEvent  # noqa: E402
-from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry  # noqa: E402
 
 SECONDS: dict[str, float] = read_yaml(Path(__file__).with_suffix(".yaml"))
 OTHER = 1.5

@@ -5,7 +5,6 @@ partitions, for ZeRO 2 and 3. What a rank owns are its shards: saving, restoring
 on them, so none of them gathers anything and none depends on the ZeRO stage.
 """
 
-import importlib
 import logging
 import os
 import time
@@ -60,9 +59,6 @@ def start(context: Context) -> torch.device:
     import deepspeed
     from deepspeed.utils import groups
 
-    # An optimizer that is not ours compiles itself there, which imports the compiler: seconds.
-    with patch.object(torch, "compile", lambda function=None, **_: function or (lambda f: f)):
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     deepspeed.utils.logger.setLevel(logging.WARNING)
     # None of its C++ operators is used. To look which ones there are takes a second, and to
     # compile its shared-memory collectives a minute and a compiler.

@@ -532,13 +532,26 @@ def test_lost_shards_are_those_that_something_finished_was_made_of(tmp_path: Pat
     assert start.lost_shards(found) == [], "there is nothing to shard"
 
 
+HEAVY = {"torch", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "PIL", "matplotlib"}
+
+
 @pytest.mark.parametrize(
     "module", ["maect.experiment", "maect.cli", "maect.recipes", "maect.launch"]
 )
 def test_a_dry_run_imports_nothing_heavy(module: str) -> None:
-    heavy = {"torch", "pandas", "matplotlib"}
-    code = f"import sys, {module}; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, {module}; sys.exit(bool({HEAVY} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_reading_an_experiment_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from maect.experiment import load, resolve, start; found = load('digits');"
+        "[resolve.run_config(found, run) for run in found.runs];"
+        f"print(sorted({HEAVY} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
 
 
 @pytest.mark.parametrize(

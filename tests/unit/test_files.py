@@ -12,7 +12,6 @@ from safetensors.numpy import save_file
 from maect.core.entries import entries, finished_entries, line_of
 from maect.core.errors import UserError
 from maect.core.files import (
-    UMASK,
     atomic_write,
     read_record,
     seek_record,
@@ -36,11 +35,23 @@ def test_tensors_are_readable_like_other_files(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     with atomic_write(path) as temporary:
         save_file({"x": np.zeros(3)}, temporary)
-    assert path.stat().st_mode & 0o777 == 0o666 & ~UMASK
-    code = "from maect.core.files import *; write_record('r.json', {}); Path('f').mkdir()"
-    command = [sys.executable, "-c", f"import os; os.umask(0); {code}"]
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode & ~0o002
+
+
+@pytest.mark.parametrize(
+    ("umask", "file", "folder"),
+    [(0o000, 0o664, 0o775), (0o022, 0o644, 0o755), (0o007, 0o660, 0o770)],
+)
+def test_the_umask_counts_but_not_everybody_may_write(
+    tmp_path: Path, umask: int, file: int, folder: int
+) -> None:
+    code = "from maect.core.files import write_record; write_record('f/r.json', {})"
+    command = [sys.executable, "-P", "-c", f"import os; os.umask({umask}); {code}"]
     subprocess.run(command, cwd=tmp_path, check=True)
-    assert not any((tmp_path / name).stat().st_mode & 0o002 for name in ("r.json", "f"))
+    assert (tmp_path / "f/r.json").stat().st_mode & 0o777 == file
+    assert (tmp_path / "f").stat().st_mode & 0o777 == folder
 
 
 def test_a_log_that_a_kill_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

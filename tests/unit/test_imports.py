@@ -1,113 +1,99 @@
-"""What commands do not wait for: PyTorch's compiler until it is needed, pandas, garbage."""
+"""An import of `maect` changes nothing in the process; what commands do not wait for."""
 
-import gc
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from maect.core.imports import uncollected
+import maect
 
+STATE = """
+import os, sys
+umask = os.umask(0)
+os.umask(umask)
 
-def run(script: str) -> str:
-    """What a Python of its own prints."""
-    command = [sys.executable, "-P", "-W", "ignore", "-c", script]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def test_training_does_not_import_the_compiler() -> None:
-    script = """
-import sys
-import maect.train.trainer, maect.answers.encoder
-import torch, torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-weights = torch.nn.Parameter(torch.ones(3))
-optimizer = torch.optim.AdamW([weights])
-weights.sum().backward()
-optimizer.step()
-optimizer.load_state_dict(optimizer.state_dict())
-optimizer.zero_grad()
-print(type(sys.modules["torch._dynamo"]).__name__, "sympy" in sys.modules)
+def state():
+    umask = os.umask(0)
+    os.umask(umask)
+    modules = {name: one for name, one in sys.modules.items() if name.split(".")[0] != "maect"}
+    return [umask, dict(os.environ), [*sys.meta_path], [*sys.path_hooks], [*sys.path], modules]
 """
-    assert run(script).splitlines() == ["_Deferred False"]
 
 
-def test_what_was_put_off_gives_the_real_answer() -> None:
-    script = """
-import maect.models.vit
-import sys, torch, torchvision
-given = sys.modules["torchvision.ops.roi_align"].is_compile_supported("cpu")
-from torch._dynamo.utils import is_compile_supported
-print(given == is_compile_supported("cpu"), sys.modules["torch._dynamo"].__file__ is not None)
-from timm.models.naflexvit import NaFlexRopeIterator
-print(NaFlexRopeIterator.__next__.__name__)
-"""
-    assert run(script).splitlines() == ["True True", "__next__"]
+def run(script: str, *words: str) -> str:
+    """Return what a Python of its own prints."""
+    command = [sys.executable, "-P", "-W", "ignore", "-c", script, *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-@pytest.mark.parametrize(
-    "ask", ["torch._dynamo.config.cache_size_limit", "torch._dynamo.trace_rules.BUILTIN_SKIPLIST"]
-)
-def test_what_is_asked_for_is_the_real_compiler(ask: str) -> None:
+def modules() -> list[str]:
+    """Return the names of all modules but `__main__`, which is a command."""
+    root = Path(maect.__file__).parent
+    files = [path.relative_to(root.parent).with_suffix("") for path in root.rglob("*.py")]
+    names = [".".join(file.parts).removesuffix(".__init__") for file in sorted(files)]
+    return [name for name in names if not name.endswith("__main__")]
+
+
+def test_importing_the_package_changes_nothing() -> None:
     script = f"""
+{STATE}
+import importlib.util, pathlib, typing  # which the package imports
+before = state()
 import maect
-import torch, torch._dynamo, torch._dynamo.utils
-import inspect
-inspect.getmodule(len)  # looks through all modules
-print(type(sys.modules["torch._dynamo"]).__name__)
-first = {ask}
-print(type(sys.modules["torch._dynamo"]).__name__)
-import torch._dynamo
-print(first is {ask} or first == {ask})
+print(state() == before)
+spec = importlib.util.find_spec("torch._dynamo.utils")
+print(spec.origin.endswith("torch/_dynamo/utils.py"), type(spec.loader).__name__)
 """
-    assert run("import sys\n" + script).splitlines() == ["_Deferred", "module", "True"]
+    assert run(script).splitlines() == ["True", "True SourceFileLoader"]
 
 
-def test_a_module_of_the_compiler_is_imported_once() -> None:
-    script = """
-import maect
-import sys
-import torch, torch._dynamo.backends.registry as module
-print(module is torch._dynamo.backends.registry is sys.modules["torch._dynamo.backends.registry"])
-import torch._dynamo.config as module  # which takes no attributes of the import system
-print(module is torch._dynamo.config, torch._dynamo is sys.modules["torch._dynamo"])
-print([one for one in sys.meta_path if type(one).__module__.startswith("maect")])
+@pytest.mark.timeout(900)
+def test_importing_any_module_changes_nothing_but_by_what_it_imports() -> None:
+    imports = "import importlib\nfor name in json.loads(sys.argv[1]): importlib.import_module(name)"
+    names = json.dumps(modules())
+    script = f"""
+import json, sys
+{imports}
+print("names", json.dumps([name for name in sys.modules if name.split(".")[0] != "maect"]))
 """
-    assert run(script).splitlines() == ["True", "True True", "[]"]
-
-
-def test_what_is_not_to_be_compiled_is_not() -> None:
-    """Neither what was decorated, nor what was called, before there was a compiler."""
-    script = """
-import maect
+    others = json.loads(run(script, names).rpartition("names ")[2])
+    script = f"""
+import contextlib, importlib, json
+{STATE}
+for name in json.loads(sys.argv[2]):
+    with contextlib.suppress(ImportError):  # some packages leave a name that none can import
+        importlib.import_module(name)
 import torch
-seen = []
-@torch.compiler.disable
-def aside(x):
-    seen.append(torch.compiler.is_compiling())
-    return x + 1
-@torch.compiler.disable(recursive=False)
-def other(x):
-    seen.append(torch.compiler.is_compiling())
-    return x + 1
-print(aside(torch.ones(1)).item(), other(torch.ones(1)).item(), aside.__name__, seen)
-double = torch.compile(lambda x: other(aside(x)) * 2, backend="eager")
-print(double(torch.ones(1)).item(), seen)
+functions = [dict(vars(module)) for module in (torch, torch.optim, torch.nn.functional)]
+before = state()
+{imports}
+after = state()
+print("same", [one == other for one, other in zip(before, after, strict=True)])
+print([
+    name
+    for module, known in zip((torch, torch.optim, torch.nn.functional), functions)
+    for name, value in known.items()
+    if callable(value) and vars(module).get(name) is not value
+])
 """
-    assert run(script).splitlines() == [
-        "2.0 2.0 aside [False, False]",
-        "6.0 [False, False, False, False]",
-    ]
+    said = run(script, names, json.dumps(others)).rpartition("same ")[2].splitlines()
+    assert said == ["[True, True, True, True, True, True]", "[]"]
 
 
-def test_it_leaves_alone_a_compiler_that_is_there() -> None:
+def test_the_functions_are_there_beside_their_packages() -> None:
     script = """
-import torch, torch._dynamo
-before = torch._dynamo
-import maect, maect.models.vit
-print(torch._dynamo is before)
+import maect, maect.train.stage, maect.evaluate
+print(callable(maect.train), callable(maect.evaluate), maect.train.stage.__name__)
+try:
+    maect.train("no/config.yaml")
+except Exception as error:
+    print(type(error).__name__, "no/config.yaml" in str(error))
 """
-    assert run(script).splitlines() == ["True"]
+    assert run(script).splitlines() == ["True True maect.train.stage", "UserError True"]
 
 
 def test_vectors_are_written_and_read_without_torch_or_pandas() -> None:
@@ -130,13 +116,6 @@ print("torch" in sys.modules, "pandas" in sys.modules)
     ]  # fmt: skip
 
 
-def test_garbage_is_looked_for_again_after_an_import() -> None:
-    for before in (True, False):
-        (gc.enable if before else gc.disable)()
-        try:
-            with pytest.raises(ImportError), uncollected():
-                assert not gc.isenabled()
-                raise ImportError
-            assert gc.isenabled() is before
-        finally:
-            gc.enable()
+@pytest.mark.parametrize("module", ["maect.data.shards", "maect.data.order", "maect.data.decode"])
+def test_shards_are_written_without_torch(module: str) -> None:
+    assert run(f"import sys, {module}; print('torch' in sys.modules)") == "False\n"

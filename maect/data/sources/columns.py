@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maect.core.errors import UserError
-from maect.core.lazy import pa
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, files_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _IMAGES = ("image", "img", "jpg", "png", "picture", "photo")
 _LABELS = ("label", "labels", "class", "fine_label", "target")
@@ -138,6 +140,7 @@ class _Table:
     """One file, whose rows come in groups; an arrow file is one group, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
+        import pyarrow as pa
         from pyarrow import ipc, parquet
 
         self._mapped: pa.Table | None = None
@@ -170,6 +173,8 @@ class _Table:
         self.class_names = _class_names(self.schema, self._label) if self._label else None
 
     def _find_image(self) -> str:
+        import pyarrow as pa
+
         def is_image(kind: "pa.DataType") -> bool:
             if pa.types.is_struct(kind):
                 inside = [inner.type for inner in kind if inner.name == "bytes"]
@@ -184,6 +189,8 @@ class _Table:
 
     def names_and_labels(self) -> tuple[list[str | None], list[Any]]:
         """Path and label of each row, None where it has none; no image is read."""
+        import pyarrow as pa
+
         rows = self._starts[-1]
         names: list[str | None] = [None] * rows
         labels: list[Any] = [None] * rows

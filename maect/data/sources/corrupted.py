@@ -9,13 +9,15 @@ from __future__ import annotations
 import io
 import zlib
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from maect.core.errors import UserError
-from maect.core.lazy import Image, np
 from maect.data.sources.base import Entry, Listing
 from maect.data.sources.image_files import Folder
 from maect.recipes import Pixels
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _VALUES = 1 << 16
 """That noise is drawn for at once."""
@@ -61,6 +63,9 @@ class Noise(Corrupted):
 
     def change(self, image: Image.Image, name: str) -> Image.Image:
         """Twelve uniform numbers make a normal one: sums of integers are the same everywhere."""
+        import numpy as np
+        from PIL import Image
+
         from maect.data import random
 
         values = np.array(image)
@@ -101,6 +106,9 @@ class Contrast(Corrupted):
 
     def change(self, image: Image.Image, name: str) -> Image.Image:
         """Low in contrast."""
+        import numpy as np
+        from PIL import Image
+
         values = np.asarray(image).astype(np.float64)
         mean = values.mean((0, 1))
         return Image.fromarray(np.rint(mean + self.remains * (values - mean)).astype(np.uint8))
@@ -115,6 +123,8 @@ class Pixelate(Corrupted):
 
     def change(self, image: Image.Image, name: str) -> Image.Image:
         """Averaged over boxes, then repeated."""
+        from PIL import Image
+
         size = max(1, round(self.part * image.width)), max(1, round(self.part * image.height))
         small = image.resize(size, Image.Resampling.BOX)
         return small.resize(image.size, Image.Resampling.NEAREST)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from maect.core.errors import UserError
-from maect.core.lazy import pa
 from maect.data.sources.base import (
     UNLABELLED,
     Entry,
@@ -118,6 +117,7 @@ class ImageList(ImageSource):
             raise UserError(f"{self.path}: not a table in UTF-8 ({error})") from None
 
     def _parquet(self) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+        import pyarrow as pa
         from pyarrow import parquet
 
         try:
