@@ -23,6 +23,7 @@ from maect.recipes.cost import encode_flops
 from maect.records import Outcome, checked_sha256
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from maect.evaluate.store import FeatureFile
@@ -157,6 +158,8 @@ class EvaluationJob:
             right: by metric, whether each image was right, bool [n] or, of several trials on each,
                 [trials, n].
         """
+        import numpy as np
+
         from maect.evaluate.outcomes import pack
         from maect.evaluate.sampling import ends
 

@@ -282,6 +282,7 @@ class Experiment:
         """(dataset, split) of all splits."""
         return [(name, split) for name, of in self.datasets.items() for split in of.splits]
 
+    @cache  # noqa: B019
     def runs_of(self, stage: str) -> list[str]:
         """Names of the runs of a stage."""
         return [run.name for run in self.runs.values() if run.stage == stage]
