@@ -1,6 +1,7 @@
 """Commands of whole experiments: write, run, look after, report, check."""
 
 import argparse
+import logging
 import os
 import shlex
 import shutil
@@ -19,6 +20,8 @@ from maect.core.commands import Positive, Word, command
 from maect.core.errors import UserError
 from maect.core.files import PIPELINE, need
 from maect.core.processes import environment
+
+log = logging.getLogger(__name__)
 
 Name = Annotated[str, Word(help="name or path")]
 Profile = Annotated[
@@ -266,7 +269,9 @@ def own_name() -> str:
 def plan(
     target: Sequence[str] = (),
     *,
-    experiment: Annotated[str, Word(help="name or path (default paper)")] = "paper",
+    experiment: Annotated[
+        str | None, Word(help="name or path (default paper, where no experiment is in this folder)")
+    ] = None,
     profile: Profile = "local",
     config: Config = (),
     device: str | None = None,
@@ -277,11 +282,12 @@ def plan(
     Args:
         target: files or rules, as for Snakemake (default: the whole report).
         device: speed to assume where no run has measured it: A100, H100, cpu, or here, which
-            measures a step of each stage (default: here if jobs run on this machine, else the
-            profile's GPU, or A100).
+            measures a step of each stage, if that takes at most ten seconds and a quarter of the
+            free memory (default: here if jobs run on this machine, else the profile's GPU, or
+            A100).
         utilisation: part of the device's peak speed that is reached (default 0.35).
     """
-    from maect.experiment import load, names
+    from maect.experiment import load, names, own_experiments
     from maect.experiment.profile import find_profile
     from maect.tools import neighbors
     from maect.tools.start_snakemake import import_snakemake
@@ -294,6 +300,14 @@ def plan(
     for word in target:
         if word in names() or word.endswith((".yaml", ".yml")):
             raise UserError(f"{word} is an experiment, not a target: --experiment {word}")
+    if experiment is None:
+        if own := [file.name for file in own_experiments(Path())]:
+            raise UserError(
+                f"which experiment? here {'is' if len(own) == 1 else 'are'} {', '.join(own)}: "
+                f"--experiment {own[0]}; or --experiment paper"
+            )
+        experiment = "paper"
+    log.info("planning %s on %s", experiment, profile)
     chosen = load(experiment, **changes_of(config))
     left = jobs_to_run(target, [f"experiment={experiment}", *config], find_profile(profile))
     known = (str(job.resources.get("gpu") or "") for job in left)

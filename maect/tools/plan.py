@@ -124,6 +124,10 @@ class Device:
             return f"operations at {CPU_RATE / 1e9:.0f} GFLOP/s a process"
         return f"operations at {self.utilisation:.0%} of an {self.name}'s peak"
 
+    def source_of(self, stage: Training, encoder: Encoder) -> str:
+        """Return where the speed of a training is from, for people."""
+        return self.source
+
     def together(self, processes: int) -> float:
         """FLOP/s of this many processes."""
         return self.rate * processes
@@ -365,7 +369,7 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
             seconds, source = images / (speed[0] * nodes * devices), f"measured in {speed[1]}"
         else:
             seconds = images / device.images_per_second(stage, encoder, nodes * devices)
-            source = device.source
+            source = device.source_of(stage, encoder)
     return PlannedJob(
         stage.name, run.name, nodes, devices, seconds, 60.0 * float(resources["runtime"]), source,
         makes=experiment.folder(run.name), bytes=stage.state_bytes(encoder),

@@ -1,5 +1,6 @@
 """`maect plan`: what is left to run is asked of Snakemake; its price is plain arithmetic."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from maect import cli
 from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
-from maect.experiment import Experiment, load, resolve
+from maect.experiment import Experiment, load, own_experiments, resolve
 from maect.launch.record import Job, Request, write_job
 from maect.recipes import Pixels, load_encoder
 from maect.recipes.cost import encode_flops, encoder_weights
+from maect.recipes.memory import CONTEXT
 from maect.records import RunRecord
 from maect.stages import Training, load_recipe
 from maect.tools.dry_run import jobs_to_run
@@ -35,7 +38,7 @@ from maect.tools.plan import (
     shards_of,
 )
 from maect.tools.plan_text import lines
-from maect.tools.speed import Machine, this_machine
+from maect.tools.speed import LONGEST, STEP_FLOPS, Machine, batch_to_measure, this_machine
 
 PROFILE = Path(__file__).parents[2] / "cluster_profiles/juwels"
 HERE = {"cluster": "local", "nodes": 1, "devices": 2, "runtime": 1440}
@@ -340,13 +343,15 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return 10.0
 
     monkeypatch.setattr("maect.tools.speed.measure", measure)
-    machine, encoder = Machine("cpu"), load_encoder("tiny")
+    monkeypatch.setattr(Machine, "free_memory", lambda _: 8e9)
+    machine, of_gpu, encoder = Machine("cpu"), Machine("H100"), load_encoder("tiny")
     mae, tune = load_recipe("mae", "tiny"), load_recipe("ct_min", "tiny")
     # Two processes share the cores, and each was measured with its share; two GPUs are two.
     assert machine.images_per_second(mae, encoder, 2) == 20.0
     assert machine.images_per_second(tune, encoder, 2) == 20.0
-    assert Machine("H100").images_per_second(mae, encoder, 2) == 20.0
+    assert of_gpu.images_per_second(mae, encoder, 2) == 20.0
     assert asked == ["pretrain", "tune", "pretrain"]
+    assert machine.source_of(mae, encoder) == "a step measured on this machine's CPU"
     assert (
         machine.together(2)
         == machine.rate
@@ -356,6 +361,94 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(labelled, Training)
     by_operations = machine.rate / labelled.flops_per_image(encoder)
     assert machine.images_per_second(labelled, encoder, 2) == by_operations
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What is measured: stage and width; a machine of 16 GB free and 50 GFLOP/s a process."""
+    found: list[tuple[str, int]] = []
+
+    def measure(stage: Any, encoder: Any, batch: int) -> float:
+        found.append((stage.name, encoder.width))
+        return 5e10 / float(stage.flops_per_image(encoder))
+
+    monkeypatch.setattr("maect.tools.speed.measure", measure)
+    monkeypatch.setattr(Machine, "free_memory", lambda _: 16e9)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["mae", "head_min", "ct_min"])
+def test_what_is_too_large_to_be_measured_is_computed_from_a_smaller_step(
+    recipe: str, asked: list[tuple[str, int]]
+) -> None:
+    """`maect plan` built ViT-H on a CPU, which took 13.9 GB and minutes."""
+    machine, stage, encoder = Machine("cpu"), load_recipe(recipe, "huge"), load_encoder("huge")
+    speed = machine.images_per_second(stage, encoder, 2)
+    assert asked == [("pretrain", load_encoder("small").width)]
+    assert speed == pytest.approx(1e11 / stage.flops_per_image(encoder))
+    assert machine.source_of(stage, encoder) == "operations at 100 GFLOP/s, measured here"
+
+
+def test_a_measurement_takes_a_quarter_of_the_free_memory_at_most(
+    asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, encoder = load_recipe("mae", "small"), load_encoder("small")
+    batch = batch_to_measure(stage, encoder, STEP_FLOPS)
+    needs = stage.model_copy(update={"batch_size": batch}).peak_memory(encoder, 1) - CONTEXT
+    monkeypatch.setattr(Machine, "free_memory", lambda _: 3.9 * needs)
+    little = Machine("cpu")
+    assert little.images_per_second(stage, encoder) == CPU_RATE / stage.flops_per_image(encoder)
+    assert not asked and little.source == Device("cpu").source == little.source_of(stage, encoder)
+    monkeypatch.setattr(Machine, "free_memory", lambda _: 4.1 * needs)
+    assert Machine("cpu").images_per_second(stage, encoder) > 0 and len(asked) == 1
+
+
+def test_a_measurement_takes_ten_seconds_at_most(
+    asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps of two images of ViT-H take longer at 50 GFLOP/s, whatever memory there is."""
+    monkeypatch.setattr(Machine, "free_memory", lambda _: 1e15)
+    machine, tune, encoder = Machine("cpu"), load_recipe("ct_min", "huge"), load_encoder("huge")
+    batch = batch_to_measure(tune, encoder, STEP_FLOPS)
+    assert 3 * batch * tune.flops_per_image(encoder) / 5e10 > LONGEST
+    machine.images_per_second(tune, encoder)
+    assert ("tune", encoder.width) not in asked
+    small = load_recipe("ct_min", "small"), load_encoder("small")
+    machine.images_per_second(*small)
+    assert asked[-1] == ("tune", small[1].width)
+
+
+def test_free_memory_is_no_more_than_this_process_may_take() -> None:
+    code = (
+        "import resource; from maect.tools.speed import Machine;"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33));"
+        "assert 0 < Machine('cpu').free_memory() < 2**33"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_measured_is_said_at_once(
+    asked: list[tuple[str, int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="maect.tools.speed"):
+        Machine("cpu").images_per_second(load_recipe("mae", "tiny"), load_encoder("tiny"))
+    assert re.fullmatch(r"measuring a step of pretrain, batch \d+, on this machine's CPU",
+                        caplog.messages[0])  # fmt: skip
+
+
+def test_plan_asks_for_an_experiment_where_there_is_one_in_the_folder(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "notes.yaml").write_text("runs: 3")
+    (here / "broken.yaml").write_text("{")
+    assert own_experiments(here) == []
+    (here / "birds.yaml").write_text("datasets: {}\nruns: {}\n")
+    assert cli.main(["plan"]) == 2
+    told = capfd.readouterr().err.splitlines()
+    assert told == [
+        "maect plan: which experiment? here is birds.yaml: --experiment birds.yaml; "
+        "or --experiment paper"
+    ]
 
 
 @pytest.mark.parametrize("pixels", [Pixels(), FIVE], ids=["RGB", "5 channels"])
