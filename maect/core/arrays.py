@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from maect.core.errors import UserError
-from maect.core.files import CHECKSUM, atomic_write, check_file, patiently
+from maect.core.files import CHECKSUM, atomic_write, check_file, with_retries
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -28,7 +28,7 @@ def write_arrays(path: Path, arrays: Arrays, texts: Mapping[str, str]) -> None:
 def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """Read what `write_arrays` wrote: UserError if damaged, OSError if away."""
     try:
-        arrays, texts = patiently(_read, path)
+        arrays, texts = with_retries(_read, path)
     except SafetensorError as error:
         raise UserError(f"{path}: damaged, or not a safetensors file ({error})") from None
     if texts.pop(CHECKSUM, None) != _checksum(arrays, texts):

@@ -15,7 +15,6 @@ class Context:
     Attributes:
         cpus: threads that it may use.
         gpus: whether the job was given GPUs: then it does not go on without.
-        saved_before: last step that is saved according to the launcher's record, or 0.
     """
 
     rank: int = 0
@@ -23,7 +22,6 @@ class Context:
     world_size: int = 1
     local_world_size: int = 1
     node: int = 0
-    saved_before: int = 0
 
     def __init__(self, cpus: int = 1, gpus: bool = False) -> None:
         self.cpus, self.gpus = cpus, gpus

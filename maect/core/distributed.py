@@ -383,7 +383,7 @@ def barrier() -> None:
     any_rank(False)
 
 
-def meet(where: str) -> None:
+def store_barrier(where: str) -> None:
     """Wait for all ranks for as long as `SHARE_TIMEOUT`; collectives of a training end earlier.
 
     Args:

@@ -92,11 +92,11 @@ def check_literal_path(path: Path) -> None:
         )
 
 
-_held: set[Path] = set()
+_watched: set[Path] = set()
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[Callable[[], bool]]:
+def watch_folder(folder: Path) -> Iterator[Callable[[], bool]]:
     """Yield whether `folder` is still the one that it was: neither moved nor replaced by another.
 
     Meanwhile this process does not make it again: results would begin anew in an empty one.
@@ -112,11 +112,11 @@ def held(folder: Path) -> Iterator[Callable[[], bool]]:
         except OSError:  # a file system that is away for a moment says nothing
             return True
 
-    _held.add(folder)
+    _watched.add(folder)
     try:
         yield is_there
     finally:
-        _held.discard(folder)
+        _watched.discard(folder)
         os.close(descriptor)
 
 
@@ -124,11 +124,11 @@ def make_folder(path: Path) -> None:
     """Make a folder, and those above it, that is still there after a loss of power.
 
     Raises:
-        FileNotFoundError: one that this process holds (`held`) is gone.
+        FileNotFoundError: one that this process watches (`watch_folder`) is gone.
     """
     if path.is_dir():
         return
-    if path in _held:
+    if path in _watched:
         raise FileNotFoundError(errno.ENOENT, "moved or removed while it was used", str(path))
     make_folder(path.parent)
     path.mkdir(mode=FOLDER_MODE, exist_ok=True)
@@ -276,7 +276,7 @@ def seek_record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def patiently(read: Callable[..., T], *arguments: Any) -> T:
+def with_retries(read: Callable[..., T], *arguments: Any) -> T:
     """Call `read` until the file system stops refusing, or for a quarter of a minute (OSError)."""
     for seconds in WAITS:
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from isal import isal_zlib
 
 from maect.core.errors import UserError
-from maect.core.files import open_file, patiently, read_record, sha256_file
+from maect.core.files import open_file, read_record, sha256_file, with_retries
 from maect.recipes import Pixels
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Index:
         sample, shard, offset, size, *_ = self.rows[i].tolist()
         path = self.shards[shard]
         try:
-            data = patiently(self._bytes, shard, offset, size)
+            data = with_retries(self._bytes, shard, offset, size)
         except FileNotFoundError as error:
             raise UserError(f"{path}: cannot read sample {i}: {error.strerror}") from None
         if len(data) != size:

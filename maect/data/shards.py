@@ -34,9 +34,9 @@ from maect.core.errors import UserError, counted, reason
 from maect.core.files import (
     FINAL,
     atomic_write,
-    patiently,
     read_record,
     sha256_file,
+    with_retries,
     write_record,
     write_text,
 )
@@ -331,7 +331,7 @@ def _read(source: ImageSource, entry: Entry) -> bytes:
         if not error.errno or error.errno in {*FINAL, errno.EACCES, errno.EPERM}:
             raise  # the file's own fault
     try:
-        return patiently(source.read, entry)
+        return with_retries(source.read, entry)
     except OSError as error:
         raise UserError(
             f"{source.path}: {entry.name}: {reason(error)}; start again, or `exclude` it"

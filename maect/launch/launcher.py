@@ -1,12 +1,13 @@
 """The launcher: submit or re-attach, wait, judge, resubmit, until the completion record exists."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from maect.core.files import check_literal_path, held, make_folder, patiently
+from maect.core.files import check_literal_path, make_folder, watch_folder, with_retries
 from maect.launch import progress, record, slurm, submit
 from maect.launch.local import Local
 from maect.launch.owner import Interruption, own
@@ -57,10 +58,10 @@ def launch(
         submit.check_shell()
     make_folder(folder)
     record.check_folder(folder)
-    with own(folder), held(folder) as is_there, Interruption(detach) as interruption:
+    with own(folder), watch_folder(folder) as is_there, Interruption(detach) as interruption:
         line = progress.ProgressLine(describe)
         try:
-            done = partial(patiently, is_done)
+            done = partial(with_retries, is_done)
             _Launch(task, folder, resources, done, line, interruption, is_there).run()
         except OSError as error:  # a full disk, a file system that is away
             raise LaunchError(
@@ -78,9 +79,7 @@ def _is_endangered(folder: Path, identity: str) -> bool:
         return False
     if job is None or job.state == "ended" or record.verdict(folder, job) == "done":
         return False
-    if record.belongs(folder, job) == "copy":
-        return False
-    return not job.computes(identity)
+    return record.is_of(folder, job) and not job.computes(identity)
 
 
 def clusters() -> dict[str, Cluster]:
@@ -111,8 +110,9 @@ class _Launch:
 
     def run(self) -> None:
         job = record.read_job(self.folder, own=True)
-        if job is not None and job.state != "ended":
-            self.recognise(job)
+        if job is not None and job.state != "ended" and not record.is_of(self.folder, job):
+            self.line.say(f"{job} is that of {job.place}, and left alone")
+            self.close(job, f"it is the job of {job.place}")
         if job is not None and job.stop:
             # A request to stop that an earlier launcher left behind is not meant for this one.
             job.stop = False
@@ -145,15 +145,6 @@ class _Launch:
             self.close(job, end.notice.text)
             if ours or seen:  # how a job ended while nobody watched is not held against it
                 failures = self.judge(job, end, failures)
-
-    def recognise(self, job: Job) -> None:
-        """Say whose job it is, if the folder is not where it was; a copy has none."""
-        what = record.belongs(self.folder, job)
-        if what == "moved":
-            self.line.say(f"moved here from {job.place}, where its job ends by itself")
-        elif what == "copy":
-            self.line.say(f"a copy of {job.place}: {job} is that folder's, and left alone")
-            self.close(job, f"it is the job of {job.place}, of which this is a copy")
 
     def check_place(self) -> None:
         """Refuse to begin anew in the place of a folder that was moved (LaunchError)."""
@@ -204,7 +195,7 @@ class _Launch:
         elif job.excluded:
             self.line.say(f"without {', '.join(job.excluded)}, which ended {record.BAD} jobs")
         job.site = self.clusters[job.cluster].site()
-        vars(job).update(record.where(self.folder))
+        job.place = os.path.realpath(self.folder)
         job.request = submit.request(job, self.folder, self.task, where)
         record.make_job_folder(self.folder, job.name)
         record.write_job(self.folder, job)

@@ -30,16 +30,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict, cast
+from typing import Any, Self, TypedDict, cast
 
 from maect.core.errors import UserError
 from maect.core.files import (
     check_literal_path,
     make_folder,
     parsed,
-    patiently,
     seek_record,
     verified,
+    with_retries,
     write_record,
 )
 from maect.core.owners import exposed, is_trusted, owner_name, private_folder, read_own
@@ -116,8 +116,6 @@ class Job:
         namespace: its process ids: two containers may have one kernel.
         site: what the cluster calls itself: ids of others mean nothing.
         place: real path of the folder.
-        device: of the folder, as this kernel numbers it.
-        inode: of the folder.
         submitted: Unix time of submission.
         stop: the ranks are asked to save and stop.
         ending: why it is over.
@@ -144,8 +142,6 @@ class Job:
     namespace: str = field(default_factory=namespace)
     site: str | None = None
     place: str = ""
-    device: int = 0
-    inode: int = 0
     submitted: float = field(default_factory=lambda: time.time())
     stop: bool = False
     ending: str | None = None
@@ -262,26 +258,17 @@ def unique_name(folder: Path) -> str:
     return f"maect-{short}-{uuid.uuid4().hex[:10]}"
 
 
-def where(folder: Path) -> dict[str, Any]:
-    """Return what a job's record says of the place of its folder."""
-    found = folder.stat()
-    return {"place": os.path.realpath(folder), "device": found.st_dev, "inode": found.st_ino}
+def is_of(folder: Path, job: Job) -> bool:
+    """Return whether a job that may be alive is this folder's.
 
-
-def belongs(folder: Path, job: Job) -> Literal["here", "moved", "copy"]:
-    """Return whether a job is this folder's, or that of a folder which this is a copy of.
-
-    Where a folder was replaced at its place, its job has noticed, and ends.
+    A record that was copied or moved with its folder names another place: a job there is no job of
+    this folder, which gets one of its own. The other one is left alone.
     """
     if not job.place or job.place == os.path.realpath(folder):
-        return "here"
-    here = folder.stat()
-    try:
-        # One folder has two names where it is mounted twice.
-        return "here" if os.path.samestat(here, os.stat(job.place)) else "copy"
-    except OSError:
-        known = job.device == here.st_dev or job.boot != boot()
-        return "moved" if known and job.inode == here.st_ino else "copy"
+        return True
+    with suppress(OSError):
+        return os.path.samefile(folder, job.place)  # it may be mounted under two names
+    return False
 
 
 def read_job(folder: Path, own: bool = False) -> Job | None:
@@ -295,7 +282,9 @@ def read_job(folder: Path, own: bool = False) -> Job | None:
     """
     path = folder / "job.json"
     try:
-        job = Job(**verified(parsed(patiently(read_own, path, not own))))
+        value = verified(parsed(with_retries(read_own, path, not own)))
+        # Of another revision it may say more.
+        job = Job(**{one.name: value[one.name] for one in fields(Job) if one.name in value})
         if not (isinstance(job.name, str) and job.state in STATES and isinstance(job.step, int)):
             raise ValueError("it has no name, state or step")
         if not isinstance(job.earlier, list):
@@ -315,7 +304,7 @@ def read_job(folder: Path, own: bool = False) -> Job | None:
 
 def write_job(folder: Path, job: Job) -> None:
     """Write `job.json`, atomically; for the launcher that owns the folder."""
-    patiently(write_record, folder / "job.json", asdict(job))
+    with_retries(write_record, folder / "job.json", asdict(job))
 
 
 def learn_id(folder: Path, job: Job) -> None:

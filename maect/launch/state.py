@@ -91,8 +91,8 @@ def state_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> State:
     """
     if job.state == "ended":
         return meaning(folder, job, Notice("ended", job.ending or "", final=job.ending == STOPPED))
-    if record.belongs(folder, job) == "copy":
-        return meaning(folder, job, Notice("ended", f"a copy of {job.place}, whose job it is"))
+    if not record.is_of(folder, job):
+        return meaning(folder, job, Notice("ended", f"it is the job of {job.place}"))
     return meaning(folder, job, clusters[job.cluster].poll(folder, job))
 
 

@@ -24,7 +24,7 @@ import psutil
 
 from maect.core.context import Context
 from maect.core.errors import NodeError, RankError
-from maect.core.files import held, sealed, write_record
+from maect.core.files import sealed, watch_folder, write_record
 from maect.core.log import rank_log
 from maect.launch import record
 from maect.launch.record import VERDICTS, Job, RankReport, Request
@@ -121,7 +121,6 @@ class Rank(Context):
     attempt: int
     file: RankFile
     is_there: Callable[[], bool]
-    saved_before: int = 0
     rendezvous: Rendezvous | None = None
     said: list[str] = field(default_factory=list)
     reasons: set[str] = field(default_factory=set)
@@ -229,7 +228,7 @@ def run(folder_name: str, name: str) -> None:
         why = f"over: {job.ending}" if job and job.name == name else "replaced by another one"
         log.warning("job %s was %s; nothing to do", name, why)
         return
-    with held(folder) as is_there, record.alive(folder, job, rank):
+    with watch_folder(folder) as is_there, record.alive(folder, job, rank):
         _run(environment, job, folder, is_there)
 
 
@@ -252,7 +251,6 @@ def _run(environment: Any, job: Job, folder: Path, is_there: Callable[[], bool])
         attempt=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         file=file,
         is_there=is_there,
-        saved_before=before,
     )
     _listen(rank)
     try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from maect.core.arrays import sort_metadata
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, check_file, patiently
+from maect.core.files import atomic_write, check_file, with_retries
 from maect.models.timm_encoder import TimmEncoder, build_foreign
 from maect.models.vit import Pooling, Uninitialized, VisionEncoder, build_encoder
 from maect.recipes import Encoder
@@ -42,7 +42,7 @@ def open_tensors(path: str | Path) -> safe_open:
         except FileNotFoundError as error:
             raise OSError(f"{path}: cannot be read at present ({error})") from None
 
-    return patiently(opened)
+    return with_retries(opened)
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -29,15 +29,15 @@ from maect.core.distributed import STEP_TIMEOUT, from_rank_0, sum_scalars
 from maect.core.errors import SupersededError, UserError
 from maect.core.files import (
     atomic_write,
-    patiently,
     seek_record,
     sha256_file,
     verified,
+    with_retries,
     write_record,
 )
 from maect.models.weights import open_tensors
-from maect.train.fence import Fence
 from maect.train.run_folder import write_noted
+from maect.train.run_lock import RunLock
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +78,11 @@ class Saver:
     """Writes snapshots in the background, one at a time, and keeps the last two."""
 
     def __init__(
-        self, folder: Path, context: Context, fence: Fence | None, resumed: int | None = None
+        self, folder: Path, context: Context, lock: RunLock | None, resumed: int | None = None
     ) -> None:
-        """Save states but the resumed one, which is there; rank 0 has the right to (`fence`)."""
+        """Save states but the resumed one, which is there; rank 0 has the right to (`lock`)."""
         self.folder, self.context, self._resumed = folder / "state", context, resumed
-        self._fence = fence
+        self._lock = lock
         self.rank, self.world_size = context.rank, context.world_size
         self.error: str | None = None
         self._said_at = float("-inf")
@@ -119,7 +119,7 @@ class Saver:
                 about = {"step": step, "world_size": self.world_size}
                 self._write(folder, tensors, record | about)
             self.context.saved(step)
-            if self._fence and not self._is_noted:
+            if self._lock and not self._is_noted:
                 # Should all states be lost one day, the run does not begin anew.
                 write_noted(self.folder.parent, saved=step)
                 self._is_noted = True
@@ -144,20 +144,20 @@ class Saver:
             self.context.saving(False)
 
     def _write(self, folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-        if self._fence:
-            self._fence.check()
+        if self._lock:
+            self._lock.check()
         own = folder / f"rank-{self.rank:04d}.safetensors"
         with atomic_write(own) as temporary:
             save_file(tensors, temporary)
             digest = sha256_file(temporary)
         note = {"sha256": digest, "step": record["step"], "save": self._number}
         write_record(own.with_suffix(".json"), note)
-        if not self._fence:
+        if not self._lock:
             return
         files = {
             f"rank-{rank:04d}": self._wait_for(folder, rank) for rank in range(self.world_size)
         }
-        self._fence.commit(folder / "state.json", record | {"files": files})
+        self._lock.commit(folder / "state.json", record | {"files": files})
         for old in saved(self.folder)[KEPT:]:
             (old / "state.json").unlink(missing_ok=True)
             shutil.rmtree(old, ignore_errors=True)
@@ -207,7 +207,7 @@ def _states(folder: Path) -> list[Path]:
 def _names(folder: Path) -> list[str]:
     # Neither Path.glob nor Path.exists: they take a file system's refusal for an absence.
     try:
-        return patiently(os.listdir, folder)
+        return with_retries(os.listdir, folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -223,7 +223,7 @@ def state_record(state: Path, identity: str) -> dict[str, Any]:
     """The record of a state: UserError if damaged or another run's, OSError if away."""
     file = state / "state.json"
     try:
-        record = verified(json.loads(patiently(file.read_bytes)))
+        record = verified(json.loads(with_retries(file.read_bytes)))
         step, size, files = (record[key] for key in ("step", "world_size", "files"))
         if not (type(step) is type(size) is int and isinstance(files, dict) and files):
             raise ValueError("step, world_size or files")
@@ -243,7 +243,7 @@ def check_files(state: Path, record: dict[str, Any], rank: int, world_size: int)
     for name, digest in list(record["files"].items())[rank::world_size]:
         file = state / f"{name}.safetensors"
         try:
-            found = patiently(sha256_file, file)
+            found = with_retries(sha256_file, file)
         except FileNotFoundError:
             raise UserError(f"{file}: no such file") from None
         if found != digest:

@@ -15,7 +15,7 @@ from typing import Any
 
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import patiently, read_record, write_record
+from maect.core.files import read_record, with_retries, write_record
 from maect.data.index import Index
 from maect.data.order import Order
 from maect.records import RunRecord, is_finished
@@ -174,5 +174,5 @@ def _listed(values: Mapping[str, str]) -> str:
 def ranks_of(run: Path, states: Sequence[Path]) -> int | None:
     """Return how many ranks computed what follows the newest state, as far as the run says."""
     if states:
-        return int(patiently(read_record, states[0] / "state.json")["world_size"])
-    return patiently(RunRecord.of, run).world_size if is_finished(run) else None
+        return int(with_retries(read_record, states[0] / "state.json")["world_size"])
+    return with_retries(RunRecord.of, run).world_size if is_finished(run) else None

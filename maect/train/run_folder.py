@@ -50,7 +50,7 @@ def source_files(source: Path | None) -> dict[str, str]:
     return {name: checked_sha256(source / name) for name in given}
 
 
-def foreign(folder: Path, split: Index) -> list[str]:
+def reused_sample_fields(folder: Path, split: Index) -> list[str]:
     """Return what of a finished run's samples means others on this split: `ids`, `labels`.
 
     A view keeps the ids, and numbers its classes anew.
@@ -129,7 +129,7 @@ def replaced(folder: Path, identity: str) -> str | None:
     )
 
 
-def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
+def take_over_folder(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     """Make the folder that of this run: set aside what another run left, note the recipe.
 
     For rank 0, before anything is read.
@@ -185,14 +185,13 @@ def write_noted(folder: Path, **values: Any) -> None:
     )
 
 
-def check_not_lost(folder: Path, step: int = 0) -> None:
-    """Refuse to begin anew without the state that the records, or `step`, name (UserError)."""
-    step = max(step, noted(folder).get("saved", 0))
-    if step:
+def check_not_lost(folder: Path) -> None:
+    """Refuse to begin anew without the state that the run's record names (UserError)."""
+    if step := noted(folder).get("saved"):
         raise UserError(
             f"{folder / 'state'}: no state, and the state of step {step} was saved: put `state` "
-            "back from a copy, or delete recipe.json, job.json and metrics.jsonl beside it to "
-            "train from the beginning"
+            "back from a copy, or delete recipe.json and metrics.jsonl beside it to train from "
+            "the beginning"
         )
 
 

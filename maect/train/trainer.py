@@ -17,7 +17,7 @@ from maect.core.distributed import (
     barrier,
     be_deterministic,
     from_rank_0,
-    meet,
+    store_barrier,
     sum_on_device,
     sum_scalars,
 )
@@ -40,7 +40,6 @@ from maect.train.checkpoint import (
 from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, Mark, build_engine, seconds_between, start
 from maect.train.evaluations import TrainingEvaluations, first_scores
-from maect.train.fence import Fence, check_current
 from maect.train.final_record import described, write_final_record
 from maect.train.metrics import Metrics, usage
 from maect.train.objective import Objective, tensors_in
@@ -49,13 +48,14 @@ from maect.train.replay import Replay, part_of
 from maect.train.replicas import compare_replicas
 from maect.train.run_folder import (
     check_not_lost,
-    claim,
-    foreign,
     is_finished,
     outputs,
     remove_states,
+    reused_sample_fields,
     source_files,
+    take_over_folder,
 )
+from maect.train.run_lock import RunLock
 from maect.train.stage import RunInputs, Training
 from maect.train.sums import Sums
 from maect.train.trace import Trace, steps_of
@@ -116,14 +116,15 @@ def train(
     stage.check_ranks(context.world_size, computing)
     images = stage.training_images(split)
     scores = first_scores(run, split)
-    identity, fence, said = None, None, list[str]()
+    identity: str | None = None
+    lock: RunLock | None = None
+    said: list[str] = []
     if context.rank == 0:
         split.check_rows()
         begins_with = source_files(run.source)
         identity = stage.fingerprint(run.encoder, run.seed, split.digest, begins_with)
-        check_current(context)  # else it would set aside what the newer job has written
-        claim(folder, identity, described(run))
-        fence = Fence(folder / "state", context)
+        lock = RunLock(folder, context)  # before what another recipe has left is set aside
+        take_over_folder(folder, identity, described(run))
         remove_incomplete(folder / "state")
     identity = from_rank_0(identity)
     if from_rank_0(context.rank == 0 and is_finished(folder, identity)):
@@ -134,7 +135,7 @@ def train(
     # ---- weights and optimizer, from the source or from a saved state
     reader = find_state(folder / "state", identity, context, convert_world_size, device)
     if reader is None and replay is None and context.rank == 0:
-        check_not_lost(folder, context.saved_before)
+        check_not_lost(folder)
     step = reader.step if reader else 0
     if not convert_world_size and device.type == "cpu":
         # A step is repeated with what computed it, not what computed those before it.
@@ -143,7 +144,7 @@ def train(
     if reader:
         objective.restore(reader)
     elif run.source is not None:
-        what = foreign(run.source, split) if context.rank == 0 else None
+        what = reused_sample_fields(run.source, split) if context.rank == 0 else None
         objective.forget_samples(from_rank_0(what))
     groups = stage.parameter_groups(objective)
     objective.to(device)
@@ -203,7 +204,7 @@ def train(
         step=step,
         steps=steps,
         images=images.n,
-        saver=Saver(folder, context, fence, resumed=step if record else None),
+        saver=Saver(folder, context, lock, resumed=step if record else None),
         metrics=metrics,
         watchdog=watchdog,
         save_seconds=60 * save_every_minutes,
@@ -221,7 +222,9 @@ def train(
             near = split
             if stage_to:
                 near = open_index(stage_shards(run.shards, stage_to))
-                meet("staged")  # one node may have all there already, and another one nothing
+                store_barrier(
+                    "staged"
+                )  # one node may have all there already, and another one nothing
             batches = train_batches(
                 replace(near, rows=images.rows),
                 global_batch=stage.batch_size,
@@ -259,8 +262,8 @@ def train(
             repeat.write(folder, images, run.seed, stage.batch_size)
         barrier()
         return "done"
-    if fence is not None:
-        fence.check()
+    if lock is not None:
+        lock.check()
         write_final_record(run, identity, images, context, clock, trainer.losses, scores)
         # A Snakemake that starts anew deletes what no rule of it has finished; then the state is
         # all there is, and the launcher removes it in the end.

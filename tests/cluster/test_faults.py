@@ -228,7 +228,7 @@ def test_a_copy_has_a_job_of_its_own(run, tmp_path):
     copied = subprocess.run(["cp", "-a", run.folder, folder], capture_output=True, text=True)
     assert all("tmp" in line for line in copied.stderr.splitlines()), copied.stderr
     words = finish(copy.start(steps=20, identity="after"))
-    assert f"a copy of {run.folder}: slurm job {run.job().id}" in words, words
+    assert f"slurm job {run.job().id} is that of {run.folder}, and left alone" in words, words
     assert copy.read("done.json") == expected(20) and len(copy.jobs()) == 1
     (live,) = run.live()
     run.reaches(run.step() + 5)
@@ -260,5 +260,5 @@ def test_a_folder_that_is_moved_while_it_runs(run, tmp_path):
     assert not run.folder.exists()
     there = SlurmRun(moved, run.slurm, run.table)
     words = finish(there.start(steps=20))
-    assert f"moved here from {run.folder}" in words, words
+    assert f"is that of {run.folder}, and left alone" in words, words
     assert there.starts()[-1]["step"] >= 9  # the tenth may have been on its way to the disk

@@ -26,11 +26,10 @@ sys.path.insert(0, str(ROOT / "tests/unit/launch"))
 
 from counting import expected  # noqa: E402
 from launching import Run, finish, wait_for  # noqa: E402
-from slurm_commands import Commands  # noqa: E402
 
 from maect.core import owners, processes  # noqa: E402
 from maect.core.errors import NodeError, UserError  # noqa: E402
-from maect.core.files import held, read_record, sha256_file, write_json, write_record  # noqa: E402
+from maect.core.files import read_record, sha256_file, watch_folder, write_json, write_record  # noqa: E402
 from maect.data.config import CONFIG, ShardsConfig  # noqa: E402
 from maect.data.index import LABEL  # noqa: E402
 from maect.data.shards import shard  # noqa: E402
@@ -543,7 +542,7 @@ def test_a_copy_has_no_job(run: Run) -> None:
     try:
         assert status_of(copy.folder, "x", False, clusters()).state != "running"
         words = finish(copy.start(steps=10, identity="after"))
-        assert f"a copy of {run.folder}: local job " in words and "left alone" in words, words
+        assert f"is that of {run.folder}, and left alone" in words, words
         assert "re-attached" not in words and "asked" not in words
         assert copy.read("done.json") == expected(10)
     finally:
@@ -554,42 +553,19 @@ def test_a_copy_has_no_job(run: Run) -> None:
     assert "saved and stopped at step" in finish(first) and len(run.starts()) == 1
 
 
-def test_a_copy_cancels_no_job_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its record says nothing of a place: the job's comment does."""
-    commands = Commands(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{commands.folder}:/usr/bin:/bin")
-    first, copy = tmp_path / "first", tmp_path / "copy"
-    first.mkdir()
-    job = Job("slurm", "maect-first-1", 1, 0, {"cpus": 1}, "submitted", **record.where(first))
-    job.state, job.id = "submitted", "7"
-    record.write_job(first, job)
-    shutil.copytree(first, copy)
-    assert state_of(copy, job, clusters()).notice.phase == "ended"
-    assert not commands.asked("squeue")
-    commands.says("squeue", f"comment {first}\n")
-    with pytest.raises(UserError, match=f"job 7 is that of {first}: it is not cancelled"):
-        clusters()["slurm"].end(copy, job)
-    assert not commands.asked("scancel")
-    assert clusters()["slurm"].end(first, job) and commands.asked("scancel")
-
-
 def test_where_a_record_belongs(tmp_path: Path) -> None:
-    """Copies and moves, with the original there and gone, and names that mean the same folder."""
+    """Copies and moved folders have no live job; names that mean the same folder do."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
-    job = Job("local", "maect-first-1", 1, 0, **record.where(first))
+    job = Job("local", "maect-first-1", 1, 0, place=str(first))
     (tmp_path / "link").symlink_to(first)
-    assert record.belongs(first, job) == record.belongs(tmp_path / "link", job) == "here"
+    assert record.is_of(first, job) and record.is_of(tmp_path / "link", job)
     shutil.copytree(first, second)
-    assert record.belongs(second, job) == "copy"
+    assert not record.is_of(second, job)
     first.rename(tmp_path / "away")
-    assert record.belongs(second, job) == "copy"
-    assert record.belongs(tmp_path / "away", job) == "moved"
-    shutil.copytree(second, first)
-    assert record.belongs(tmp_path / "away", job) == "copy", "the first place has a folder again"
-    other = replace(job, device=job.device + 1)  # a copy that happens to have the same number
-    shutil.rmtree(first)
-    assert record.belongs(tmp_path / "away", other) == "copy"
+    assert not record.is_of(tmp_path / "away", job)
+    record.write_job(second, replace(job, state="submitted", id="7"))
+    assert state_of(second, job, clusters()).notice.phase == "ended"
 
 
 def copy_what_is_there(folder: Path, copy: Path) -> None:
@@ -624,7 +600,7 @@ def test_a_folder_that_is_moved_while_it_runs(run: Run, again: bool) -> None:
         assert not run.folder.exists(), "made again"
     try:
         words = finish(moved.start(steps=40))
-        assert f"{'a copy of' if again else 'moved here from'} {run.folder}" in words, words
+        assert f"is that of {run.folder}, and left alone" in words, words
         assert moved.read("done.json") == expected(moved.read("done.json")["step"])
         assert moved.starts()[-1]["step"] >= 4, "step 5 was reported before it was saved"
     finally:
@@ -635,7 +611,7 @@ def test_a_folder_that_is_held_is_not_made_again(tmp_path: Path) -> None:
     """What a process writes below a folder that was moved does not bring it back."""
     folder = tmp_path / "run"
     folder.mkdir()
-    with held(folder) as is_there:
+    with watch_folder(folder) as is_there:
         write_json(folder / "state/a.json", 1)
         assert is_there()
         folder.rename(tmp_path / "moved")

@@ -30,7 +30,7 @@ from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.probing import STATE
 from maect.records import RunRecord
 from maect.train.checkpoint import check_files, saved, state_record
-from maect.train.run_folder import claim, is_finished
+from maect.train.run_folder import is_finished, take_over_folder
 
 SEED = 7
 RUN, STEM = "ct_tiny", "digits"
@@ -121,7 +121,7 @@ def resumed(root: Path, folder: Path) -> object:
     """What a training reads first."""
     run = root / "runs" / RUN
     told = read_record(RunRecord.path(run))
-    claim(
+    take_over_folder(
         run,
         IDENTITY[0],
         {key: told[key] for key in ("stage", "settings", "seed", "encoder", "source")},

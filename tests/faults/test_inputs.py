@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import patiently, read_json, read_text, seek_record
+from maect.core.files import read_json, read_text, seek_record, with_retries
 from maect.core.settings import SettingsFile
 from maect.core.yaml_files import MOST_BYTES, parse_yaml, shortened
 from maect.data.sources.columns import Columns
@@ -207,7 +207,7 @@ def test_a_library_opens_no_pipe(tmp_path: Path) -> None:
         with pytest.raises(UserError):
             open_features(path)
         with pytest.raises(OSError):
-            patiently(read_text, path)
+            with_retries(read_text, path)
 
 
 @pytest.mark.parametrize("words", ["clean x --rem", "clean x --remov", "train x --det"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from maect.core.errors import UserError
-from maect.core.files import read_record, write_record
+from maect.core.files import write_record
 from maect.launch import Resources
 from maect.records import RunRecord
 from maect.tools import clean, jobs
@@ -64,15 +64,6 @@ def test_a_purge_took_the_states(purged: dict[str, Any], tmp_path: Path) -> None
     assert entries(folder) == 3 and noted(folder)["saved"] == 3
 
 
-def test_only_the_record_of_the_job_knows(purged: dict[str, Any], tmp_path: Path) -> None:
-    """Audit 5: `job.json` says step 3, and `recipe.json` is of before the first save."""
-    folder = Path(purged["folder"])
-    recipe = read_record(folder / "recipe.json")
-    write_record(folder / "recipe.json", {k: v for k, v in recipe.items() if k != "saved"})
-    ended = run(1, purged, log=tmp_path / "log", saved_before=3)
-    assert ended.startswith("UserError") and "step 3" in ended and entries(folder) == 3
-
-
 def test_only_the_log_is_left(purged: dict[str, Any], tmp_path: Path) -> None:
     """Audit 5: neither states nor recipe.json; a log of somebody's training is not cut short."""
     folder = Path(purged["folder"])
@@ -105,7 +96,7 @@ def test_it_ends_before_it_queues(purged: dict[str, Any]) -> None:
 def test_the_cure_that_it_names(purged: dict[str, Any], tmp_path: Path) -> None:
     """Audit 5: what the message says to delete is enough to begin anew."""
     folder = Path(purged["folder"])
-    for name in ("recipe.json", "job.json", "metrics.jsonl"):
+    for name in ("recipe.json", "metrics.jsonl"):
         (folder / name).unlink(missing_ok=True)
     assert run(1, purged, log=tmp_path / "log", stop_at=1) == ["requeue"]
 

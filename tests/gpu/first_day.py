@@ -915,7 +915,7 @@ def saving(here: Here) -> Outcome:
     """How long a save holds the steps up, and how long it takes beside them."""
     from maect.core.distributed import barrier
     from maect.train.checkpoint import Saver, saved, snapshot
-    from maect.train.fence import Fence
+    from maect.train.run_lock import RunLock
     from maect.train.timing import random_batch
 
     join(here)
@@ -925,8 +925,8 @@ def saving(here: Here) -> Outcome:
         trainer._update(trainer._compute(batch), 1)
         trainer._settle()
         barrier()
-        fence = Fence(here.folder / "state", Alone())
-        saver = Saver(here.folder, Alone(), fence)
+        lock = RunLock(here.folder, Alone())
+        saver = Saver(here.folder, Alone(), lock)
         wait(here)
         began = time.perf_counter()
         tensors = snapshot(trainer.engine.shards, trainer.objective.saved_buffers())

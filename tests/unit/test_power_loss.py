@@ -30,9 +30,9 @@ from maect.data.shards import shard
 from maect.launch import record
 from maect.records import RunRecord
 from maect.train.checkpoint import Saver, check_files, remove_incomplete, saved, state_record
-from maect.train.fence import Fence
 from maect.train.metrics import Metrics
 from maect.train.run_folder import check_weights, is_finished
+from maect.train.run_lock import RunLock
 
 CHANGES = ("replace", "rename", "unlink", "remove", "rmdir", "mkdir", "link")
 Entries = dict[str, int]
@@ -213,8 +213,8 @@ def sound(state: Path) -> int | None:
 def test_states_of_a_training(disk: Disk, tmp_path: Path, monkeypatch) -> None:
     """What the launcher was told is saved survives, with its log; nothing else is taken for it."""
     run = disk.root / "runs" / "mae"
-    fence = Fence(run / "state", Rank(0, disk))
-    savers = [Saver(run, Rank(rank, disk), fence if rank == 0 else None) for rank in range(2)]
+    lock = RunLock(run, Rank(0, disk))
+    savers = [Saver(run, Rank(rank, disk), lock if rank == 0 else None) for rank in range(2)]
     log = Metrics(run, 0, 9)
     for step in range(1, 4):
         log.log(step, {"loss": 1 / step}, {"device_seconds": float(step)})
@@ -239,7 +239,7 @@ def test_states_of_a_training(disk: Disk, tmp_path: Path, monkeypatch) -> None:
     # The next attempt takes over what was left at the end, and goes on.
     again = Rank(0, disk, world_size=1)
     remove_incomplete(folder / "runs/mae/state")
-    saver = Saver(folder / "runs/mae", again, Fence(folder / "runs/mae/state", again))
+    saver = Saver(folder / "runs/mae", again, RunLock(folder / "runs/mae", again))
     saver.save(9, {}, {"fingerprint": "ours"})
     saver.wait()
     assert saver.error is None and sound(saved(folder / "runs/mae/state")[0]) == 9

@@ -13,13 +13,13 @@ from maect.core.kept import keep, kept, put_back
 from maect.data import transforms
 from maect.records import RunRecord
 from maect.train import run_folder
-from maect.train.run_folder import PACKAGES, claim, is_finished
+from maect.train.run_folder import PACKAGES, is_finished, take_over_folder
 
 FILES = ("encoder.safetensors", "head.safetensors")
 
 
 def finish(folder: Path, identity: str) -> None:
-    claim(folder, identity, {"settings": {"of": identity}})
+    take_over_folder(folder, identity, {"settings": {"of": identity}})
     for name in FILES:
         (folder / name).write_text(f"{name} of {identity}")
     (folder / "metrics.jsonl").write_text(identity)
@@ -68,11 +68,11 @@ def test_nothing_is_lost_between_two_recipes(
         killed_after(count, patched)
         if count < 14:  # seven move aside, seven back
             with pytest.raises(KeyboardInterrupt):
-                claim(tmp_path, "one", {"settings": {"of": "one"}})
+                take_over_folder(tmp_path, "one", {"settings": {"of": "one"}})
         else:
-            claim(tmp_path, "one", {"settings": {"of": "one"}})
+            take_over_folder(tmp_path, "one", {"settings": {"of": "one"}})
     for identity in then:
-        claim(tmp_path, identity, {"settings": {"of": identity}})
+        take_over_folder(tmp_path, identity, {"settings": {"of": identity}})
         assert is_finished(tmp_path, identity)
         assert (tmp_path / FILES[1]).read_text() == f"{FILES[1]} of {identity}"
         assert (tmp_path / "metrics.jsonl").read_text() == identity
@@ -85,7 +85,7 @@ def test_what_was_damaged_aside_never_replaces_what_is_trained_anew(tmp_path: Pa
     finish(tmp_path, "one")
     finish(tmp_path, "two")
     (tmp_path / "stale-one" / FILES[0]).write_text("a bit flipped")
-    claim(tmp_path, "one", {"settings": {"of": "one"}})
+    take_over_folder(tmp_path, "one", {"settings": {"of": "one"}})
     assert not is_finished(tmp_path, "one")
     for name in FILES:
         (tmp_path / name).write_text("trained anew")
@@ -98,7 +98,7 @@ def test_what_was_damaged_aside_never_replaces_what_is_trained_anew(tmp_path: Pa
         "sha256": sha256,
     }
     write_record(RunRecord.path(tmp_path), record)
-    claim(tmp_path, "one", {"settings": {"of": "one"}})
+    take_over_folder(tmp_path, "one", {"settings": {"of": "one"}})
     assert is_finished(tmp_path, "one", intact=True)
 
 

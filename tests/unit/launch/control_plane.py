@@ -6,7 +6,7 @@ A history is a list of faults, drawn from a seed; it decides everything that hap
 is run, killed and started again until the run is complete. What must hold:
 
 - never two live trainings of one run, but where a fault makes them inevitable, as a node that SLURM
-  takes for dead: then the older one ends at its next save (`train/fence.py`);
+  takes for dead: then the older one ends at its next save (`train/run_lock.py`);
 - no healthy job is cancelled;
 - a launcher that ends by itself leaves no live job behind without saying so;
 - every history ends, with the run complete.
@@ -104,7 +104,7 @@ class Training:
     """The ranks of one attempt of a job."""
 
     job: Job
-    fence: int
+    writer: int
     alive: bool = True
 
 
@@ -149,7 +149,7 @@ class World:
     jobs: dict[str, Job] = field(default_factory=dict)
     done: bool = False
     saved: int = 0
-    fence: int = 0
+    writer: int = 0
     trainings: list[Training] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
 
@@ -251,8 +251,8 @@ class World:
         others = [training for training in self.trainings if training.alive]
         if others and self.strict:
             raise BrokenError(f"{self.now:.0f}: {job} begins beside {others[0].job}")
-        self.fence += 1
-        job.training = Training(job, self.fence)
+        self.writer += 1
+        job.training = Training(job, self.writer)
         self.trainings.append(job.training)
         self.note(job, end=None, saved=self.saved)
         self.at(self.now + SAVE, lambda training=job.training: self.save(training, self.saved + 1))
@@ -273,7 +273,7 @@ class World:
         if not training.alive:
             return
         job = training.job
-        if training.fence != self.fence or not self.is_meant(job):
+        if training.writer != self.writer or not self.is_meant(job):
             training.alive = False  # superseded: it says nothing, and nothing may follow
             if job.training is training:
                 self.end(job, "FAILED")

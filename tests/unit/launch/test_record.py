@@ -57,9 +57,7 @@ def test_any_damage_is_named_in_one_line(tmp_path: Path, job: Job) -> None:
                 assert "delete the file and start again" in str(error)
 
 
-@pytest.mark.parametrize(
-    "value", [[], 3, {}, {"name": 1}, DONE | {"state": "??"}, DONE | {"x": 1}, DONE]
-)
+@pytest.mark.parametrize("value", [[], 3, {}, {"name": 1}, DONE | {"state": "??"}, DONE])
 def test_what_is_no_record_is_refused(tmp_path: Path, value: object) -> None:
     if value != DONE and isinstance(value, dict):
         value = sealed(value)
@@ -134,6 +132,12 @@ def test_who_lost_a_connection_did_not_fail_first(tmp_path: Path, job: Job, said
         report = {"rank": rank, "end": "error", "kind": "RuntimeError", "message": message}
         write_record(rank_file(tmp_path, job.name, rank), report | {"time": now, "traceback": ""})
     assert failure(tmp_path, job).rank == 1
+
+
+def test_a_job_of_another_revision_may_say_more(tmp_path: Path) -> None:
+    write_json(tmp_path / "job.json", sealed(DONE | {"mood": "good"}))
+    job = read_job(tmp_path)
+    assert job is not None and job.name == "maect-x-1"
 
 
 def test_a_rank_of_another_revision_may_say_more(tmp_path: Path, job: Job) -> None:

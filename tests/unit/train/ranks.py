@@ -33,7 +33,6 @@ class Place(Context):
     stop_at: int | None = None
     kill_at: int | None = None
     cpus: int = 1
-    saved_before: int = 0
     gpus: bool = False
     step: int = 0
     freeze_at: int | None = None

@@ -17,9 +17,9 @@ from maect.models import weights
 from maect.records import RunRecord
 from maect.train import checkpoint
 from maect.train.checkpoint import Saver, StateReader, find_state, saved, state_record
-from maect.train.fence import Fence
 from maect.train.metrics import Metrics
 from maect.train.run_folder import check_not_lost, check_weights
+from maect.train.run_lock import RunLock
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def saver_of(run: Path, resumed: int | None = None) -> Saver:
     """Of one rank that has just taken the run over."""
     place = Place(0, 0, 1)
-    return Saver(run, place, Fence(run / "state", place), resumed)
+    return Saver(run, place, RunLock(run, place), resumed)
 
 
 def save(run: Path, step: int, **record: object) -> Path:

@@ -25,8 +25,8 @@ from maect.stages.fine_tune import FineTune
 from maect.train import checkpoint
 from maect.train.checkpoint import Saver, saved
 from maect.train.engine import cast_parts, compile_blocks, is_to_be_compiled
-from maect.train.fence import Fence
 from maect.train.objective import Objective
+from maect.train.run_lock import RunLock
 
 
 class Bare(Objective):
@@ -306,8 +306,8 @@ def test_a_collapsed_embedding_stops_the_run_with_a_saved_state(job, tmp_path):
 def test_a_second_save_of_a_step_that_fails_spoils_nothing(tmp_path, monkeypatch):
     """Step 2 was spoilt: step 1 is saved once more, and the disk of rank 1 is full by then."""
     places = [Place(rank, rank, 2) for rank in range(2)]
-    fence = Fence(tmp_path / "state", places[0])
-    savers = [Saver(tmp_path, places[0], fence), Saver(tmp_path, places[1], None)]
+    lock = RunLock(tmp_path, places[0])
+    savers = [Saver(tmp_path, places[0], lock), Saver(tmp_path, places[1], None)]
     real = checkpoint.save_file
 
     def save():
@@ -343,7 +343,7 @@ def test_people_are_told_that_nothing_is_saved(tmp_path, monkeypatch):
 
     monkeypatch.setattr(place, "say", say)
     monkeypatch.setattr(checkpoint, "save_file", full)
-    saver = Saver(tmp_path, place, Fence(tmp_path / "state", place))
+    saver = Saver(tmp_path, place, RunLock(tmp_path, place))
 
     def save(step):
         saver.save(step, {"param|0|x": torch.zeros(3)}, {})
@@ -359,7 +359,7 @@ def test_people_are_told_that_nothing_is_saved(tmp_path, monkeypatch):
 
 def test_training_does_not_wait_for_a_save(tmp_path):
     savers = [
-        Saver(tmp_path, place, None if place.rank else Fence(tmp_path / "state", place))
+        Saver(tmp_path, place, None if place.rank else RunLock(tmp_path, place))
         for place in (Place(rank, rank, 2) for rank in range(2))
     ]
     savers[0].save(1, {"param|0|x": torch.zeros(3)}, {})  # waits in its thread for rank 1

@@ -1,5 +1,6 @@
-"""A launcher was wrong, and a run has two jobs: only the newest writes, without locks."""
+"""A launcher was wrong, and a run has two jobs: only the newest writes."""
 
+import errno
 import json
 import multiprocessing
 import time
@@ -11,15 +12,11 @@ from ranks import Place, Ranks, run
 from test_resume import ALWAYS, identical, steps_saved
 
 from maect.core.errors import SupersededError
-from maect.train import fence as module
+from maect.train import run_lock
 from maect.train.checkpoint import Saver
-from maect.train.fence import Fence
+from maect.train.run_lock import NAME, RunLock
 
 RECORD = {"fingerprint": "ours"}
-
-
-class Failed(Exception):
-    """What would end the process."""
 
 
 class Job(Place):
@@ -31,13 +28,22 @@ class Job(Place):
         self.failure = error
 
 
-def test_the_older_job_commits_nothing_and_removes_nothing(tmp_path: Path) -> None:
+def without_locks(descriptor: int, operation: int) -> None:
+    raise OSError(errno.ENOTSUP, "Operation not supported")
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["with locks", "without locks"])
+def test_the_older_job_commits_nothing_and_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    if not locks:
+        monkeypatch.setattr(run_lock.fcntl, "flock", without_locks)
     tensors = {"param|0|w": torch.zeros(4)}
     first, second = Job(0, 0, 1), Job(0, 0, 1)
-    old = Saver(tmp_path, first, Fence(tmp_path / "state", first))
+    old = Saver(tmp_path, first, RunLock(tmp_path, first))
     old.save(1, tensors, RECORD)
     old.wait()
-    new = Saver(tmp_path, second, Fence(tmp_path / "state", second))
+    new = Saver(tmp_path, second, RunLock(tmp_path, second))
     new.save(2, tensors, RECORD)
     new.wait()
     for step in (2, 3):
@@ -53,9 +59,9 @@ def test_the_older_job_commits_nothing_and_removes_nothing(tmp_path: Path) -> No
 def test_a_job_that_is_taken_over_in_the_middle_of_a_save(tmp_path: Path) -> None:
     """Its check came before, its commit comes after."""
     first, second = Job(0, 0, 1), Job(0, 0, 1)
-    old = Fence(tmp_path, first)
+    old = RunLock(tmp_path, first)
     old.check()
-    Fence(tmp_path, second)
+    RunLock(tmp_path, second)
     with pytest.raises(SupersededError, match="another job has taken the run over"):
         old.commit(tmp_path / "state.json", {"step": 1})
     with pytest.raises(SupersededError):
@@ -63,42 +69,38 @@ def test_a_job_that_is_taken_over_in_the_middle_of_a_save(tmp_path: Path) -> Non
     assert not (tmp_path / "state.json").exists()
 
 
-@pytest.mark.parametrize("ask", [Fence.check, lambda fence: fence.commit(Path("x"), {"step": 1})])
-def test_a_job_that_is_taken_over_file_by_file(tmp_path: Path, monkeypatch, ask) -> None:
-    """Whoever takes over removes what is in the folder, and then the folder."""
-    fence = Fence(tmp_path, Job(0, 0, 1))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "fsync_path", lambda path: path.unlink())
-    with pytest.raises(SupersededError, match="another job has taken the run over"):
-        ask(fence)
-    assert not Path("x").exists()
-
-
-def test_a_job_that_is_taken_over_while_it_starts(tmp_path: Path, monkeypatch) -> None:
-    real, later = module.uuid.uuid4, []
-
-    def overtaken():
-        if not later:
-            later.append(None)
-            later.append(Fence(tmp_path, Job(0, 0, 1)))
-        return real()
-
-    monkeypatch.setattr(module.uuid, "uuid4", overtaken)
-    with pytest.raises(SupersededError, match="another job has taken the run over"):
-        Fence(tmp_path, Job(0, 0, 1))
-    later[1].check()
-
-
 def test_a_job_that_the_launcher_has_replaced(tmp_path: Path) -> None:
     place = Job(0, 0, 1)
-    fence = Fence(tmp_path, place)
+    lock = RunLock(tmp_path, place)
     place.is_current = lambda: False
     with pytest.raises(SupersededError, match="replaced this job"):
-        fence.check()
+        lock.check()
     with pytest.raises(SupersededError):
-        Fence(tmp_path, place)
+        RunLock(tmp_path, place)
     place.is_current = lambda: True
-    fence.check()  # who was refused has taken nothing
+    lock.check()  # who was refused has taken nothing
+
+
+def test_a_job_whose_folder_was_moved(tmp_path: Path) -> None:
+    """Nothing is written where the folder was; where it is now, another job takes it over."""
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    old = RunLock(folder, Job(0, 0, 1))
+    folder.rename(moved)
+    with pytest.raises(SupersededError, match="gone, with the folder of the run"):
+        old.commit(folder / "state.json", {"step": 1})
+    assert not folder.exists()
+    RunLock(moved, Job(0, 0, 1)).commit(moved / "state.json", {"step": 1})
+
+
+def test_a_job_that_is_stuck_with_the_lock(tmp_path: Path, monkeypatch) -> None:
+    """On a node that is lost: it is not waited for longer than a minute."""
+    monkeypatch.setattr(run_lock, "PATIENCE", 0.2)
+    old = RunLock(tmp_path, Job(0, 0, 1))
+    with old._held():
+        new = RunLock(tmp_path, Job(0, 0, 1))
+        new.commit(tmp_path / "state.json", {"step": 2})
+    with pytest.raises(SupersededError):
+        old.check()
 
 
 def test_a_replaced_job_of_other_settings_sets_nothing_aside(job, tmp_path: Path) -> None:
@@ -111,32 +113,14 @@ def test_a_replaced_job_of_other_settings_sets_nothing_aside(job, tmp_path: Path
     assert run(1, newer, log=log) == ["done"]
 
 
-@pytest.mark.parametrize("seen", [[], ["writer-000001"], ["writer-000002"]])
-def test_who_sees_the_folder_as_it_was_takes_over_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[str]
-) -> None:
-    """Delayed visibility: a first search shows what was there before two other jobs."""
-    before, between = Fence(tmp_path, Job(0, 0, 1)), Fence(tmp_path, Job(0, 0, 1))
-    searches = iter([seen])
-    real = module.os.listdir
-    monkeypatch.setattr(module.os, "listdir", lambda path: next(searches, None) or real(path))
-    last = Fence(tmp_path, Job(0, 0, 1))
-    for fence in (before, between):
-        with pytest.raises(SupersededError):
-            fence.commit(tmp_path / "state.json", {"step": 1})
-    last.commit(tmp_path / "state.json", {"step": 2})
-    assert json.loads((tmp_path / "state.json").read_text())["step"] == 2
-
-
-def commit_until_superseded(folder: Path, delay: float) -> None:
-    time.sleep(delay)
-    fence = Fence(folder, Job(0, 0, 1))
-    number = int(fence._own.parent.name.removeprefix("writer-"))
+def commit_until_superseded(folder: Path, number: int) -> None:
+    time.sleep(0.05 * (number // 2))
+    lock = RunLock(folder, Job(0, 0, 1))
     step = 0
     while not (folder / "enough").exists():
         step += 1
         try:
-            fence.commit(folder / "record.json", {"writer": number, "step": step})
+            lock.commit(folder / "record.json", {"writer": lock._own, "step": step})
         except SupersededError:
             return
 
@@ -144,12 +128,12 @@ def commit_until_superseded(folder: Path, delay: float) -> None:
 def test_commits_of_many_jobs_never_go_back(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     jobs = [
-        context.Process(target=commit_until_superseded, args=(tmp_path, 0.05 * (number // 2)))
+        context.Process(target=commit_until_superseded, args=(tmp_path, number))
         for number in range(12)
     ]
     for job in jobs:
         job.start()
-    seen = [(0, 0)]
+    seen: list[tuple[str, int]] = []
     deadline = time.monotonic() + 120
     while sum(job.is_alive() for job in jobs) > 1 or len(seen) < 50:
         assert time.monotonic() < deadline
@@ -162,7 +146,13 @@ def test_commits_of_many_jobs_never_go_back(tmp_path: Path) -> None:
     for job in jobs:
         job.join(120)
         assert job.exitcode == 0
-    assert seen == sorted(seen) and seen[-1][0] >= len(jobs) // 2
+    order = list(dict.fromkeys(writer for writer, _ in seen))
+    for writer in order:
+        steps = [step for other, step in seen if other == writer]
+        assert steps == sorted(steps)
+    # Whoever was taken over never wrote again: each writer's records are together.
+    assert seen == sorted(seen, key=lambda one: (order.index(one[0]), one[1]))
+    assert seen[-1][0] == (tmp_path / NAME).read_text()
 
 
 def test_two_trainings_on_one_folder_end_as_one(job, tmp_path: Path) -> None:
