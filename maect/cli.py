@@ -70,9 +70,9 @@ GROUPS = {
         "embed", "cluster", "search", "duplicates", "predict", "sort", "audit", "compare",
     ),
     "public weights and sharing": (
-        "retrieve", "import", "export", "publish", "leaderboard", "sync",
+        "retrieve", "import", "export", "publish",
     ),
-    "clusters and upkeep": ("doctor", "clean", "verify", "replay", "completion", "schema"),
+    "clusters and upkeep": ("doctor", "clean", "verify", "completion", "schema"),
 }  # fmt: skip
 """Commands by what they are for; the others are single jobs of a pipeline."""
 

@@ -32,7 +32,6 @@ TOGETHER = {
         "tests/unit/train/test_resume.py",
         "tests/unit/train/test_staged.py",
         "tests/unit/train/test_stages.py",
-        "tests/unit/train/test_straggler.py",
         "tests/unit/train/test_watchdog.py",
         "tests/unit/train/test_world_size.py",
     ),

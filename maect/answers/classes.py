@@ -150,7 +150,7 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
         values, labels = features.all(), features.labels
         class_names = [*about["class_names"]]
     penalty = LowShot().l2 / len(labels)
-    weight, _ = fit(prepare(values), labels, len(class_names), penalty, LowShot().solver)
+    weight, _ = fit(prepare(values), labels, len(class_names), penalty)
     bias, made_by = np.zeros(len(class_names)), about["encoder_sha256"]
     return VectorClassifier(weight, bias, class_names, made_by, True, about["resize"])
 

@@ -31,7 +31,7 @@ from maect.evaluate.real import RealLabels
 from maect.evaluate.store import open_record, own_name
 from maect.records import EvaluationRecord, RunRecord, checked_sha256
 
-PACKAGES = ("numpy", "scipy", "scikit-learn", "cyanure", "umap-learn", "torch", "timm")
+PACKAGES = ("numpy", "scipy", "scikit-learn", "umap-learn", "torch", "timm")
 
 
 def evaluate(context: Context, *, config: str | Path, digest: str | None = None) -> str:

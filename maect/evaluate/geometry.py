@@ -179,7 +179,7 @@ class FeatureTask:
                 for ids in subsets:
                     known = prepare(correct(_take(train, ids)))
                     penalty = LowShot().l2 / len(ids)
-                    weights, _ = fit(known, self.labels[ids], classes, penalty, "lbfgs")
+                    weights, _ = fit(known, self.labels[ids], classes, penalty)
                     right.append(predict(rows, weights) == self.test_labels)
                 found[f"low_shot_{shots}"] = np.stack(right)
         return found

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from threadpoolctl import ThreadpoolController, threadpool_limits
+from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
@@ -34,11 +32,6 @@ if TYPE_CHECKING:
     from maect.data.subsets import Labelled
     from maect.evaluate.store import FeatureFile
 
-# MSN's call of cyanure, in the names of cyanure 1.x.
-TOLERANCE = 1e-3
-MAX_EPOCHS = 300
-GAP_INTERVAL = 10
-# Of scipy.
 GAP = 1e-9  # relative duality gap
 MEMORY = 10
 MAX_ITERATIONS = 5000
@@ -57,8 +50,8 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
     """Of the labels, as well: 0.01 and 0.1 in the paper."""
     l2: float = Field(default=0.00025, gt=0)
     """Weight of the penalty, divided by the number of training samples (MSN's default)."""
-    solver: Literal["lbfgs", "cyanure"] = "lbfgs"
-    """Of the same convex problem, in float64; MSN and the paper used cyanure."""
+    solver: Literal["lbfgs"] = "lbfgs"
+    """In float64. The problem is convex: MSN's and the paper's cyanure has the same optimum."""
     seed: int = 0
     """Seed of the subsets where no lists are given."""
 
@@ -113,7 +106,7 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
         def accuracy(name: Any) -> tuple[NDArray[np.bool_], bool, float]:
             ids = subsets[name]
             given = prepare(train.take(ids)), train.labels[ids], train.classes
-            weights, converged = fit(*given, self.l2 / len(ids), self.solver)
+            weights, converged = fit(*given, self.l2 / len(ids))
             found = predict(queries, weights)
             by_real = real.accuracy(found) if real else 0.0
             return found == test.labels, converged, by_real
@@ -166,7 +159,7 @@ def labelled(train: FeatureFile) -> Labelled:
 def prepare(features: NDArray[np.float32]) -> NDArray[np.float64]:
     """Centre each row [n, d] on its own mean and scale it to length 1 (MSN, MAE-CT); 0 stays 0.
 
-    float64: cyanure warns that weak penalties such as these need it.
+    float64: weak penalties such as these need it.
     """
     import numpy as np
 
@@ -184,15 +177,12 @@ def fit(
     labels: NDArray[np.int64],
     classes: int,
     penalty: float,
-    solver: Literal["cyanure", "lbfgs"],
 ) -> tuple[NDArray[np.float64], bool]:
-    """Solve the problem above.
+    """Solve the problem above, to a relative duality gap of 1e-9.
 
     Args:
         features: [n, d], prepared.
         labels: [n], of at least two classes; classes that do not occur are never predicted.
-        solver: `lbfgs` stops at a relative duality gap of 1e-9, `cyanure` at 1e-3 or after 300
-            epochs (MSN's settings).
 
     Returns:
         W, float64 [d, classes] with NaN in the columns of classes that do not occur, and whether
@@ -203,8 +193,7 @@ def fit(
     present, dense = np.unique(labels, return_inverse=True)
     if len(present) < 2:
         raise UserError("logistic regression needs samples of at least two classes")
-    solve = _cyanure if solver == "cyanure" else _lbfgs
-    weights, converged = solve(features, dense, len(present), penalty)
+    weights, converged = _lbfgs(features, dense, len(present), penalty)
     out = np.full((features.shape[1], classes), np.nan)
     out[:, present] = weights
     return out, converged
@@ -216,65 +205,6 @@ def predict(features: NDArray[np.float64], weights: NDArray[np.float64]) -> NDAr
 
     present = np.flatnonzero(~np.isnan(weights[0]))
     return present[(features @ weights[:, present]).argmax(axis=1)]
-
-
-def _cyanure(
-    features: NDArray[np.float64], labels: NDArray[np.int64], classes: int, penalty: float
-) -> tuple[NDArray[np.float64], bool]:
-    import numpy as np
-
-    try:
-        from cyanure.estimators import Classifier
-    except ImportError as error:
-        raise UserError(
-            f"cyanure does not load ({error}); set solver=lbfgs for the same problem without it"
-        ) from None
-
-    # Two columns -w / 2 and w / 2: the optimum is symmetric, and |W|^2 is half of |w|^2.
-    binary = classes == 2
-    model = Classifier(
-        loss="logistic" if binary else "multiclass-logistic",
-        penalty="l2",
-        fit_intercept=False,
-        lambda_1=penalty / 2 if binary else penalty,
-        tol=TOLERANCE,
-        max_iter=MAX_EPOCHS,
-        duality_gap_interval=GAP_INTERVAL,
-        solver="auto",
-        random_state=0,
-        n_threads=1,
-        verbose=False,
-    )
-    with _openmp_unchanged():
-        model.fit(np.ascontiguousarray(features), labels)
-    converged = bool(np.max(model.n_iter_) < MAX_EPOCHS)
-    weights = np.asarray(model.coef_, np.float64)
-    if binary:
-        half = weights.reshape(-1, 1) / 2
-        weights = np.hstack([-half, half])
-    if weights.shape != (features.shape[1], classes):
-        raise RuntimeError(f"cyanure returned weights {weights.shape} for {classes} classes")
-    return weights, converged
-
-
-@contextmanager
-def _openmp_unchanged() -> Iterator[None]:
-    """Restore this thread's OpenMP settings, of which cyanure changes two and leaves them so.
-
-    Teams would have fewer threads on a busy machine. oneDNN then leaves parts of PyTorch's products
-    in bfloat16 unwritten.
-    """
-    libraries = ThreadpoolController().select(user_api="openmp").lib_controllers
-    kept = [
-        (library.dynlib, setting, getattr(library.dynlib, f"omp_get_{setting}")())
-        for library in libraries
-        for setting in ("dynamic", "max_active_levels")
-    ]
-    try:
-        yield
-    finally:
-        for library, setting, value in kept:
-            getattr(library, f"omp_set_{setting}")(value)
 
 
 def _lbfgs(

@@ -194,7 +194,7 @@ def _shots(
     correct = []
     for number in range(1, LABEL_SETS + 1):
         ids = balanced_rows(dense, shots, number, [str(x) for x in present])
-        weights, _ = fit(rows[ids], dense[ids], len(present), LowShot().l2 / len(ids), "lbfgs")
+        weights, _ = fit(rows[ids], dense[ids], len(present), LowShot().l2 / len(ids))
         correct.append(_percent(present[predict(queries, weights)], test_labels))
     means = tuple(float(one.mean()) for one in correct)
     return Score(np.mean(correct, axis=0), sets=means)

@@ -98,7 +98,6 @@ class _Launch:
     is_there: Callable[[], bool]  # whether the folder is the one that it was
     asked_at: float | None = field(default=None, init=False)
     spare_nobody: bool = field(default=False, init=False)  # there are too few nodes to exclude any
-    slow: str | None = field(default=None, init=False)  # what was last said of a straggler
     shown: int = field(default=0, init=False)  # sentences of the job's rank 0 that were shown
     speaker: tuple[str, int] = field(default=("", 0), init=False)  # host and process of that rank
     broken: int = field(default=0, init=False)  # submissions of which neither id nor refusal came
@@ -311,9 +310,6 @@ class _Launch:
         """Return what to show, and the part of the steps that is done."""
         if notice.phase == "running" and self.asked_at is None:
             report = record.progress(self.folder, job)
-            if (slow := report.get("slow")) is not None and slow != self.slow:
-                self.slow = slow
-                self.line.say(slow)
             return progress.describe(report) or notice.text or "running", progress.part(report)
         return "saving and stopping" if self.asked_at else notice.text, None
 

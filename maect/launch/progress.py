@@ -23,7 +23,6 @@ class Report(TypedDict, total=False):
 
     Attributes:
         first_step, seconds: the step of its first report, and the time since then.
-        slow: a sentence about a rank that the others wait for.
     """
 
     epoch: float
@@ -33,7 +32,6 @@ class Report(TypedDict, total=False):
     loss: float
     knn: float
     images_per_second: float
-    slow: str | None
     first_step: int
     seconds: float
 

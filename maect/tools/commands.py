@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import psutil  # not in the handler of a signal: a second one would find half of it
 
@@ -207,19 +207,6 @@ def status(root: Sequence[Path] = (), *, every: bool = False) -> None:
             print(f"{folder}: no run has started yet")
 
 
-@command(example="sync wandb results/digits/runs/mae_tiny")
-def sync(service: Literal["wandb", "mlflow"], run: Path, *, project: str | None = None) -> None:
-    """Copy a run's log to Weights & Biases or MLflow.
-
-    Args:
-        run: folder of the run, finished or not.
-        project: its project there (default that of the copy so far, else maect).
-    """
-    from maect.tools.sync import sync as copy
-
-    print(f"{run}: {copy(service, run, project)} new steps to {service}")
-
-
 @command(
     names=("recipes", "sizes", "evaluations"),
     example="new-experiment --images photos --out birds.yaml --quick",
@@ -382,24 +369,6 @@ def verify(
 
     need(published, "published results")
     return compare_cells(published, cells, out, made, seed)
-
-
-@command(example="leaderboard results/paper/runs/ct_aug_large")
-def leaderboard(
-    runs: Annotated[Sequence[Path], Word("RUN")], *, out: Path = Path("leaderboard")
-) -> None:
-    """Write rows and logs for the leaderboard billpsomas/efficient-probing.
-
-    Args:
-        runs: folders of evaluated runs.
-        out: folder to write to (default leaderboard).
-    """
-    from maect.tools.leaderboard import leaderboard as rows
-
-    for folder in runs:
-        need(folder, "run")
-    print(rows(list(runs), out), end="")
-    print(f"{out}: fill in family and pretrain before you send the rows", file=sys.stderr)
 
 
 @command(example="clean results/digits --remove")

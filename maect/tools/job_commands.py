@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from maect.answers.commands import Resize
-from maect.core.commands import Log, Positive, Word, command
+from maect.core.commands import Log, Word, command
 from maect.core.errors import UserError, check_names
 from maect.core.files import need
 
@@ -169,23 +169,6 @@ def train(
         stage_to=stage_to,
         trace=trace,
     )
-
-
-@command(example="replay results/digits/runs/mae_tiny --step 100")
-def replay(launching: Launching, run: Path, *, step: Positive, out: Path | None = None) -> None:
-    """Repeat a step of a training and compare it with the log, bit by bit.
-
-    Args:
-        run: folder of the run; nothing is written into it.
-        step: counted from 1, as in the log.
-        out: write what the step was to this JSON file.
-    """
-    from maect.tools import jobs
-
-    result = jobs.replay(run, step, launching.where(), out)
-    print(f"{run.name}: ", "\n  ".join(result.lines), sep="")
-    if result.differences:
-        raise UserError(f"{run}: step {result.differences[0][0]} differs from the log")
 
 
 @command(

@@ -1,22 +1,20 @@
 """One job by hand: it is checked here, before anything is queued, and then launched."""
 
 import logging
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maect.core import kept
 from maect.core.errors import MissingFileError, UserError, counted
-from maect.core.files import need, read_record, sha256_file, write_json
+from maect.core.files import need, read_record, sha256_file, with_retries
 from maect.core.settings import SettingsFile, digest
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, FeaturesConfig
 from maect.evaluate.evaluation import Completion, outputs
 from maect.launch import Resources, Task, launch
-from maect.launch.launcher import clusters
 from maect.launch.record import is_of, read_job
 from maect.launch.resources import fixed_nodes, gpu_here, node_range, training_nodes
 from maect.recipes.flops import relative_speed
@@ -24,9 +22,6 @@ from maect.recipes.memory import gpu_memory
 from maect.records import RunRecord
 from maect.stages.run import RunConfig
 from maect.train import run_folder
-
-if TYPE_CHECKING:
-    from maect.train.replay import Repetition
 
 log = logging.getLogger(__name__)
 
@@ -144,12 +139,13 @@ def _as_saved(run: Path, nodes: int, where: Where) -> int:
         run_folder.check_not_lost(run)
         return nodes
     from maect.train.checkpoint import saved
-    from maect.train.replay import ranks_of
 
     states, devices = saved(run / "state"), where.resources.devices
     if not states:
         run_folder.check_not_lost(run)
-    before = ranks_of(run, states) if states else None
+    before = None
+    if states:
+        before = int(with_retries(read_record, states[0] / "state.json")["world_size"])
     if before in (None, nodes * devices):
         return nodes
     least, most = node_range(where.nodes)
@@ -165,62 +161,6 @@ def _as_saved(run: Path, nodes: int, where: Where) -> int:
         f"profile), or, if that is meant, run `maect train {run / 'config.yaml'} "
         "--convert-world-size` with these once"
     )
-
-
-def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repetition":
-    """Repeat a step in a copy of the run beside the others, which is deleted again.
-
-    Raises:
-        UserError: the run is another one than was trained, or had another number of ranks.
-    """
-    from maect.train.replay import REPORT, compare, copy_run, ranks_of, states_before, step_of
-
-    run = run.absolute()
-    path = need(run / "config.yaml", "resolved file of a run")
-    config = RunConfig.read(path)
-    stage, _, shards = config.training(path)
-    if where.detach:
-        raise UserError("--detach: the job of a replay ends with its command")
-    begun = read_record(need(run / "recipe.json", "run that has begun")).get("fingerprint")
-    weights = run_folder.source_files(config.source)
-    if config.fingerprint(need_shards(shards), weights) != begun:
-        raise UserError(f"{path}: not what the run began with (recipe.json): settings, seed, "
-                        "source or shards have changed since")  # fmt: skip
-    steps = stage.total_steps(stage.training_images(open_index(shards)).n)
-    if step > steps:
-        raise UserError(f"{run}: step {step} cannot be repeated: the run has {steps} steps")
-    need(run / "metrics.jsonl", "log")
-    nodes, states = fixed_nodes(where.nodes), states_before(run, step)
-    ranks = nodes * where.resources.devices
-    if (before := ranks_of(run, states)) not in (None, ranks):
-        raise UserError(f"{run}: computed on {before} ranks: repeat it with --nodes and --devices "
-                        f"for {before}, not {ranks}; other sums have other bits")  # fmt: skip
-    start = step_of(states[0]) if states else 0
-    log.info("step %d from %s: %d to compute", step,
-             f"the state of step {start}" if states else "the start, as no state before it is kept",
-             step - start)  # fmt: skip
-    above, job = run.parent.parent, read_job(run)
-    with tempfile.TemporaryDirectory(prefix=".replay-", dir=above, ignore_cleanup_errors=True) as t:
-        copy = Path(t) / run.name
-        copy.mkdir()
-        copy_run(run, copy, states)
-        config = config.named(copy / path.name)
-        config.write(copy / path.name)
-        try:
-            # As for its last job, fitted to the devices' memory.
-            computing = job.request.get("arguments", {}).get("computing") if job else None
-            arguments = _given(config, copy / path.name, computing=computing, replay=step)
-            task = Task("maect.stages.run:train", arguments, begun)
-            where.run("replay", copy, task, (copy / REPORT).exists, nodes)
-        except BaseException:  # nobody could look after a job whose folder is gone
-            left = read_job(copy)
-            if left is not None and left.state != "ended":
-                clusters()[left.cluster].end(copy, left)
-            raise
-        result = compare(run, copy)
-    if out:
-        write_json(out, result.report)
-    return result
 
 
 def extract_features(config: FeaturesConfig, path: Path, where: Where) -> None:

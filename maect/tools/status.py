@@ -166,8 +166,7 @@ def status_of(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluste
     )
     if word != "running":
         return known
-    speed, slow = report.get("images_per_second"), str(report.get("slow") or "")
-    return replace(known, speed=speed, left=seconds_left(report), note=note or slow)
+    return replace(known, speed=report.get("images_per_second"), left=seconds_left(report))
 
 
 def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> tuple[str, str]:

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from maect.train.engine import Mark
-
 
 class Sums:
     """Sums over the ranks that the host reads when it has the time.
@@ -12,11 +10,10 @@ class Sums:
     Attributes:
         names: of the values.
         values: of this rank, scalars on the device.
-        marks: beginning and end of each forward pass.
     """
 
-    def __init__(self, names: list[str], values: list[Tensor], marks: list[Mark]) -> None:
-        self.names, self.values, self.marks = names, values, marks
+    def __init__(self, names: list[str], values: list[Tensor]) -> None:
+        self.names, self.values = names, values
 
     def read(self, total: Tensor) -> None:
         """Start copying the sums to the host, into pinned memory."""

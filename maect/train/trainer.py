@@ -6,11 +6,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from maect.core.context import Context
 from maect.core.distributed import (
@@ -19,7 +17,6 @@ from maect.core.distributed import (
     from_rank_0,
     store_barrier,
     sum_on_device,
-    sum_scalars,
 )
 from maect.core.entries import log_interval
 from maect.core.errors import UserError
@@ -38,13 +35,12 @@ from maect.train.checkpoint import (
     snapshot,
 )
 from maect.train.device_time import DeviceTime
-from maect.train.engine import Engine, Mark, build_engine, seconds_between, start
+from maect.train.engine import Engine, build_engine, start
 from maect.train.evaluations import TrainingEvaluations, first_scores
 from maect.train.final_record import described, write_final_record
 from maect.train.metrics import Metrics, usage
 from maect.train.objective import Objective, tensors_in
 from maect.train.online import OnlineEvaluator
-from maect.train.replay import Replay, part_of
 from maect.train.replicas import compare_replicas
 from maect.train.run_folder import (
     check_not_lost,
@@ -73,7 +69,6 @@ class TrainingFault(UserError):
 
     def __init__(self, fault: str, hint: str) -> None:
         super().__init__(f"{fault}; {hint}")
-        self.fault = fault
 
 
 def train(
@@ -84,7 +79,6 @@ def train(
     convert_world_size: bool = False,
     stage_to: str | None = None,
     online: OnlineEvaluation | None = None,
-    replay: int | None = None,
     trace: str | None = None,
 ) -> Verdict:
     """Run a training, or resume it; called on every rank.
@@ -96,8 +90,6 @@ def train(
         convert_world_size: resume from a state that another number of ranks saved.
         stage_to: node-local folder to read the shards from, copied there first.
         online: how often to evaluate the encoder meanwhile; no output of the run depends on it.
-        replay: repeat this step, counted from 1, in a copy of the run: train up to it, save nothing
-            and say in `replay.json` what it was.
         trace: first and last step to profile into `traces/`, such as `100-105`.
 
     Returns:
@@ -134,12 +126,11 @@ def train(
 
     # ---- weights and optimizer, from the source or from a saved state
     reader = find_state(folder / "state", identity, context, convert_world_size, device)
-    if reader is None and replay is None and context.rank == 0:
+    if reader is None and context.rank == 0:
         check_not_lost(folder)
     step = reader.step if reader else 0
     if not convert_world_size and device.type == "cpu":
-        # A step is repeated with what computed it, not what computed those before it.
-        said += compute_as_before(context, folder, step if replay is None else step + 1)
+        said += compute_as_before(context, folder, step)
     objective = stage.build(run.encoder, run.seed, run.source, split.class_names)
     if reader:
         objective.restore(reader)
@@ -186,10 +177,6 @@ def train(
 
     # ---- the steps
     steps = stage.total_steps(images.n)
-    repeat = None if replay is None else Replay(replay)
-    last = steps if repeat is None else repeat.step
-    if not step < last <= steps and repeat:
-        raise UserError(f"step {last} cannot be repeated: the run has {steps} steps")
     window = Trace(folder, context.rank, steps_of(trace, steps)) if trace else None
     metrics = Metrics(folder, step, steps) if context.rank == 0 else None
     watchdog, least = Watchdog(folder, context), max(8, log_interval(steps))
@@ -211,14 +198,13 @@ def train(
         record={"fingerprint": identity},
         losses=record["losses"] if record else [],
         clock=clock,
-        replay=repeat,
         trace=window,
         accumulation=computing.accumulation,
         labelled=bool(images.labels.min() >= 0),
     )
     trainer.evaluations = TrainingEvaluations(trainer, scores, evaluator)
     try:
-        if step < last:
+        if step < steps:
             near = split
             if stage_to:
                 near = open_index(stage_shards(run.shards, stage_to))
@@ -234,19 +220,15 @@ def train(
                 views=stage.view_settings(),
                 image_size=run.encoder.image_size,
                 start_step=step,
-                steps=last - step,
+                steps=steps - step,
                 threads=max(1, context.cpus),
                 change=stage.image_change(run.seed),
                 # A part of a batch draws for itself.
                 draw=objective.draw if computing.accumulation == 1 else None,
                 pinned=device.type == "cuda",
             )
-            if not trainer.run(islice(batches, last - step)):
+            if not trainer.run(batches):
                 return "requeue"
-    except TrainingFault as error:
-        if repeat is None or trainer.step + 1 < last:
-            raise
-        repeat.fault = error.fault
     finally:
         trainer.watchdog.close()
         trainer.saver.wait()
@@ -257,11 +239,6 @@ def train(
         engine.close()
 
     # ---- outputs
-    if repeat is not None:
-        if context.rank == 0:
-            repeat.write(folder, images, run.seed, stage.batch_size)
-        barrier()
-        return "done"
     if lock is not None:
         lock.check()
         write_final_record(run, identity, images, context, clock, trainer.losses, scores)
@@ -287,7 +264,6 @@ class Trainer:
         record: what every state says beside its step.
         losses: sum and number of the losses of each epoch so far, part of the state.
         evaluations: of the encoder while it trains, if there are any.
-        replay: of the step that is repeated, if one is: then nothing is saved.
         trace: profiles some of the steps, if it is asked for.
         accumulation: forward passes of an update.
         labelled: whether all images have labels; else it is unknown which lookups are right.
@@ -310,7 +286,6 @@ class Trainer:
     record: dict[str, Any]
     losses: list[tuple[float, int]]
     evaluations: TrainingEvaluations | None = None
-    replay: Replay | None = None
     trace: Trace | None = None
     accumulation: int = 1
     labelled: bool = True
@@ -351,20 +326,18 @@ class Trainer:
         if self._unread is not None:
             self._settle()
         self.save(wait=True)
-        return self.step >= (self.replay.step if self.replay else self.steps)
+        return self.step >= self.steps
 
     def _compute(self, batch: Batch) -> Sums:
         """Forward and backward passes: in equal parts, as far as gradients are accumulated."""
         self._buffers.keep()
         means: dict[str, Any] = {}
-        pieces, marks = self.accumulation, list[Mark]()
+        pieces = self.accumulation
         share = len(batch.ids) // pieces
         for number in range(pieces):
             rows = slice(number * share, (number + 1) * share)
             inputs = self._prepare(batch if pieces == 1 else batch.part(rows))
-            marks.append(self.engine.mark())
             loss, values = self.engine(inputs)
-            marks.append(self.engine.mark())
             self.engine.backward(loss)
             for name, value in {"loss": loss.detach(), **values}.items():
                 part = value if pieces == 1 else value / pieces
@@ -372,7 +345,7 @@ class Trainer:
                 means[name] = means[name] + part if number else part
             if number < pieces - 1:
                 self.engine.step(0.0)
-        return Sums([*means], [*means.values()], marks)
+        return Sums([*means], [*means.values()])
 
     def _prepare(self, batch: Batch) -> Any:
         """Return the objective's inputs; a GPU makes them while it computes the step before."""
@@ -399,8 +372,6 @@ class Trainer:
         squared_norm = self.engine.squared_norm()
         raised = [self._flags[int(flag)] for flag in flags]
         total = sum_on_device([squared_norm, *raised, *sums.values], self.device)
-        if self.replay and self.replay.step == number:
-            self.replay.gradients = self._gradient_norms()
         skip = ((total[0] + total[3]) * 0 != 0).float()  # no number is, times 0
         self.engine.step(self.stage.lr_multiplier(number - 1, self.steps), skip)
         self.objective.after_update(self.engine.gathered)
@@ -423,19 +394,14 @@ class Trainer:
         The forward pass of the next step may have run, but not its update.
         """
         assert self._unread is not None
-        total, names, marks = self._unread.numbers(), self._unread.names, self._unread.marks
+        total, names = self._unread.numbers(), self._unread.names
         self._unread = None
-        # With a head, whoever is early waits for the others in its forward pass.
-        passes = [] if self.objective.has_health else map(seconds_between, marks[::2], marks[1::2])
-        self.watchdog.stepped(sum(passes))
         norm = math.sqrt(total[0])
         stop, save_now = (value > 0 for value in total[1:3])
         means = [value / self.context.world_size for value in total[3:]]
         named = dict(zip(names, means, strict=True))
         if not self.labelled:
             named = {k: v for k, v in named.items() if not k.startswith("lookup_accuracy")}
-        if self.replay and self.replay.step == self.step + 1:
-            self.replay.values = named | {"grad_norm": norm}
         if not math.isfinite(means[0]):
             self._not_finite("loss", means[0])
         if not math.isfinite(norm):
@@ -474,8 +440,6 @@ class Trainer:
         Raises:
             OSError: it was to be waited for, and failed; the next attempt may save it.
         """
-        if self.replay:
-            return
         with self.clock.aside(useful=False):
             self.engine.complete()
             compare_replicas(
@@ -510,7 +474,6 @@ class Trainer:
                 "loss": values["loss"],
                 "images_per_second": speed,
                 "knn": self.evaluations and self.evaluations.knn,
-                "slow": self.watchdog.straggler,
             }
         )
         epoch = (done - size) // self.images
@@ -535,22 +498,13 @@ class Trainer:
         self.save(wait=True)
         raise TrainingFault(
             f"{what} {value} in step {self.step + 1}",
-            "the state before it is saved; a lower learning rate or fp32 precision may help, and "
-            f"`maect replay --step {self.step + 1}` shows what it was",
+            "the state before it is saved; a lower learning rate or fp32 precision may help",
         )
 
     def _collapsed(self, fault: str) -> None:
         """Stop: embeddings that are the same do not become others again."""
         self.save(wait=True)
         raise TrainingFault(f"step {self.step}: {fault}", "the state is saved")
-
-    def _gradient_norms(self) -> dict[str, float]:
-        """Norm of the gradient of each part of the module; of all ranks at once."""
-        squares: dict[str, float | Tensor] = {}
-        for name, square in self.engine.squared_norms().items():
-            squares[part_of(name)] = squares.get(part_of(name), 0.0) + square
-        total = sum_scalars(list(squares.values()), self.device)
-        return {name: math.sqrt(square) for name, square in zip(squares, total, strict=True)}
 
 
 @cache

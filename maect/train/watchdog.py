@@ -1,8 +1,8 @@
-"""Ends a step that does not end, and names the rank that the others wait for, also if it is slow.
+"""Ends a step that does not end, and names the rank that the others wait for.
 
 A collective waits for its last rank without saying which one that is. Therefore every rank notes
 what it does, and a thread of it writes that down now and then with a number that shows it is alive.
-A rank that has waited for too long looks at what the others wrote. Rank 0 compares what steps take.
+A rank that has waited for too long looks at what the others wrote.
 """
 
 import faulthandler
@@ -13,19 +13,16 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from maect.core.context import Context
 from maect.core.errors import RankError
-from maect.train.straggler import Pace, Slow, Stragglers
 
 log = logging.getLogger(__name__)
 
 LIMIT = 300.0  # seconds of one activity
 LIMIT_VARIABLE = "MAECT_STALL_SECONDS"
-SLOW_TICKS = 6  # signs of life, of 30 s by default, through which a rank has to be slow
 STEPS = 5  # and this many times the longest step so far, where steps take minutes
 READING, COMPUTING, UPDATING = "reading the batch of", "computing", "updating the weights in"
 ORDER = (READING, COMPUTING, UPDATING)
@@ -43,7 +40,6 @@ class Watchdog:
 
     The first step, with its compilation and set-up, may take as long as it likes: there only a rank
     that gives no sign of life is missed. A process that was itself suspended starts to count again.
-    `straggler` is what rank 0 last said of a rank that is slower than the others.
     """
 
     def __init__(self, folder: Path, context: Context) -> None:
@@ -56,9 +52,6 @@ class Watchdog:
         self._longest: float | None = None
         self._seen: dict[int, tuple[int, float]] = {}
         self._number = 0
-        self.straggler: str | None = None
-        self._pace = Pace()
-        self._stragglers = Stragglers(SLOW_TICKS * self._tick)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="maect-watchdog")
         if context.world_size > 1:
@@ -69,20 +62,11 @@ class Watchdog:
     def at(self, activity: str, step: int) -> None:
         """Note what this rank does now; `step` counts from 1. Cheap."""
         now = time.monotonic()
-        _, before, since = self._doing
-        if before == READING and activity == COMPUTING:
-            pace = self._pace
-            self._pace = Pace(pace.steps, pace.data + now - since, pace.device)
         if activity == READING:
             if self._began is not None:
                 self._longest = max(self._longest or 0.0, now - self._began)
             self._began = now
         self._doing = (step, activity, now)
-
-    def stepped(self, forward: float) -> None:
-        """Note that a step is done, and how many seconds its forward pass took."""
-        pace = self._pace
-        self._pace = Pace(pace.steps + 1, pace.data, pace.device + forward)
 
     def close(self) -> None:
         """Watch no longer."""
@@ -104,8 +88,6 @@ class Watchdog:
             self._resumed = now
         self._ticked = now
         self._write()
-        if self.context.rank == 0:
-            self._compare(now)
         fault = self._fault()
         if fault:
             faulthandler.dump_traceback()
@@ -119,22 +101,11 @@ class Watchdog:
             "number": self._number, "step": step, "activity": activity,
             "seconds": time.monotonic() - max(since, self._resumed),
             "who": f"rank {self.context.rank} ({socket.gethostname()}, process {os.getpid()})",
-            "pace": astuple(self._pace),
         }  # fmt: skip
         file = self._file(self.context.rank)
         with suppress(OSError):  # a full disk must not end the training
             file.with_suffix(".tmp").write_text(json.dumps(value), encoding="utf-8")
             file.with_suffix(".tmp").replace(file)
-
-    def _compare(self, now: float) -> None:
-        """Name a rank that all others have waited for, step after step."""
-        values = {rank: self._read(rank) for rank in range(self.context.world_size)}
-        if any("pace" not in value for value in values.values()):
-            return
-        paces = {rank: Pace(*value["pace"]) for rank, value in values.items()}
-        for slow in self._stragglers.compare(now, paces):
-            self.straggler = _described(slow, values[slow.rank]["who"])
-            log.warning(self.straggler)
 
     def _fault(self) -> StalledError | None:
         """Return the fault of a rank that this one has waited for in vain, if there is one."""
@@ -189,12 +160,3 @@ class Watchdog:
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:04d}.json"
-
-
-def _described(slow: Slow, who: str) -> str:
-    what, why = {
-        "data": ("its batch", "it waits for data: look at its node's storage and other processes"),
-        "device": ("a forward pass", "its device is slow: look at its clock and other processes"),
-    }[slow.at]
-    times = f"{slow.seconds:.3g} s a step for {what}, others {slow.others:.3g} s"
-    return f"{who} makes all others wait: {times}; {why}"

@@ -117,7 +117,7 @@ def knn(full: bool, folder: Path) -> None:
 
 
 def logistic(full: bool, folder: Path) -> None:
-    """5 images x 1,000 classes x 1,024 at MSN's penalty, to the objective that cyanure reaches."""
+    """5 images x 1,000 classes x 1,024 at MSN's penalty, to scikit-learn's objective."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
@@ -140,7 +140,7 @@ def logistic(full: bool, folder: Path) -> None:
     def objective(weights: Any) -> float:
         return ours._loss(features @ weights, labels)[0] + penalty / 2 * float((weights**2).sum())
 
-    target = objective(ours.fit(features, labels, classes, penalty, "lbfgs")[0])
+    target = objective(ours.fit(features, labels, classes, penalty)[0])
     # The fewest tens of iterations after which scikit-learn's objective is as low, to 1 in 1e4.
     iterations = 10
     while True:
@@ -151,11 +151,9 @@ def logistic(full: bool, folder: Path) -> None:
         iterations += 10
     print(f"  objective: maect {target:.6g}, scikit-learn after {iterations}: {value:.6g}")
     calls: Calls = {
-        "maect": lambda: ours.fit(features, labels, classes, penalty, "lbfgs"),
+        "maect": lambda: ours.fit(features, labels, classes, penalty),
         "scikit-learn lbfgs": lambda: sklearn(iterations),
     }
-    if not full:
-        calls["cyanure"] = lambda: ours.fit(features, labels, classes, penalty, "cyanure")
     times, _ = medians(calls, 1 if full else 3)
     line(f"logistic regression, {len(labels)} x {classes} x {width}: maect", times["maect"])
     for name in list(calls)[1:]:

@@ -20,7 +20,7 @@ from maect.core.files import read_record, read_table_text, sha256_file, write_re
 from maect.data.index import LABEL, open_index
 from maect.data.shards import shard
 from maect.data.sources.changes import changes, may_differ
-from maect.evaluate import EvaluationConfig, load_evaluation
+from maect.evaluate import EvaluationConfig
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.features import extract
 from maect.evaluate.training_free import Score
@@ -328,40 +328,6 @@ def test_features_of_an_encoder_whose_file_is_gone(pipeline: Path) -> None:
     config = pipeline / "results/evaluations/ct_tiny/knn.yaml"
     with pytest.raises(UserError, match="made from another encoder than"):
         evaluate(Context(cpus=2), config=config)
-
-
-def leaderboard_results(pipeline: Path) -> Path:
-    """Results of the three protocols that it asks for, as short as may be."""
-    run = pipeline / RUN
-    for name in ("lars_linear_probe", "efficient_probe", "knn_leaderboard"):
-        result = {
-            "metrics": {"by_epoch": [40.0, 50.0], "sweep": []},
-            "settings": load_evaluation(name, "tiny")[1].model_dump(mode="json"),
-            "provenance": {
-                "encoder_sha256": sha256_file(run / "encoder.safetensors"),
-                "splits": {"train": {"pooling": "cls"}},
-            },
-        }
-        write_record(pipeline / f"results/evaluations/ct_tiny/{name}.json", result)
-    return run
-
-
-def test_rows_of_the_leaderboard_are_of_the_encoder(
-    pipeline: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`maect leaderboard` after the encoder was replaced, and of a damaged result."""
-    run = leaderboard_results(pipeline)
-    words = ["leaderboard", str(run), "--out", str(pipeline / "board")]
-    assert main(words) == 0
-    probe = pipeline / "results/evaluations/ct_tiny/lars_linear_probe.json"
-    text = probe.read_text()
-    probe.write_text(text.replace("50.0", "51.0"))
-    assert main(words) == 2
-    assert "lars_linear_probe.json: damaged" in capsys.readouterr().err
-    probe.write_text(text)
-    train_otherwise(run)
-    assert main(words) == 2
-    assert "of an encoder that ct_tiny no longer has" in capsys.readouterr().err
 
 
 def test_an_exported_folder_that_was_edited(

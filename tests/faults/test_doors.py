@@ -254,7 +254,7 @@ def test_another_clone_of_maect_is_not_what_runs(tmp_path: Path, trap: object) -
     Path("Snakefile").touch()
     said = f"{Path.cwd()} is another clone of maect: its code is not used, but that of {ROOT}"
     assert working_folder.notes(ROOT, ["maect", "run"]) == [said]
-    done = maect("replay", str(tmp_path / "none"), "--step", "1")
+    done = maect("train", str(tmp_path / "none/config.yaml"))
     assert f"warning: {said}" in done.stderr
 
 

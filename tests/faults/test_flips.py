@@ -20,12 +20,12 @@ from maect import load
 from maect.cli import main
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import read_record, sha256_file, write_record
+from maect.core.files import read_record
 from maect.data.index import open_index
 from maect.data.pixels import open_pixels
 from maect.data.shard_plan import image_names
 from maect.data.sources.changes import changes
-from maect.evaluate import EvaluationConfig, load_evaluation
+from maect.evaluate import EvaluationConfig
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.probing import STATE
 from maect.records import RunRecord
@@ -180,7 +180,6 @@ CLASSIFIED = command(
     "predict", "{root}/runs/" + RUN, VAL, "--out", "{out}", "--classifier",
     "{root}/classifier.safetensors", out="c.csv",
 )  # fmt: skip
-LEADERBOARD = command("leaderboard", "{root}/board/runs/" + RUN, "--out", "{out}", out="board")
 COMPARE = command(
     "compare", "{root}/runs/" + RUN, "--images", VAL, "--out", "{root}/compared", "--threads", "1",
     leaves=("compared/compare.csv",),
@@ -276,9 +275,6 @@ KINDS = {
     "classifier": Kind("classifier.safetensors", 24, (CLASSIFIED,)),
     "exported weights": Kind("export/model.safetensors", 16, (exported,)),
     "record of an export": Kind("export/config.json", 24, (exported,)),
-    "row of the leaderboard": Kind(
-        f"board/evaluations/{RUN}/lars_linear_probe.json", 20, (LEADERBOARD,)
-    ),
     "saved probe": Kind(f"probing/.{PROBE}.state/{STATE}", 12, (resumed_probe,)),
     "kept scores": Kind("compared/scores/*.safetensors", 6, (COMPARE,)),
     "kept vectors": Kind("compared/vectors/*.safetensors", 6, (COMPARE,)),
@@ -354,7 +350,6 @@ def results(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     LABELLED(root, folder)
     shutil.copy(folder / "c.safetensors", root / "classifier.safetensors")
     COMPARE(root, folder)
-    prepare_leaderboard(root / "board", root / "runs" / RUN)
     told = EvaluationConfig.read(
         root / f"evaluations/{RUN}/{PROBE}.yaml", ["settings.epochs=2", "settings.batch_size=16"]
     )
@@ -373,19 +368,6 @@ class Interrupted(Context):
     def stop_requested(self) -> bool:
         self.asked += 1
         return self.asked >= 6
-
-
-def prepare_leaderboard(board: Path, run: Path) -> None:
-    """Results of the leaderboard's protocols, as short as may be."""
-    shutil.copytree(run, board / "runs" / RUN)
-    for name in ("lars_linear_probe", "efficient_probe", "knn_leaderboard"):
-        about = {"encoder_sha256": sha256_file(run / "encoder.safetensors")}
-        result = {
-            "metrics": {"by_epoch": [40.0, 50.0], "sweep": []},
-            "settings": load_evaluation(name, "tiny")[1].model_dump(mode="json"),
-            "provenance": about | {"splits": {"train": {"pooling": "cls"}}},
-        }
-        write_record(board / f"evaluations/{RUN}/{name}.json", result)
 
 
 @pytest.mark.parametrize("name", KINDS)

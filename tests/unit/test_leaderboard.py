@@ -1,6 +1,8 @@
 """Rows and logs of the leaderboard, from evaluations of a small encoder of digits."""
 
 import csv
+import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from evaluate.conftest import Rank, images, resolved
 from evaluate.test_efficient_probe import SETTINGS as EFFICIENT
 from evaluate.test_lars_linear_probe import SETTINGS as LINEAR
 
-from maect import cli
+from maect.core.errors import UserError
 from maect.core.files import seek_record
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import EvaluationJob
@@ -17,6 +19,9 @@ from maect.evaluate.features import extract
 from maect.models.weights import load_encoder_weights, save_encoder
 
 __all__ = ["images"]  # a fixture
+
+SCRIPT = Path(__file__).parents[2] / "docs/results/leaderboard.py"
+leaderboard = runpy.run_path(str(SCRIPT))["leaderboard"]
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +56,9 @@ def evaluated(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_rows_and_logs_are_in_the_leaderboards_form(
-    evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [str(evaluated / "runs" / name) for name in ("cls", "mean")]
-    assert cli.main(["leaderboard", *runs, "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == (tmp_path / "results.csv").read_text()
+def test_rows_and_logs_are_in_the_leaderboards_form(evaluated: Path, tmp_path: Path) -> None:
+    runs = [evaluated / "runs" / name for name in ("cls", "mean")]
+    assert leaderboard(runs, tmp_path) == (tmp_path / "results.csv").read_text()
     with (tmp_path / "results.csv").open() as file:
         reader = csv.DictReader(file)
         rows = {row["method"]: row for row in reader}
@@ -103,28 +105,36 @@ def test_rows_and_logs_are_in_the_leaderboards_form(
     assert "no k-NN: features pooled by mean, the linear probe reads cls" in rows["mean"]["notes"]
     assert rows["mean"]["lp"] == row["lp"]
     # It writes over no rows of others, nor over what was filled in.
-    assert cli.main(["leaderboard", *runs, "--out", str(tmp_path)]) == 0
+    leaderboard(runs, tmp_path)
     filled = (tmp_path / "results.csv").read_text() + "theirs,DINO\n"
     (tmp_path / "results.csv").write_text(filled)
-    capsys.readouterr()
-    assert cli.main(["leaderboard", *runs, "--out", str(tmp_path)]) == 2
-    assert "results.csv: has other methods, or cells that were filled in" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"results\.csv: has other methods, or cells that were"):
+        leaderboard(runs, tmp_path)
     assert (tmp_path / "results.csv").read_text() == filled
     (tmp_path / "results.csv").unlink()
-    assert cli.main(["leaderboard", runs[0], "--out", str(tmp_path)]) == 0
-    assert cli.main(["leaderboard", *runs, "--out", str(tmp_path)]) == 0  # its own, and one more
+    leaderboard(runs[:1], tmp_path)
+    leaderboard(runs, tmp_path)  # its own, and one more
 
 
-def test_what_is_missing_is_one_line(
-    evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "runs" / "cls"
+def test_what_is_missing_or_of_another_encoder_is_one_line(evaluated: Path, tmp_path: Path) -> None:
+    run, out = tmp_path / "runs" / "cls", tmp_path / "out"
     run.mkdir(parents=True)
     encoder = evaluated / "runs" / "cls" / "encoder.safetensors"
     (run / "encoder.safetensors").write_bytes(encoder.read_bytes())
-    assert cli.main(["leaderboard", str(run), "--out", str(tmp_path / "out")]) == 2
-    message = capsys.readouterr().err
-    assert "lars_linear_probe.json: no such result; add lars_linear_probe to the" in message
-    both = [str(run), str(evaluated / "runs" / "cls")]
-    assert cli.main(["leaderboard", *both, "--out", str(tmp_path / "out")]) == 2
-    assert "two runs of one name" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"lars_linear_probe\.json: no such result"):
+        leaderboard([run], out)
+    with pytest.raises(UserError, match="two runs of one name"):
+        leaderboard([run, evaluated / "runs" / "cls"], out)
+    results = tmp_path / "evaluations" / "cls"
+    shutil.copytree(evaluated / "evaluations" / "cls", results)
+    leaderboard([run], out)
+    probe = results / "lars_linear_probe.json"
+    text = probe.read_text()
+    probe.write_text(text.replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(UserError, match=r"lars_linear_probe\.json: damaged"):
+        leaderboard([run], out)
+    probe.write_text(text)
+    other = evaluated / "runs" / "mean" / "encoder.safetensors"
+    (run / "encoder.safetensors").write_bytes(other.read_bytes())
+    with pytest.raises(UserError, match="of an encoder that cls no longer has"):
+        leaderboard([run], out)

@@ -5,7 +5,6 @@ import shlex
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import maect
 from maect.cli import main
 from maect.core.entries import line_of
 from maect.models.weights import save_tensors
-from maect.tools.sync import SERVICES
 
 PAGE = Path(__file__).parents[3] / "docs/answers.md"
 ELSEWHERE = ("fiftyone", "lancedb")
@@ -27,7 +25,6 @@ def test_the_page_works_word_for_word(
     home.parent.mkdir(parents=True)
     shutil.copytree(run, home)
     (home / "metrics.jsonl").write_text(line_of(1, {"loss": 2.0}, {"device_seconds": 1.0}))
-    monkeypatch.setitem(SERVICES, "wandb", MagicMock(return_value=MagicMock(id="abc", done=0)))
     monkeypatch.setattr("maect.data.retrieve.retrieve", lambda what, out: [out / what])
     shutil.copytree(run, tmp_path / "weights/dinov2_small")
     shutil.copytree(photographs, tmp_path / "birds")

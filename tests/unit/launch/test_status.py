@@ -141,7 +141,7 @@ def test_the_last_online_evaluation(tmp_path):
     assert "online k-NN" in head and line.split()[-2:] == ["0.5000", "42.2"]
 
 
-def test_useful_time_and_stragglers(run, tmp_path):
+def test_useful_time(run, tmp_path):
     launcher = run.start(steps=2000)
     run.reaches(5)
     job = record.read_job(run.folder)

@@ -1,13 +1,17 @@
-"""Rows and logs for the leaderboard of frozen encoders, billpsomas/efficient-probing.
+"""Write rows and logs for the leaderboard of frozen encoders, billpsomas/efficient-probing.
+
+    python docs/results/leaderboard.py results/paper/runs/ct_aug_large [--out leaderboard]
 
 Its `results.csv` has a line for each encoder, and a log for each number. Those are the best on the
 test images; the notes say which numbers held-out training images choose. What no evaluation says
 (family, data of the pre-training, losses, top 5) stays empty.
 """
 
+import argparse
 import csv
 import io
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +151,22 @@ def _result(folder: Path, evaluation: str, sha256: str) -> EvaluationRecord:
     if result.encoder_sha256 != sha256:
         raise UserError(f"{path}: of an encoder that {folder.name} no longer has; evaluate again")
     return result
+
+
+def main() -> int:
+    """Write the rows of the runs on the command line and print them; return the exit status."""
+    parser = argparse.ArgumentParser(description="rows of evaluated runs for the leaderboard")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, default=Path("leaderboard"), help="folder to write to")
+    given = parser.parse_args()
+    try:
+        print(leaderboard(given.runs, given.out), end="")
+    except UserError as error:
+        print(f"leaderboard.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{given.out}: fill in family and pretrain before you send the rows", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
