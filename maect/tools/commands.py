@@ -80,8 +80,8 @@ def snakemake(
 ) -> int:
     """Run Snakemake on the pipeline, wherever it is installed; returns its status.
 
-    `config` has `KEY=VALUE` in place of what the experiment says; with `log` its lines go there, so
-    that the terminal has few.
+    `config` has `KEY=VALUE` in place of what the experiment says. With `log` all lines go there,
+    and the terminal has those of the logger plugin.
     """
     from maect.experiment.profile import find_profile
     from maect.experiment.working_folder import check_working_folder
@@ -89,14 +89,24 @@ def snakemake(
     check_working_folder()
     # Without this Snakemake would also take `default` or `profiles/default` for a profile.
     own = any(word.startswith("--workflow-profile") for word in arguments)
-    process = subprocess.Popen([
-        sys.executable, "-P", "-m",
-        *(("maect.tools.start_snakemake",) if log is None else ("maect.tools.quiet", log)),
+    words = [
+        sys.executable, "-P", "-m", "maect.tools.start_snakemake",
         "--snakefile", PIPELINE / "Snakefile",
         *arguments, "--profile", find_profile(profile) / "config.yaml",
         *(() if own else ("--workflow-profile", "none")),
-        "--config", f"experiment={experiment}", *config,
-    ], env=environment())  # fmt: skip
+    ]  # fmt: skip
+    asked = ["--config", f"experiment={experiment}", *config]
+    if log is None:
+        process = subprocess.Popen([*words, *asked], env=environment())
+    else:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        terminal = os.dup(2)
+        words += ["--logger", "maect", "--logger-maect-terminal", str(terminal)]
+        with open(log, "ab") as file:
+            process = subprocess.Popen(
+                [*words, *asked], env=environment(), stdout=file, stderr=file, pass_fds=[terminal]
+            )
+        os.close(terminal)
     # Ctrl-C reaches it, too: it lets the trainings save, which takes its time. `kill` reaches this
     # process alone, and would leave all others to themselves.
     handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: _interrupt(process.pid)}

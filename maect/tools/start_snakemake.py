@@ -1,4 +1,7 @@
-"""`python -P -m maect.tools.start_snakemake ...`: Snakemake, whose start Ctrl-C ends in a line."""
+"""`python -P -m maect.tools.start_snakemake ...`: Snakemake, whose start Ctrl-C ends in a line.
+
+`--logger maect` is the plugin of `maect.tools.logger`.
+"""
 
 import sys
 
@@ -16,6 +19,10 @@ def main() -> None:
         import_snakemake()
         from snakemake.cli import main as snakemake
 
+        if "--logger" in sys.argv:
+            from maect.tools import logger
+
+            logger.register()
         snakemake()
     except KeyboardInterrupt:
         print("maect: interrupted before any job began", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from maect.data.index import open_index
 from maect.experiment import load
 from maect.launch import LaunchError, Task
 from maect.launch.owner import own
-from maect.tools import quiet
+from maect.tools import logger
 from maect.tools.demo import ASKED, demo
 from maect.tools.dry_run import jobs_to_run
 from maect.tools.first_look import AFTER, BEFORE, HEAD, NUMBERS, _shard, first_look, table
@@ -98,12 +99,12 @@ def record(event: LogEvent, **about: object) -> logging.LogRecord:
 
 
 def test_a_line_for_what_begins_and_one_time_for_all(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(quiet, "terminal", sys.stdout)
     now = 1000.0
-    monkeypatch.setattr(quiet.time, "monotonic", lambda: now)
-    handler = quiet.LogHandler(None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(logger.time, "monotonic", lambda: now)
+    settings = logger.LogHandlerSettings(terminal=1)
+    handler = logger.LogHandler(None, settings)  # type: ignore[arg-type]
     stats = {"pretrain": 1, "tune": 2, "knn": 4, "total": 7}  # 24 + 50 + 6 seconds
     handler.emit(record(LogEvent.RUN_INFO, stats=stats))
     rules = {1: "pretrain", 2: "tune", 3: "tune", 4: "knn", 5: "knn", 6: "knn", 7: "knn"}
@@ -123,10 +124,26 @@ def test_a_line_for_what_begins_and_one_time_for_all(
     for job in (4, 5, 6, 7):
         begin(job)
     handler.emit(record(LogEvent.JOB_ERROR, rule_name="knn", log=["knn.log"]))
-    assert capsys.readouterr().out.splitlines() == [
+    assert capfd.readouterr().out.splitlines() == [
         "  Training 1                                  about 80 s left",
         "  Training 2                                  about 2 min left",
         "  Training 3                                  about 30 s left",
         "  Evaluating                                  a few seconds left",
         "knn failed; see knn.log",
     ]
+
+
+def test_the_terminal_has_the_plugins_lines_and_the_log_has_all(tmp_path: Path) -> None:
+    """Snakemake loads the plugin by its name, with the setting of the command line."""
+    (tmp_path / "Snakefile").write_text(
+        "rule knn:\n    output: 'a'\n    shell: 'echo said; touch {output}'\n"
+    )
+    with open(tmp_path / "terminal", "wb") as terminal, open(tmp_path / "log", "wb") as log:
+        words = ["--logger", "maect", "--logger-maect-terminal", str(terminal.fileno())]
+        subprocess.run(
+            [sys.executable, "-P", "-m", "maect.tools.start_snakemake", "--cores", "1", *words],
+            cwd=tmp_path, stdout=log, stderr=log, pass_fds=[terminal.fileno()], check=True,
+        )  # fmt: skip
+    shown = (tmp_path / "terminal").read_text()
+    assert shown == f"  {'Evaluating':<44}a few seconds left\n"
+    assert "said" in (tmp_path / "log").read_text() and "rule knn" in (tmp_path / "log").read_text()

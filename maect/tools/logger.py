@@ -1,21 +1,25 @@
-"""`python -P -m maect.tools.quiet LOG ...`: Snakemake in few lines, all others in LOG."""
+"""Snakemake's logger plugin `maect`: a line for what begins, with the time left.
+
+Snakemake's own lines and those of its jobs go where its standard streams go; the demo sends these
+to a file, and names the terminal by `--logger-maect-terminal`.
+"""
 
 import logging
 import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
+from snakemake_interface_logger_plugins.settings import LogHandlerSettingsBase
 
 from maect.core.yaml_files import read_yaml
 from maect.evaluate import PROTOCOLS
 from maect.stages import STAGES
-from maect.tools import start_snakemake
 
 SECONDS: dict[str, float] = read_yaml(Path(__file__).with_suffix(".yaml"))
 OTHER = 1.5
@@ -27,7 +31,6 @@ SHOWN = {
     "Writing the report": ("report_html",),
 }
 """What is said of rules of which many jobs run; a training has a title of its own."""
-terminal: IO[str] = sys.stderr
 
 
 def seconds(rule: str) -> float:
@@ -44,10 +47,19 @@ def words(left: float) -> str:
     return f"about {left / 60:.0f} min left"
 
 
-class LogHandler(LogHandlerBase):
-    """A logger plugin; Snakemake finds the class by its name and makes the handler itself."""
+@dataclass
+class LogHandlerSettings(LogHandlerSettingsBase):
+    """What the command line says, as `--logger-maect-terminal`; Snakemake finds it by its name."""
 
-    writes_to_stream = False  # so Snakemake prints its own lines as well, to the log
+    terminal: int = field(
+        default=2, metadata={"help": "file descriptor to print to", "type": int, "required": False}
+    )
+
+
+class LogHandler(LogHandlerBase):
+    """The handler of Snakemake's events; Snakemake finds the class by its name."""
+
+    writes_to_stream = False  # Snakemake prints its own lines as well, to its own streams
     writes_to_file = False
     has_filter = True
     has_formatter = True
@@ -55,6 +67,8 @@ class LogHandler(LogHandlerBase):
 
     def __post_init__(self) -> None:
         """Begin to count the seconds of jobs, as on idle cores."""
+        descriptor = getattr(self.settings, "terminal", 2)
+        self.terminal = os.fdopen(descriptor, "w", closefd=False)
         self.began, self.said = time.monotonic(), ""
         self.total = self.done = 0.0
         self.running: dict[int, float] = {}
@@ -76,13 +90,13 @@ class LogHandler(LogHandlerBase):
                 self.done += self.running.pop(about["job_id"], 0.0)
             case LogEvent.JOB_ERROR:
                 logs = ", ".join(map(str, about["log"]))
-                print(f"{about['rule_name']} failed; see {logs}", file=terminal)
+                print(f"{about['rule_name']} failed; see {logs}", file=self.terminal, flush=True)
 
     def say(self, title: str) -> None:
         """Print what begins, once where several jobs do the same."""
         if title != self.said:
             self.said = title
-            print(f"  {title:<44}{words(self.left())}", file=terminal, flush=True)
+            print(f"  {title:<44}{words(self.left())}", file=self.terminal, flush=True)
 
     def left(self) -> float:
         """Seconds still to go, as slow as it was so far; at first as on idle cores."""
@@ -99,19 +113,7 @@ def _title(rule: str, message: str | None) -> str:
     return message if message and rule in STAGES else "Drawing tables and figures"
 
 
-def main() -> None:
-    """Snakemake's command, with its arguments behind the log."""
-    global terminal
-    log = Path(sys.argv.pop(1))
-    terminal = os.fdopen(os.dup(2), "w")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "ab") as file:
-        for number in (1, 2):
-            os.dup2(file.fileno(), number)
-    LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_maect", sys.modules[__name__])
-    sys.argv[1:1] = ["--logger", "maect"]
-    start_snakemake.main()
-
-
-if __name__ == "__main__":
-    main()
+def register() -> None:
+    """Make the plugin known to Snakemake, which looks for installed packages of such names only."""
+    name = "snakemake_logger_plugin_maect"
+    LoggerPluginRegistry().register_plugin(name, sys.modules[__name__])
