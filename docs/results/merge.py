@@ -22,7 +22,7 @@ from maect.evaluate.base import OutputOf, Trained
 from maect.experiment import Experiment
 from maect.experiment.outdated import Differences
 from maect.experiment.resolve import evaluation_config, input_path, run_config
-from maect.records import EvaluationRecord, RunRecord
+from maect.records import EvaluationRecord, Outcome, RunRecord
 from maect.stages.run import RunConfig
 
 Pair = tuple[str, str]
@@ -40,6 +40,8 @@ class Published:
     """Lines of `curves.csv`, by run."""
     measured: dict[Pair, dict[str, str]]
     """Metrics of evaluations, by run and evaluation."""
+    outcomes: dict[Pair, dict[str, Outcome]]
+    """Of single test images, by run and evaluation."""
     results: dict[str, dict[str, str]]
     """Of these, as `RUN/EVALUATION`, digests of their settings and of what they left."""
     shown: dict[str, list[str]]
@@ -163,6 +165,10 @@ def counts(here: Here, folder: Path) -> Published:
     for line in _lines(folder / "measured.csv"):
         if (pair := (line["run"], line["evaluation"])) in measured:
             measured[pair][line["metric"]] = line["value"]
+    outcomes: dict[Pair, dict[str, Outcome]] = {}
+    for line in _lines(folder / "outcomes.csv"):
+        if (pair := (line.pop("run"), line.pop("evaluation"))) in measured:
+            outcomes.setdefault(pair, {})[line.pop("metric")] = Outcome.model_validate(line)
     curves = _lines(folder / "curves.csv")
     shown = read_json(folder / "figures.json", {})
     replaced = {"/".join(pair) for pair in here.results} | here.runs.keys()
@@ -171,6 +177,7 @@ def counts(here: Here, folder: Path) -> Published:
         {name: (folder / "resolved" / f"{name}.yaml").read_text(encoding="utf-8") for name in runs},
         {name: [line for line in curves if line["run"] == name] for name in runs},
         measured,
+        outcomes,
         {name: results[name] for name in map("/".join, made)},
         {figure: names for figure, names in shown.items() if all(map(is_same, names))},
         [name for name in (*finished, *results) if name not in replaced and not is_same(name)],
@@ -190,7 +197,8 @@ def merge(here: Here, published: Published, root: Path) -> None:
     for pair in experiment.evaluations:
         to = root / "evaluations" / pair[0] / f"{pair[1]}.json"
         if pair in published.measured:
-            EvaluationRecord(metrics=_nested(published.measured[pair])).write(to)
+            metrics = _nested(published.measured[pair])
+            EvaluationRecord(metrics=metrics, outcomes=published.outcomes.get(pair)).write(to)
         elif pair in here.results:
             to.parent.mkdir(parents=True, exist_ok=True)
             to.symlink_to(result_file(experiment, pair).absolute())

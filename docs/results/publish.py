@@ -63,6 +63,14 @@ OF_NUMBERS = (
     "knn_per_block",
 )
 """Figures that need nothing but numbers and records."""
+PAIRED = {
+    "knn": ("knn", "knn_standardized"),
+    "low_shot": ("low_shot_1",),
+    "clustering": ("accuracy_mean",),
+    "geometry": ("knn_raw", "knn_whitened_0.01", "low_shot_1_whitened_0.01", "accuracy_raw")
+    + ("accuracy_whitened_0.01",),
+}
+"""Metrics whose outcomes are published, by evaluation: all of them would be megabytes."""
 
 
 def collect(name: str) -> None:
@@ -86,6 +94,8 @@ def collect(name: str) -> None:
         columns = ["run", "step", "epoch", "loss", *online, "lookup_accuracy"]
         _write(curves, out / "curves.csv", columns)
         _write(_measured(done), out / "measured.csv", ["run", "evaluation", "metric", "value"])
+        if outcomes := _outcomes(done):
+            _write(outcomes, out / "outcomes.csv")
         missing = _tables(merged, pd.DataFrame(runs), out)
         shown = _figures(here, merged, published.shown, out)
         for figure in figures(experiment):
@@ -226,6 +236,16 @@ def _measured(results: dict[tuple[str, str], Path]) -> list[dict[str, Any]]:
         {"run": run, "evaluation": evaluation, "metric": metric, "value": value}
         for (run, evaluation), path in results.items()
         for metric, value in flat(EvaluationRecord.read(path).metrics)
+    ]
+
+
+def _outcomes(results: dict[tuple[str, str], Path]) -> list[dict[str, Any]]:
+    """Answers for every test image of the metrics in `PAIRED`, for tests of two encoders."""
+    return [
+        {"run": run, "evaluation": evaluation, "metric": metric} | kept[metric].model_dump()
+        for (run, evaluation), path in results.items()
+        if (kept := EvaluationRecord.read(path).outcomes)
+        for metric in PAIRED.get(evaluation, ())
     ]
 
 
