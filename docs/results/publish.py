@@ -67,8 +67,11 @@ PAIRED = {
     "knn": ("knn", "knn_standardized"),
     "low_shot": ("low_shot_1",),
     "clustering": ("accuracy_mean",),
-    "geometry": ("knn_raw", "knn_whitened_0.01", "low_shot_1_whitened_0.01", "accuracy_raw")
-    + ("accuracy_whitened_0.01",),
+    "geometry": tuple(
+        f"{measure}_{name}"
+        for measure in ("knn", "low_shot_1", "accuracy")
+        for name in ("raw", "whitened_0.01", "whitened_0.1")
+    ),
 }
 """Metrics whose outcomes are published, by evaluation: all of them would be megabytes."""
 

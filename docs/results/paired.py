@@ -1,0 +1,171 @@
+"""Differences of encoders on the same test images, from what `publish.py` wrote.
+
+A difference is the mean over seeds. ± is its standard deviation over seeds (n - 1), the interval
+is by the bootstrap over images of the mean over seeds, and p is that the images' mean differences
+have random signs. So interval and p are about images, for these trainings; ± is about trainings.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+from numpy.typing import NDArray
+
+from maect.evaluate.outcomes import difference, holm, unpack
+from maect.records import Outcome
+from maect.report.render import MISSING
+
+MAE, LOOKUP, NONE, STOPPED = "MAE", "lookup", "no lookup", "no lookup, gradient stopped"
+VIEWS = {"min": "crops", "aug": "colours"}
+
+
+@dataclass(frozen=True)
+class Published:
+    """The numbers of a published experiment."""
+
+    folder: Path
+
+    @cached_property
+    def runs(self) -> dict[tuple[str, str], dict[int, str]]:
+        """Runs by seed, by what they are (`MAE`, `LOOKUP` ...) and their views (none: an MAE)."""
+        table = pd.read_csv(self.folder / "runs.csv", keep_default_na=False)
+        found: dict[tuple[str, str], dict[int, str]] = {}
+        for line in table[table["finished"]].to_dict("records"):
+            if line["stage"] == "pretrain":
+                found.setdefault((MAE, ""), {})[line["seed"]] = line["run"]
+            elif line["stage"] == "tune":
+                config = self.folder / f"resolved/{line['run']}.yaml"
+                settings = yaml.safe_load(config.read_text(encoding="utf-8"))["settings"]
+                head = settings["head"]
+                kind = LOOKUP
+                if head["lookup"] == "none":
+                    kind = STOPPED if head["stop_gradient"] else NONE
+                views = VIEWS[settings["augmentation"]]
+                found.setdefault((kind, views), {})[line["seed"]] = line["run"]
+        return found
+
+    @cached_property
+    def values(self) -> dict[tuple[str, str, str], float]:
+        """Every number, by run, evaluation and metric."""
+        table = pd.read_csv(self.folder / "measured.csv")
+        return table.set_index(["run", "evaluation", "metric"])["value"].to_dict()
+
+    @cached_property
+    def outcomes(self) -> dict[tuple[str, str, str], NDArray[np.float64]]:
+        """The share of right answers for each test image, likewise."""
+        table = pd.read_csv(self.folder / "outcomes.csv")
+        kept = table.to_dict("records")
+        return {
+            (line["run"], line["evaluation"], line["metric"]): unpack(
+                Outcome(images=line["images"], trials=line["trials"], right=line["right"])
+            )
+            for line in kept
+        }
+
+    def seeds(self, model: tuple[str, str], evaluation: str, metric: str) -> dict[int, float]:
+        """A number of a model, by seed."""
+        runs = self.runs.get(model, {})
+        keys = {seed: (run, evaluation, metric) for seed, run in sorted(runs.items())}
+        return {seed: self.values[key] for seed, key in keys.items() if key in self.values}
+
+    def compare(self, first: "Side", second: "Side", evaluation: str) -> dict[str, Any] | None:
+        """What the second has more than the first, over the seeds that both have; None: none.
+
+        Of a metric without outcomes, such as NMI, only the mean and ± are known.
+        """
+        one, two = (self.seeds(side.model, evaluation, side.metric) for side in (first, second))
+        both = sorted(one.keys() & two.keys())
+        if not both:
+            return None
+        changes = [two[seed] - one[seed] for seed in both]
+        row: dict[str, Any] = {
+            "value": float(np.mean(changes)),
+            "std": float(np.std(changes, ddof=1)) if len(both) > 1 else None,
+            "seeds": len(both),
+        }
+        sides = [
+            [
+                self.outcomes.get((self.runs[side.model][seed], evaluation, side.metric))
+                for seed in both
+            ]
+            for side in (first, second)
+        ]
+        if all(one is not None for side in sides for one in side):
+            means = [np.mean(side, axis=0) for side in sides]
+            found = asdict(difference(*means))
+            row |= {key: found[key] for key in ("images", "low", "high", "p")}
+            counts = [
+                (int(((b > a) & (a == 0)).sum()), int(((b < a) & (b == 0)).sum()))
+                for a, b in zip(*sides, strict=True)
+            ]
+            if all(np.isin(one, (0, 1)).all() for side in sides for one in side):
+                row |= {"gained": sum(g for g, _ in counts), "lost": sum(c for _, c in counts)}
+        return row
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: a model and a metric of its evaluation."""
+
+    model: tuple[str, str]
+    metric: str
+
+
+def corrected(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add Holm's p over all rows that have one."""
+    tested = [row for row in rows if row.get("p") is not None]
+    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
+        row["p_holm"] = p
+    return list(rows)
+
+
+def cell(row: dict[str, Any] | None, digits: int = 1) -> str:
+    """A difference as a table shows it: value ± over seeds [interval over images]; bold: decided.
+
+    Decided is what Holm's p holds for a difference, at 5 %.
+    """
+    if row is None:
+        return MISSING
+    text = f"{row['value']:+.{digits}f}"
+    if row.get("std") is not None and not pd.isna(row["std"]):
+        text += f" ± {row['std']:.{digits}f}"
+    if row.get("low") is not None and not pd.isna(row["low"]):
+        text += f" [{row['low']:+.{digits}f}, {row['high']:+.{digits}f}]"
+    decided = row.get("p_holm") is not None and row["p_holm"] <= 0.05
+    return f"**{text}**" if decided else text
+
+
+def published(names: Sequence[str], here: Path) -> Iterator[tuple[str, Published]]:
+    """Yield those experiments that have published outcomes."""
+    for name in names:
+        if (here / name / "outcomes.csv").exists():
+            yield name, Published(here / name)
+
+
+def filled(text: str, rows: Sequence[dict[str, Any]], **blocks: str) -> str:
+    """A page: `{NAME}` is a block, `{DATA/COMPARISON/VIEWS/METRIC}` the cell of a row.
+
+    `{value DATA/...}` is its difference alone and `{p DATA/...}` Holm's p.
+    """
+    known = {"/".join((r["data"], r["comparison"], r["views"], r["metric"])): r for r in rows}
+
+    def number(match: re.Match[str]) -> str:
+        how, name = match[1], match[2]
+        row = known.get(name)
+        if how and row is None:
+            return MISSING
+        if how == "value ":
+            return f"{row['value']:+.1f}"
+        if how == "p ":
+            return f"{row['p_holm']:.1g}"
+        return cell(row)
+
+    for name, block in blocks.items():
+        text = text.replace(f"{{{name}}}", block)
+    return re.sub(r"\{(value |p )?([^{}/]+/[^{}]+)\}", number, text)
