@@ -151,7 +151,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     """Gain over the MAE as it is: by a matrix, by tuning, by both."""
     data = list(dict.fromkeys(row["data"] for row in rows))
     measures = ("knn", "low_shot_1", "nmi")
-    figure, axes = panels(len(data), len(measures), height=2.8 * len(data))
+    figure, axes = panels(len(data), len(measures), height=2.8)
     grid = np.array(axes, dtype=object).reshape(len(data), len(measures))
     known = {(r["data"], r["comparison"], r["views"], r["metric"]): r for r in rows}
     places = [

@@ -1,15 +1,17 @@
-"""Draws `law.png`: what tuning adds, against how often its lookup is right, on three data sets.
+"""Draws `law.png`: what tuning adds to k-NN and clusters, against how often its lookup is right.
 
     python docs/results/make_law.py
 
-It reads the CSV files and the configs of the published experiments, and nothing else.
+It reads the CSV files and the configs of the published experiments, and nothing else. Of a data set
+it shows the seeds that all of its lines have.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 import yaml
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from maect.core.seeds import seedless
@@ -17,24 +19,27 @@ from maect.report.figures import method_style, panels, save
 
 HERE = Path(__file__).parent
 DATA_SETS = {"digits_law": "digits", "cifar10_law": "CIFAR-10", "tiny_imagenet": "Tiny-ImageNet"}
+COLUMNS = ["model", "seed", "views", "lookup", "right", "gain"]
 GREY = "#555555"
+MEASURES = {"knn_standardized": "k-NN", "nmi_mean": "NMI of clusters"}
 VIEWS = {"min": "crops and flips (digits: crops)", "aug": "with colours"}
 
 
-def tuned(folder: Path) -> pd.DataFrame:
-    """The tuned runs of a published experiment that have a k-NN beside that of their MAE.
+def tuned(folder: Path, metric: str) -> pd.DataFrame:
+    """The tuned runs of a published experiment that have a metric beside that of their MAE.
+
+    Only of the seeds that every model has: three seeds are not compared with one.
 
     Returns:
-        `model` (without seed), `views` and `lookup` of its config, `right` (percent of lookups of
-        the right class, as drawn or as logged; 100 without lookup), `gain` (points of k-NN on
-        standardised features).
+        `model` (without seed), `seed`, `views` and `lookup` of its config, `right` (percent of
+        lookups of the right class, as drawn or as logged; 100 without lookup), `gain` (points).
     """
     runs = pd.read_csv(folder / "runs.csv", index_col="run", keep_default_na=False)
     measured = pd.read_csv(folder / "measured.csv")
-    knn = measured[measured["metric"] == "knn_standardized"].set_index("run")["value"]
+    values = measured[measured["metric"] == metric].set_index("run")["value"]
 
     def lines() -> Iterator[dict[str, object]]:
-        for run in runs.index[runs["stage"] == "tune"].intersection(knn.index):
+        for run in runs.index[runs["stage"] == "tune"].intersection(values.index):
             first = run
             while runs.at[first, "from"]:
                 first = runs.at[first, "from"]
@@ -43,21 +48,26 @@ def tuned(folder: Path) -> pd.DataFrame:
             drawn = {"oracle": 100 * head["oracle_right"], "none": 100.0}
             yield {
                 "model": seedless(run),
+                "seed": runs.at[run, "seed"],
                 "views": config["settings"]["augmentation"],
                 "lookup": head["lookup"],
                 "right": drawn.get(head["lookup"]) or float(str(runs.at[run, "lookups_right"])),
-                "gain": knn[run] - knn[first],
+                "gain": values[run] - values[first],
             }
 
-    return pd.DataFrame(lines())
+    found = pd.DataFrame(list(lines()), columns=COLUMNS)
+    models = found.groupby("seed")["model"].nunique()
+    return found[found["seed"].isin(models.index[models == found["model"].nunique()])]
 
 
-def main() -> None:
-    """Draw the figure."""
-    figure, axes = panels(1, len(VIEWS), height=3.4)
+def draw(axes: Sequence[Axes], metric: str) -> None:
+    """Draw a row of panels, one for each kind of views."""
     for number, (name, title) in enumerate(DATA_SETS.items()):
         style = method_style(number) | {"linestyle": "-"}
-        every = tuned(HERE / name)
+        every = tuned(HERE / name, metric)
+        if "none" not in set(every["lookup"]):
+            continue  # nothing to compare a lookup with
+        seeds = every["seed"].nunique()
         for ax, views in zip(axes, VIEWS, strict=True):
             own = every[every["views"] == views].groupby(["lookup", "model"])[["right", "gain"]]
             mean, std = own.mean(), own.std()
@@ -70,14 +80,27 @@ def main() -> None:
                 ax.errorbar(real["right"], real["gain"], error["gain"], **style | hollow)
             if "none" in mean.index:
                 ax.axhline(mean.loc[["none"], "gain"].mean(), color=style["color"], linestyle=":")
-            ax.plot([], [], **style, label=title)
-    for ax, title in zip(axes, VIEWS.values(), strict=True):
-        ax.axhline(0, color="#777777", linewidth=0.7)
-        ax.set(title=title, xlabel="lookups of the right class (%)", xlim=(0, 104))
-    highest = max(ax.get_ylim()[1] for ax in axes)
+            seed = f"{seeds} seed{'s'[: seeds > 1]}"
+            ax.plot([], [], **style, label=f"{title} ({seed})")
+    axes[0].set_ylabel(f"{MEASURES[metric]}: gain over MAE")
     for ax in axes:
-        ax.set_ylim(-0.5, highest)
-    axes[0].set_ylabel("k-NN on standardised features,\ngain over MAE (points)")
+        ax.axhline(0, color="#777777", linewidth=0.7)
+        ax.set(xlim=(0, 104))
+    lowest, highest = (f(ax.get_ylim()[i] for ax in axes) for i, f in enumerate((min, max)))
+    for ax in axes:
+        ax.set_ylim(lowest, highest)
+
+
+def main() -> None:
+    """Draw the figure."""
+    figure, axes = panels(len(MEASURES), len(VIEWS), height=2.8)
+    rows = [axes[: len(VIEWS)], axes[len(VIEWS) :]]
+    for row, metric in zip(rows, MEASURES, strict=True):
+        draw(row, metric)
+    for ax, title in zip(rows[0], VIEWS.values(), strict=True):
+        ax.set_title(title)
+    for ax in rows[-1]:
+        ax.set_xlabel("lookups of the right class (%)")
     kinds = [
         Line2D([], [], color=GREY, label="drawn lookup"),
         Line2D([], [], color=GREY, marker="o", fillstyle="none", linestyle="", label="real lookup"),

@@ -68,9 +68,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def draw() -> None:
     """Gain over the MAE of each kind, in k-NN and in clusters."""
-    shown = list(published(list(DATA), HERE))
+    every = published(list(DATA), HERE)
+    shown = [(n, one) for n, one in every if any(kind == STOPPED for kind, _ in one.runs)]
     measures = [("knn", "knn_standardized"), ("clustering", "nmi_mean")]
-    figure, axes = panels(len(shown), len(measures), height=2.6 * len(shown))
+    figure, axes = panels(len(shown), len(measures), height=2.6)
     grid = np.array(axes, dtype=object).reshape(len(shown), len(measures))
     for row, (name, experiment) in enumerate(shown):
         for column, (evaluation, metric) in enumerate(measures):

@@ -1,0 +1,129 @@
+"""The law's figure, the clean control, geometry: made of published numbers, of equal seeds."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from maect.core.files import write_text
+from maect.evaluate.outcomes import holm, mcnemar, pack
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "docs/results"
+sys.path.insert(0, str(RESULTS))
+
+import make_geometry  # noqa: E402
+import make_law  # noqa: E402
+import make_no_lookup  # noqa: E402
+import paired  # noqa: E402
+
+HEADS = {
+    "ct_min": ("topk", True),
+    "ct_min_no_lookup": ("none", False),
+    "ct_min_no_lookup_stop_gradient": ("none", True),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three seeds of an MAE and of the lookup, two of one control and one of the other."""
+    rng = np.random.default_rng(0)
+    runs, measured, outcomes = [], [], []
+    models = {"mae": 3, "ct_min": 3, "ct_min_no_lookup": 2, "ct_min_no_lookup_stop_gradient": 1}
+    for model, seeds in models.items():
+        for seed in range(seeds):
+            end = f"_tiny-s{seed}" if seed else "_tiny"
+            run = f"{model}{end}"
+            stage, source = ("pretrain", "") if model == "mae" else ("tune", f"mae{end}")
+            about = {"run": run, "stage": stage, "from": source, "seed": seed, "finished": True}
+            runs.append(about | {"lookups_right": 50.0})
+            right = rng.random(40) < 0.5 + 0.1 * len(model) / 10
+            trials = rng.random((3, 40)) < 0.5
+            for metric, one in (("knn_standardized", right), ("knn", trials)):
+                value = 100 * float(one.mean())
+                line = {"run": run, "evaluation": "knn", "metric": metric}
+                measured.append(line | {"value": value})
+                outcomes.append(line | pack(one).model_dump())
+            nmi = {"run": run, "evaluation": "clustering", "metric": "nmi_mean"}
+            measured.append(nmi | {"value": 10.0 + seed + len(model)})
+            lookup, stop = HEADS.get(model, ("", False))
+            head = f"{{lookup: {lookup}, stop_gradient: {str(stop).lower()}, oracle_right: 1.0}}"
+            text = f"settings: {{augmentation: min, head: {head}}}\n"
+            write_text(tmp_path / f"resolved/{run}.yaml", text)
+    for name, lines in (("runs", runs), ("measured", measured), ("outcomes", outcomes)):
+        pd.DataFrame(lines).to_csv(tmp_path / f"{name}.csv", index=False)
+    return tmp_path
+
+
+def test_the_law_has_equal_seeds(folder: Path) -> None:
+    """Only the first seed has all three kinds."""
+    found = make_law.tuned(folder, "knn_standardized")
+    assert set(found["seed"]) == {0} and len(found) == 3
+    runs = pd.read_csv(folder / "runs.csv")
+    runs[~runs["run"].str.contains("stop_gradient")].to_csv(folder / "runs.csv", index=False)
+    found = make_law.tuned(folder, "nmi_mean")
+    assert found.groupby("model")["seed"].nunique().to_dict() == {
+        "ct_min_tiny": 2, "ct_min_no_lookup_tiny": 2
+    }  # fmt: skip
+    assert set(found["gain"]) == {len("ct_min") - 3.0, len("ct_min_no_lookup") - 3.0}
+
+
+def test_a_difference_is_paired_by_seed_and_image(folder: Path) -> None:
+    published = paired.Published(folder)
+    assert set(published.runs) == {
+        (paired.MAE, ""), *((k, "crops") for k in (paired.LOOKUP, paired.NONE, paired.STOPPED))
+    }  # fmt: skip
+
+    def side(kind: str, metric: str) -> paired.Side:
+        return paired.Side((kind, "" if kind == paired.MAE else "crops"), metric)
+
+    mae, tuned, none, stopped = (
+        side(kind, "knn_standardized")
+        for kind in (paired.MAE, paired.LOOKUP, paired.NONE, paired.STOPPED)
+    )
+    row = published.compare(mae, tuned, "knn")
+    assert row is not None and row["seeds"] == 3 and row["images"] == 40
+    changes = [
+        published.values[f"ct_min_tiny{end}", "knn", "knn_standardized"]
+        - published.values[f"mae_tiny{end}", "knn", "knn_standardized"]
+        for end in ("", "-s1", "-s2")
+    ]
+    assert row["value"] == pytest.approx(np.mean(changes))
+    assert row["std"] == pytest.approx(np.std(changes, ddof=1))
+    assert row["gained"] - row["lost"] == pytest.approx(sum(changes) * 40 / 100)
+    assert row["low"] < row["value"] < row["high"]
+    # Of one seed: McNemar's test of the images themselves.
+    single = published.compare(mae, stopped, "knn")
+    assert single is not None and single["seeds"] == 1 and single["std"] is None
+    assert single["p"] == mcnemar(single["gained"], single["lost"])
+    assert (published.compare(none, tuned, "knn") or {})["seeds"] == 2
+    nmi = published.compare(
+        side(paired.MAE, "nmi_mean"), side(paired.NONE, "nmi_mean"), "clustering"
+    )
+    assert nmi == {"value": 13.0, "std": 0.0, "seeds": 2}
+    assert published.compare(mae, side(paired.LOOKUP, "nothing"), "knn") is None
+
+
+def test_a_cell_says_what_is_decided() -> None:
+    rows = [{"value": 2.0, "std": 0.5, "low": 1.0, "high": 3.0, "p": p} for p in (0.001, 0.04, 0.2)]
+    for row, p in zip(paired.corrected(rows), holm([0.001, 0.04, 0.2]), strict=True):
+        assert row["p_holm"] == p
+    assert [paired.cell(row) for row in rows] == [
+        "**+2.0 ± 0.5 [+1.0, +3.0]**", "+2.0 ± 0.5 [+1.0, +3.0]", "+2.0 ± 0.5 [+1.0, +3.0]"
+    ]  # fmt: skip
+    assert paired.cell({"value": -1.25, "std": None}) == "-1.2"
+
+
+@pytest.mark.parametrize("made", [make_no_lookup, make_geometry], ids=lambda one: one.OUT.name)
+def test_the_pages_are_what_the_numbers_say(made) -> None:
+    """The CSV files follow from those of the experiments, and the page from these."""
+    rows = made.differences()
+    kept = pd.read_csv(made.OUT / "differences.csv")
+    again = pd.DataFrame(rows)
+    pd.testing.assert_frame_equal(kept, again, check_dtype=False, rtol=1e-6, atol=1e-9)
+    given = (rows,) if made is make_no_lookup else (rows, made.values())
+    text = made.page(*given)
+    assert text == (made.OUT / "README.md").read_text(encoding="utf-8")
+    assert "{" not in text and len(text.split("\n## ")[0].split()) < 600
