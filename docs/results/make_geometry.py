@@ -1,18 +1,25 @@
 """Makes the page on geometry: what a matrix gains, what tuning gains, and what both gain.
 
+    python docs/results/make_geometry.py pixels  # once: k-NN and clusters of the digits' pixels
     python docs/results/make_geometry.py
 
 It reads what `publish.py collect` wrote of the experiments, and the text in `geometry/found.md`.
 """
 
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from paired import LOOKUP, MAE, NONE, STOPPED, VIEWS, Side, cell, corrected, filled, published
+from PIL import Image
 
 from maect.core.files import write_text
+from maect.data.digits import write_digits
+from maect.evaluate.geometry import FeatureTask, corrections
+from maect.evaluate.store import in_memory
 from maect.report.figures import method_style, panels, save
 from maect.report.render import MISSING
 
@@ -184,14 +191,45 @@ def draw(rows: list[dict[str, Any]]) -> None:
     (OUT / "gains.pdf").unlink()
 
 
+def measure_pixels() -> None:
+    """Measure the digits' own pixels behind every correction: what any encoder starts from."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_digits(Path(folder))
+        parts = []
+        for split in ("train", "val"):
+            files = sorted(Path(folder, split).glob("*/*.png"))
+            grey = [np.asarray(Image.open(file).convert("L"), np.float32).ravel() for file in files]
+            parts.append((np.stack(grey), np.array([int(file.parent.name) for file in files])))
+    (train, labels), (test, wanted) = parts
+    task = FeatureTask(labels, wanted, {})
+    lines = []
+    for correction, correct in corrections(in_memory(train)).items():
+        found = task.measure(in_memory(train), test, correct)
+        scores = [one["nmi"] for one in found.clusters]
+        line = {"correction": correction, "knn": 100 * float(found.right["knn"].mean())}
+        lines.append(line | {"nmi": float(np.mean(scores))})
+    write_text(OUT / "pixels.csv", pd.DataFrame(lines).to_csv(index=False, lineterminator="\n"))
+
+
 def page(rows: list[dict[str, Any]], every: list[dict[str, Any]]) -> str:
     """The page, from its text and the numbers."""
     text = (OUT / "found.md").read_text(encoding="utf-8")
+    pixels = pd.read_csv(OUT / "pixels.csv", index_col="correction")
+    for correction, line in pixels.iterrows():
+        for measure, value in line.items():
+            text = text.replace(f"{{pixels {measure} {correction}}}", f"{value:.1f}")
+    for row in every:
+        key = ", ".join(filter(None, (row["data"], row["model"], row["views"])))
+        name = f"{{mean {key}, {row['correction']}, {row['measure']}}}"
+        text = text.replace(name, f"{row['value']:.1f}")
     return filled(text, rows, table=table(rows), everything=everything(every))
 
 
 def main() -> None:
-    """Write numbers, figure and page."""
+    """Measure pixels; or write numbers, figure and page."""
+    if sys.argv[1:] == ["pixels"]:
+        measure_pixels()
+        return
     every, rows = values(), differences()
     for name, lines in (("values", every), ("differences", rows)):
         text = pd.DataFrame(lines).to_csv(index=False, lineterminator="\n")

@@ -46,7 +46,7 @@ def test_tensors_of_a_job_that_was_stopped_are_not_those_of_the_result_beside_th
 def test_json_says_what_was_done(job: EvaluationJob, rank: Rank) -> None:
     assert evaluate(rank, config=resolved(job, Knn(k=5))) == "done"
     result = read_record(job.out)
-    assert set(result) == {"metrics", "settings", "provenance"}
+    assert set(result) == {"metrics", "settings", "provenance", "outcomes"}
     assert result["settings"]["k"] == 5 and result["settings"]["temperature"] == 0.07
     provenance = result["provenance"]
     assert provenance["run"] == "run" and provenance["encoder_sha256"] == "e" * 64
