@@ -13,7 +13,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from paired import LOOKUP, MAE, NONE, STOPPED, VIEWS, Side, cell, corrected, filled, published
+from paired import (
+    LOOKUP,
+    MAE,
+    NONE,
+    STOPPED,
+    VIEWS,
+    Side,
+    cell,
+    corrected,
+    filled,
+    number_of_tests,
+    published,
+)
 from PIL import Image
 
 from maect.core.files import write_text
@@ -222,7 +234,9 @@ def page(rows: list[dict[str, Any]], every: list[dict[str, Any]]) -> str:
         key = ", ".join(filter(None, (row["data"], row["model"], row["views"])))
         name = f"{{mean {key}, {row['correction']}, {row['measure']}}}"
         text = text.replace(name, f"{row['value']:.1f}")
-    return filled(text, rows, table=table(rows), everything=everything(every))
+    return filled(
+        text, rows, table=table(rows), tests=number_of_tests(rows), everything=everything(every)
+    )
 
 
 def main() -> None:

@@ -10,7 +10,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from paired import LOOKUP, MAE, NONE, STOPPED, VIEWS, Side, cell, corrected, filled, published
+from paired import (
+    LOOKUP,
+    MAE,
+    NONE,
+    STOPPED,
+    VIEWS,
+    Side,
+    cell,
+    corrected,
+    filled,
+    number_of_tests,
+    published,
+)
 
 from maect.core.files import write_text
 from maect.report.figures import method_style, panels, save
@@ -30,9 +42,9 @@ MEASURES = {
     ("clustering", "nmi_mean"): "clusters, NMI",
 }
 COMPARISONS = {
-    "neighbours": (STOPPED, LOOKUP, "lookup minus no lookup, gradient stopped"),
-    "gradient": (STOPPED, NONE, "no lookup, with the positive's gradient minus without"),
-    "both": (NONE, LOOKUP, "lookup minus no lookup, as published before"),
+    "neighbours": (STOPPED, LOOKUP, "lookup minus clean control"),
+    "gradient": (STOPPED, NONE, "gradient through the positive"),
+    "both": (NONE, LOOKUP, "lookup minus older control"),
 }
 
 
@@ -101,7 +113,7 @@ def draw() -> None:
 def page(rows: list[dict[str, Any]]) -> str:
     """The page, from its text and the differences."""
     text = (OUT / "found.md").read_text(encoding="utf-8")
-    return filled(text, rows, table=table(rows))
+    return filled(text, rows, table=table(rows), tests=number_of_tests(rows))
 
 
 def main() -> None:

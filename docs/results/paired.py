@@ -2,7 +2,8 @@
 
 A difference is the mean over seeds. ± is its standard deviation over seeds (n - 1), the interval
 is by the bootstrap over images of the mean over seeds, and p is that the images' mean differences
-have random signs. So interval and p are about images, for these trainings; ± is about trainings.
+have random signs. So interval and p are about images, for these trainings. ± is about trainings,
+and so is `p_seeds`, a paired t-test over seeds.
 """
 
 import re
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from maect.evaluate.outcomes import difference, holm, unpack
 from maect.records import Outcome
+from maect.report.claims import LEVEL, chance_of
 from maect.report.render import MISSING
 
 MAE, LOOKUP, NONE, STOPPED = "MAE", "lookup", "no lookup", "no lookup, gradient stopped"
@@ -88,6 +90,7 @@ class Published:
             "value": float(np.mean(changes)),
             "std": float(np.std(changes, ddof=1)) if len(both) > 1 else None,
             "seeds": len(both),
+            "p_seeds": chance_of(changes) if len(both) > 1 else None,
         }
         sides = [
             [
@@ -125,10 +128,16 @@ def corrected(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(rows)
 
 
+def number_of_tests(rows: Sequence[dict[str, Any]]) -> str:
+    """How many tests Holm's correction is over, of the first data set."""
+    first = [row for row in rows if row["data"] == rows[0]["data"]]
+    return str(sum(row.get("p") is not None for row in first))
+
+
 def cell(row: dict[str, Any] | None, digits: int = 1) -> str:
     """A difference as a table shows it: value ± over seeds [interval over images]; bold: decided.
 
-    Decided is what Holm's p holds for a difference, at 5 %.
+    Decided is what both tests hold for a difference at 5 %: over images (Holm's p), over seeds.
     """
     if row is None:
         return MISSING
@@ -137,7 +146,8 @@ def cell(row: dict[str, Any] | None, digits: int = 1) -> str:
         text += f" ± {row['std']:.{digits}f}"
     if row.get("low") is not None and not pd.isna(row["low"]):
         text += f" [{row['low']:+.{digits}f}, {row['high']:+.{digits}f}]"
-    decided = row.get("p_holm") is not None and row["p_holm"] <= 0.05
+    tests = [row.get(name) for name in ("p_holm", "p_seeds")]
+    decided = all(p is not None and p <= LEVEL for p in tests)
     return f"**{text}**" if decided else text
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from maect.core.files import write_text
 from maect.evaluate.outcomes import holm, mcnemar, pack
@@ -94,6 +95,7 @@ def test_a_difference_is_paired_by_seed_and_image(folder: Path) -> None:
     assert row["std"] == pytest.approx(np.std(changes, ddof=1))
     assert row["gained"] - row["lost"] == pytest.approx(sum(changes) * 40 / 100)
     assert row["low"] < row["value"] < row["high"]
+    assert row["p_seeds"] == pytest.approx(stats.ttest_1samp(changes, 0).pvalue)
     # Of one seed: McNemar's test of the images themselves.
     single = published.compare(mae, stopped, "knn")
     assert single is not None and single["seeds"] == 1 and single["std"] is None
@@ -102,17 +104,19 @@ def test_a_difference_is_paired_by_seed_and_image(folder: Path) -> None:
     nmi = published.compare(
         side(paired.MAE, "nmi_mean"), side(paired.NONE, "nmi_mean"), "clustering"
     )
-    assert nmi == {"value": 13.0, "std": 0.0, "seeds": 2}
+    assert nmi == {"value": 13.0, "std": 0.0, "seeds": 2, "p_seeds": 0.0}
     assert published.compare(mae, side(paired.LOOKUP, "nothing"), "knn") is None
 
 
 def test_a_cell_says_what_is_decided() -> None:
-    rows = [{"value": 2.0, "std": 0.5, "low": 1.0, "high": 3.0, "p": p} for p in (0.001, 0.04, 0.2)]
+    same = {"value": 2.0, "std": 0.5, "low": 1.0, "high": 3.0, "p_seeds": 0.02}
+    rows = [same | {"p": p} for p in (0.001, 0.04, 0.2)]
     for row, p in zip(paired.corrected(rows), holm([0.001, 0.04, 0.2]), strict=True):
         assert row["p_holm"] == p
     assert [paired.cell(row) for row in rows] == [
         "**+2.0 ± 0.5 [+1.0, +3.0]**", "+2.0 ± 0.5 [+1.0, +3.0]", "+2.0 ± 0.5 [+1.0, +3.0]"
     ]  # fmt: skip
+    assert paired.cell(rows[0] | {"p_seeds": 0.06}) == paired.cell(rows[1])
     assert paired.cell({"value": -1.25, "std": None}) == "-1.2"
 
 
