@@ -1,5 +1,6 @@
 """The law's figure, the clean control, geometry: made of published numbers, of equal seeds."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -124,10 +125,11 @@ def test_a_cell_says_what_is_decided() -> None:
 def test_the_pages_are_what_the_numbers_say(made) -> None:
     """The CSV files follow from those of the experiments, and the page from these."""
     rows = made.differences()
-    kept = pd.read_csv(made.OUT / "differences.csv")
+    kept = pd.read_csv(made.OUT / "differences.csv").fillna({"views": ""})
     again = pd.DataFrame(rows)
     pd.testing.assert_frame_equal(kept, again, check_dtype=False, rtol=1e-6, atol=1e-9)
     given = (rows,) if made is make_no_lookup else (rows, made.values())
     text = made.page(*given)
     assert text == (made.OUT / "README.md").read_text(encoding="utf-8")
-    assert "{" not in text and len(text.split("\n## ")[0].split()) < 600
+    words = [one for one in text.split("\n## ")[0].split() if re.search(r"\w", one)]
+    assert "{" not in text and len(words) < 600
