@@ -80,8 +80,8 @@ def values() -> list[dict[str, Any]]:
                         about = {"data": DATA[name], "model": model[0], "views": model[1]}
                         about |= {"correction": correction, "measure": measure}
                         std = float(np.std(found, ddof=1)) if len(found) > 1 else None
-                        about |= {"value": float(np.mean(found)), "std": std}
-                        rows.append(about | {"seeds": len(found)})
+                        line = {"value": float(np.mean(found)), "std": std, "seeds": len(found)}
+                        rows.append(about | line)
     return rows
 
 

@@ -56,8 +56,8 @@ def differences() -> list[dict[str, Any]]:
         for comparison, (first, second, _) in COMPARISONS.items():
             for views in VIEWS.values():
                 for evaluation, metric in MEASURES:
-                    sides = (Side((kind, views), metric) for kind in (first, second))
-                    row = experiment.compare(*sides, evaluation)
+                    one, other = (Side((kind, views), metric) for kind in (first, second))
+                    row = experiment.compare(one, other, evaluation)
                     if row:
                         about = {"data": DATA[name], "comparison": comparison, "views": views}
                         found.append(about | {"metric": metric} | row)

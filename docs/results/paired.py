@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -56,7 +56,8 @@ class Published:
     def values(self) -> dict[tuple[str, str, str], float]:
         """Every number, by run, evaluation and metric."""
         table = pd.read_csv(self.folder / "measured.csv")
-        return table.set_index(["run", "evaluation", "metric"])["value"].to_dict()
+        values = table.set_index(["run", "evaluation", "metric"])["value"].to_dict()
+        return cast(dict[tuple[str, str, str], float], values)
 
     @cached_property
     def outcomes(self) -> dict[tuple[str, str, str], NDArray[np.float64]]:
@@ -92,23 +93,17 @@ class Published:
             "seeds": len(both),
             "p_seeds": chance_of(changes) if len(both) > 1 else None,
         }
-        sides = [
-            [
-                self.outcomes.get((self.runs[side.model][seed], evaluation, side.metric))
-                for seed in both
-            ]
+        names = [
+            [(self.runs[side.model][seed], evaluation, side.metric) for seed in both]
             for side in (first, second)
         ]
-        if all(one is not None for side in sides for one in side):
-            means = [np.mean(side, axis=0) for side in sides]
-            found = asdict(difference(*means))
+        if all(name in self.outcomes for side in names for name in side):
+            one_side, other = (np.stack([self.outcomes[n] for n in side]) for side in names)
+            found = asdict(difference(one_side.mean(axis=0), other.mean(axis=0)))
             row |= {key: found[key] for key in ("images", "low", "high", "p")}
-            counts = [
-                (int(((b > a) & (a == 0)).sum()), int(((b < a) & (b == 0)).sum()))
-                for a, b in zip(*sides, strict=True)
-            ]
-            if all(np.isin(one, (0, 1)).all() for side in sides for one in side):
-                row |= {"gained": sum(g for g, _ in counts), "lost": sum(c for _, c in counts)}
+            if np.isin([one_side, other], (0, 1)).all():
+                row["gained"] = int((other > one_side).sum())
+                row["lost"] = int((other < one_side).sum())
         return row
 
 
@@ -166,15 +161,10 @@ def filled(text: str, rows: Sequence[dict[str, Any]], **blocks: str) -> str:
     known = {"/".join((r["data"], r["comparison"], r["views"], r["metric"])): r for r in rows}
 
     def number(match: re.Match[str]) -> str:
-        how, name = match[1], match[2]
-        row = known.get(name)
-        if how and row is None:
-            return MISSING
-        if how == "value ":
-            return f"{row['value']:+.1f}"
-        if how == "p ":
-            return f"{row['p_holm']:.1g}"
-        return cell(row)
+        how, row = match[1], known.get(match[2])
+        if how is None or row is None:
+            return cell(row)
+        return f"{row['value']:+.1f}" if how == "value " else f"{row['p_holm']:.1g}"
 
     for name, block in blocks.items():
         text = text.replace(f"{{{name}}}", block)
