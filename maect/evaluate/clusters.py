@@ -25,7 +25,6 @@ LARGEST = 10_000
 """Images whose graph is cut; more are given the group of the nearest of them."""
 _SEEDS = 3
 _COMPONENTS = 50
-_BLOCK = 1024
 
 
 def unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -139,19 +138,16 @@ def graph_groups(rows: NDArray[np.float32]) -> dict[float, NDArray[np.int64]]:
     Args:
         rows: float32 [n, width], at length 1.
     """
-    import networkx  # type: ignore[import-untyped]
+    from sknetwork.clustering import Louvain
 
     chosen = np.arange(len(rows))
     if len(rows) > LARGEST:
         chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:LARGEST])
-    graph = networkx.from_scipy_sparse_array(shared_neighbours(rows[chosen]))
+    graph, like = shared_neighbours(rows[chosen]), _nearest(rows, rows[chosen], 1)[:, 0]
     found = {}
     for resolution in GRAINS:
-        labels = np.empty(len(chosen), np.int64)
-        parts = networkx.community.louvain_communities(graph, resolution=resolution, seed=0)
-        for number, part in enumerate(parts):
-            labels[list(part)] = number
-        found[resolution] = labels[_nearest(rows, rows[chosen], 1)[:, 0]]
+        labels = Louvain(resolution=resolution, random_state=0).fit_predict(graph)
+        found[resolution] = labels[like].astype(np.int64)
     return found
 
 
@@ -164,7 +160,7 @@ def natural(found: dict[float, NDArray[np.int64]]) -> float:
 
 
 def shared_neighbours(rows: NDArray[np.float32]) -> Any:
-    """The weights of the graph, sparse [n, n]: shared neighbours over all of both."""
+    """Return the weights of the graph, sparse [n, n]: shared neighbours over all of both."""
     from scipy import sparse
 
     n = len(rows)
@@ -175,16 +171,19 @@ def shared_neighbours(rows: NDArray[np.float32]) -> Any:
     shared = (own @ own.T).multiply((own + own.T) > 0).tocoo()
     shared.data /= 2 * width - shared.data
     shared.setdiag(0)
-    return shared.tocsr()
+    weights = sparse.csr_matrix(shared)  # what scikit-network reads
+    weights.eliminate_zeros()
+    return weights
 
 
 def _nearest(rows: NDArray[np.float32], of: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Positions of the nearest of some rows to each row, block by block, int64 [n, count]."""
-    parts = [
-        np.argsort(-(rows[start : start + _BLOCK] @ of.T), axis=1, kind="stable")[:, :count]
-        for start in range(0, len(rows), _BLOCK)
-    ]
-    return np.concatenate(parts)
+    """Return the positions of the nearest of some rows to each row, int64 [n, count]."""
+    from sklearn.neighbors import NearestNeighbors
+
+    # Of rows at length 1 the nearest have the largest products.
+    search = NearestNeighbors(n_neighbors=count, algorithm="brute").fit(of)
+    found: NDArray[np.int64] = search.kneighbors(rows, return_distance=False)
+    return found
 
 
 def _clusters(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> Clusters:

@@ -3,12 +3,15 @@
 import csv
 import json
 import re
+import time
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn.datasets import load_digits
+from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 import maect
 from maect.answers.classes import fit_classifier, read_classifier
@@ -202,6 +205,29 @@ def test_a_common_part_of_all_vectors_changes_no_group() -> None:
     vectors = blobs((10, 40, 20, 30))
     shifted = vectors.values * np.geomspace(1, 100, 16, dtype=np.float32) + 500
     assert cluster(shifted).cluster.tolist() == cluster(vectors.values).cluster.tolist()
+
+
+def test_groups_of_digits_are_as_good_as_those_of_louvain_in_networkx() -> None:
+    """Which found 14 groups, with an adjusted Rand index of 0.765 and 0.816 of information."""
+    images, truth = load_digits(return_X_y=True)
+    found = cluster(images.astype(np.float32)).cluster
+    assert 12 <= found.max() + 1 <= 16
+    assert adjusted_rand_score(truth, found) > 0.74
+    assert normalized_mutual_info_score(truth, found) > 0.79
+    again = cluster(images.astype(np.float32)).cluster
+    assert (found == again).all()
+
+
+def test_sixteen_thousand_vectors_are_grouped_in_a_minute() -> None:
+    """It took three times as long at each doubling: all were sorted to find one, nine times."""
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(40, 64)).astype(np.float32)
+    truth = rng.integers(0, 40, 16_000)
+    vectors = centres[truth] + 0.7 * rng.normal(size=(16_000, 64)).astype(np.float32)
+    began = time.process_time()
+    found = cluster(vectors)
+    assert time.process_time() - began < 60  # of all threads; about six seconds
+    assert adjusted_rand_score(truth, found.cluster) > 0.9
 
 
 def test_more_images_than_a_graph_holds_follow_the_nearest(
