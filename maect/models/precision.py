@@ -14,9 +14,13 @@ Precision = Literal["fp32", "bf16"]
 
 
 def mixed_precision(device: torch.device, precision: Precision) -> torch.autocast:
-    """Context in which matrix products are computed in bfloat16, if asked for and sensible."""
+    """Context in which matrix products are computed in bfloat16, if asked for and sensible.
+
+    A layer casts its weights each time it is called: what is kept for a second call would lie in
+    the memory of a captured pass, and gradients of both calls would be added in bfloat16.
+    """
     wanted = precision == "bf16" and bfloat16_on(device.type) != "float32"
-    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted, cache_enabled=False)
 
 
 def cpu_has_bfloat16() -> bool:

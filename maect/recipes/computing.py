@@ -11,12 +11,18 @@ from maect.core.settings import Settings
 class Computing(Settings):
     """A way of computing a training. It may change at any time; only rounding depends on it."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[1, 2, 3] = 1
+    """What DeepSpeed partitions over the ranks: optimizer states, gradients too, parameters too."""
+    overlap_comm: bool = False
+    """DeepSpeed averages gradients beside the backward pass; for a slow network, and unmeasured."""
     accumulation: int = Field(default=1, gt=0)
     """Forward passes per optimizer step. Batch statistics forbid it in contrastive stages."""
     compile: bool | None = None
-    """The transformer blocks. None: on GPUs, of ViT-B and larger, under ZeRO 0 and 1, except in
+    """The transformer blocks. None: on GPUs, of ViT-B and larger, under ZeRO 1 and 2, except in
     fine-tuning."""
+    cuda_graphs: bool | None = None
+    """Replay forward and backward pass as CUDA graphs. None: on GPUs, under ZeRO 1 and 2, without
+    accumulation."""
     activation_checkpointing: bool = False
     attention: Literal["sdpa", "packed", "flash_attn"] = "sdpa"
     """PyTorch's choice; a kernel with one gradient for short sequences; the package's."""

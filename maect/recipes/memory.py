@@ -2,8 +2,9 @@
 
 What stays for the whole training, for P weights of which T are trained, on N ranks:
 
-    weights 4 P, gradients 4 T, AdamW's moments and this rank's sums of gradients 12 T / N,
-    averages 4 A / N, buffers three times: as they are, and as the last two passes found them
+    weights 4 P, gradients 4 T (4 T / N under ZeRO 2), on several ranks also 4 T / N of weights that
+    DeepSpeed updates, AdamW's moments 8 T / N, averages 4 A / N, buffers three times: as they are,
+    and as the last two passes found them
 
 ZeRO 3 is counted as 2: DeepSpeed keeps whole weights that are read again before 10^9 others
 (`stage3_max_reuse_distance`), so that at the end of the forward pass of ViT-B and L all are whole.
@@ -20,9 +21,8 @@ from maect.recipes import Encoder, View, views_by_size
 from maect.recipes.cost import FLOAT, Cost
 
 GIB = 2**30
-BUCKET = 25_000_000
-"""Gradients that leave at once, and are held beside their sums meanwhile: 100 MB take a few
-milliseconds between nodes, and the last of them are not hidden."""
+BUCKET = 50_000_000
+"""Values that DeepSpeed exchanges at once, at most."""
 CONTEXT = 1.5 * GIB
 """CUDA, two communicators of NCCL, cuBLAS' and cuDNN's workspaces: assumed."""
 FLIPS, MIXES, COLOURS = 2.2, 3.2, 6.4
@@ -53,7 +53,6 @@ class Footprint:
         inputs: bytes of the images.
         prepared: bytes of the next batch, whose images are changed meanwhile.
         activations: bytes at the worst moment of the passes, with copies of weights that learn.
-        copies: bytes of the other weights' copies, which the engine keeps under ZeRO 0 and 1.
     """
 
     weights: float
@@ -63,7 +62,6 @@ class Footprint:
     inputs: float
     prepared: float
     activations: float
-    copies: float = 0.0
 
     @property
     def passes(self) -> float:
@@ -71,16 +69,16 @@ class Footprint:
         lasting = FLOAT * (self.weights + self.trained) + self.buffers
         return lasting + self.inputs + self.activations
 
-    def peak(self, zero_stage: int, ranks: int, accumulation: int = 1) -> float:
+    def peak(self, zero_stage: int, ranks: int) -> float:
         """Bytes of a device at the worst moment of a step."""
-        # One rank's sums, and all ranks' without shards, are the gradients themselves.
-        whole = zero_stage == 0 or ranks == 1
-        states = 8 * self.trained if whole else 12 * self.trained / ranks
+        states = (8 if ranks == 1 else 12) * self.trained / ranks
         averages = FLOAT * self.averaged / ranks
-        gradients = FLOAT * self.trained * (1 / ranks - 1 if zero_stage > 1 else 0)
-        gradients += FLOAT * (self.trained if accumulation > 1 else min(BUCKET, self.trained))
-        copies = self.copies if zero_stage < 2 else 0.0
-        rest = self.prepared + states + averages + gradients + copies + 2 * self.buffers
+        gradients = 0.0  # those of all parameters are among `passes`
+        if ranks > 1:
+            gradients += FLOAT * min(BUCKET, 2 * self.trained)
+        if ranks > 1 and zero_stage > 1:
+            gradients -= FLOAT * self.trained * (1 - 1 / ranks)
+        rest = self.prepared + states + averages + gradients + 2 * self.buffers
         return (self.passes + rest) * FRAGMENTS + CONTEXT
 
 
@@ -108,8 +106,7 @@ def footprint(
         worst = max(worst, kept + forward, kept + backward)
     buffers = sum(part.buffers for part in parts)
     inputs, prepared = _inputs(views, encoder, images, mixes)
-    frozen = 2 * (weights - trained) if precision == "bf16" else 0
-    return Footprint(weights, trained, averaged, buffers, inputs, prepared, worst, frozen)
+    return Footprint(weights, trained, averaged, buffers, inputs, prepared, worst)
 
 
 def _inputs(

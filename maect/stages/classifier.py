@@ -23,6 +23,7 @@ from maect.data.transforms import (
 from maect.models.precision import mixed_precision
 from maect.models.vit import Pooling, VisionEncoder, seeded
 from maect.stages.base import Supervised
+from maect.train.captured import Passes
 from maect.train.objective import Objective
 
 HEAD_STD = 2e-5  # MAE's
@@ -96,6 +97,7 @@ class Classifier(Objective):
             self.head = nn.Linear(width, classes)
             nn.init.trunc_normal_(self.head.weight, std=HEAD_STD)
         nn.init.zeros_(self.head.bias)
+        self.passes = Passes(self.compute, [encoder, self.fc_norm, self.head])
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return which residual branches are dropped, as `Examples` has it."""
@@ -115,11 +117,20 @@ class Classifier(Objective):
         kept = values.get("kept")
         return Examples(apply_mix(images, mix), values["labels"], mix.share, kept)
 
+    def compute(self, images: Tensor, kept: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Logits, float32 [b, classes]; images and `kept` as `Examples` has them."""
+        for number, drop_path in enumerate(self.drop_paths):
+            drop_path.factor = None if kept is None else kept[number]
+        return (self.logits(images),)
+
+    def inputs_of_passes(self, inputs: Examples) -> list[tuple[Tensor, ...]]:
+        """The images, and which residual branches are dropped if any are."""
+        return [(inputs.images,) if inputs.kept is None else (inputs.images, inputs.kept)]
+
     def forward(self, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean cross-entropy with the smoothed, mixed labels, []."""
-        for number, drop_path in enumerate(self.drop_paths):
-            drop_path.factor = None if batch.kept is None else batch.kept[number]
-        logits = self.logits(batch.images)
+        (tensors,) = self.inputs_of_passes(batch)
+        (logits,) = self.passes(*tensors)
         smoothing = self.stage.label_smoothing
         loss = F.cross_entropy(logits, batch.labels, label_smoothing=smoothing)
         if batch.share < 1:

@@ -22,6 +22,7 @@ from maect.recipes import views_by_size, visible_patches
 from maect.stages.base import WithoutLabels
 from maect.stages.pretrain import Pretrain
 from maect.stages.refine import RefineHeads
+from maect.train.captured import Passes
 from maect.train.collapse import collapse, spread
 from maect.train.objective import Gathered, Objective
 
@@ -177,21 +178,37 @@ class MaskedAutoencoder(ViewsObjective):
         self.decoder, self.head = decoder, head
         self.normalize_pixels, self.detached = stage.normalize_pixels, not stage.reaches_encoder
         self.weight = 1.0 if self.detached else stage.contrastive_weight
+        self.passes = Passes(self.compute, [encoder, decoder])
 
-    def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
-        """MAE's loss over all views, [] and scalars to log."""
-        assert views.ids_shuffle is not None
-        (images,), order = map(flat, views.images), flat(views.ids_shuffle)
+    def compute(self, images: Tensor, order: Tensor) -> tuple[Tensor, ...]:
+        """Loss [] of images [b, C, S, S]; pooled tokens of what is visible [b, D] for a head.
+
+        Args:
+            order: patch numbers, int64 [b, L], the visible ones first.
+        """
         visible = self.visible(order.shape[1])
         with self.autocast(images.device):
             tokens = self.encoder(images, order[:, :visible]).tokens
             prediction = self.decoder(tokens, order)
             loss = reconstruction_loss(prediction, images, order, visible, self.normalize_pixels)
             if self.head is None:
-                return loss, {}
+                return (loss,)
             features = self.encoder.pool(tokens, self.pooling)
-            features = features.unflatten(0, views.images[0].shape[:2])
-            features = features.detach() if self.detached else features
+            return loss, features.detach() if self.detached else features
+
+    def inputs_of_passes(self, views: Views) -> list[tuple[Tensor, ...]]:
+        """All views at once."""
+        assert views.ids_shuffle is not None
+        return [(flat(views.images[0]), flat(views.ids_shuffle))]
+
+    def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
+        """MAE's loss over all views, [] and scalars to log."""
+        (tensors,) = self.inputs_of_passes(views)
+        loss, *pooled = self.passes(*tensors)
+        if self.head is None:
+            return loss, {}
+        with self.autocast(loss.device):
+            features = pooled[0].unflatten(0, views.images[0].shape[:2])
             out = self.head(features, views.ids, views.labels, views.neighbors)
         total = loss + self.weight * out.loss
         parts = {"loss_mae": loss.detach(), "loss_nnclr": out.loss.detach()}
@@ -234,18 +251,28 @@ class ContrastiveObjective(ViewsObjective):
     ) -> None:
         super().__init__(stage, encoder, seed)
         self.head = head
+        self.passes = Passes(self.compute, [encoder])
+
+    def compute(self, images: Tensor, kept: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Pooled tokens [b, D] of images [b, C, S, S], or of their patches `kept`, int64 [b, K]."""
+        learns = self.stage.trains_encoder and torch.is_grad_enabled()
+        with self.autocast(images.device), torch.set_grad_enabled(learns):
+            tokens = self.encoder(images, kept).tokens
+            return (self.encoder.pool(tokens, self.pooling),)
+
+    def inputs_of_passes(self, views: Views) -> list[tuple[Tensor, ...]]:
+        """All views at once, with their visible patches if they are masked."""
+        images = flat(views.images[0])
+        if views.ids_shuffle is None:
+            return [(images,)]
+        order = flat(views.ids_shuffle)
+        return [(images, order[:, : self.visible(order.shape[1])])]
 
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
         """The symmetrised NNCLR loss, [] and scalars to log."""
-        (images,) = map(flat, views.images)
-        kept = None
-        if views.ids_shuffle is not None:
-            order = flat(views.ids_shuffle)
-            kept = order[:, : self.visible(order.shape[1])]
-        with self.autocast(images.device):
-            with torch.set_grad_enabled(self.stage.trains_encoder and torch.is_grad_enabled()):
-                tokens = self.encoder(images, kept).tokens
-            features = self.encoder.pool(tokens, self.pooling)
+        (tensors,) = self.inputs_of_passes(views)
+        (features,) = self.passes(*tensors)
+        with self.autocast(features.device):
             features = features.unflatten(0, views.images[0].shape[:2])
             out = self.head(features, views.ids, views.labels, views.neighbors)
         return out.loss, out.metrics
@@ -259,6 +286,7 @@ class RefinerObjective(ViewsObjective):
     ) -> None:
         super().__init__(stage, encoder, seed)
         self.pooling, self.heads = stage.pooling(encoder.settings), heads
+        self.passes = Passes(self.compute, [encoder])
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
         """Lookup numbers and, if they change, the weights of the heads' losses."""
@@ -268,22 +296,29 @@ class RefinerObjective(ViewsObjective):
             drawn["weights"] = torch.from_numpy(head_weights(*given, epochs))
         return drawn
 
-    def read(self, images: Tensor) -> Tensor:
-        """Return what each head reads of views [v, b, C, S, S] of one size, [H, v, b, D].
+    def compute(self, images: Tensor) -> tuple[Tensor, ...]:
+        """What each head reads of images [b, C, S, S] of one size, [H, b, D].
 
         The raw output of its block; the last one reads the encoder's, behind the final norm.
         """
         *lower, _ = self.heads.numbers
-        found = self.encoder(flat(images), blocks=lower, pooling=self.pooling)
-        last = self.encoder.pool(found.tokens, self.pooling)
-        pooled = torch.stack([*(found.blocks[block] for block in lower), last])
-        return pooled.unflatten(1, images.shape[:2])
+        learns = self.stage.trains_encoder and torch.is_grad_enabled()
+        with self.autocast(images.device), torch.set_grad_enabled(learns):
+            found = self.encoder(images, blocks=lower, pooling=self.pooling)
+            last = self.encoder.pool(found.tokens, self.pooling)
+            return (torch.stack([*(found.blocks[block] for block in lower), last]),)
+
+    def inputs_of_passes(self, views: Views) -> list[tuple[Tensor, ...]]:
+        """The views of each size at once."""
+        return [(flat(images),) for images in views.images]
 
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the heads' losses, [] and scalars to log."""
+        features = []
+        for images, tensors in zip(views.images, self.inputs_of_passes(views), strict=True):
+            (pooled,) = self.passes(*tensors)
+            features.append(pooled.unflatten(1, images.shape[:2]))
         with self.autocast(views.ids.device):
-            with torch.set_grad_enabled(self.stage.trains_encoder and torch.is_grad_enabled()):
-                features = [self.read(images) for images in views.images]
             assert views.neighbors is not None
             given = views.ids, views.labels, views.neighbors, views.weights
             out = self.heads(torch.cat(features, 1), *given)

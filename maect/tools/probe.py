@@ -55,18 +55,17 @@ def _trained(context: Context, device: Any) -> float:
     """
     import torch
 
-    from maect.train.engine import build_engine
+    from maect.train.engine import Engine
     from maect.train.optimizer import grouped
 
     torch.manual_seed(0)
     layer = torch.nn.Linear(WIDTH, WIDTH).to(device)
     settings = load_recipe("mae", "base", {"batch_size": context.world_size})
     groups = grouped(layer, lambda name: (0.1, 0.0))
-    engine = build_engine(layer, settings, groups, device)
+    engine = Engine(layer, settings, groups, device)
     x = torch.full((1, WIDTH), 1.0 + context.rank, device=device)
     engine.backward(engine(x).square().mean())
     engine.step(1.0)
-    engine.complete()
     engine.close()
     return float(layer.weight.detach().double().sum())
 

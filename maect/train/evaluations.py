@@ -40,7 +40,6 @@ class TrainingEvaluations:
             return {}
         training = self.training
         training.watchdog.at(SCORING, step)
-        training.engine.complete()
         size, predict = training.encoder.image_size, training.objective.predict
         index, resize = self.scores.index, self.scores.resize
         with training.clock.aside(useful=True):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from maect.data.loader import Batch
 from maect.models.vit import VisionEncoder
+from maect.train.captured import Passes
 from maect.train.checkpoint import StateReader
 
 Gathered = Callable[[nn.Module], AbstractContextManager[None]]
@@ -19,9 +20,14 @@ Gathered = Callable[[nn.Module], AbstractContextManager[None]]
 
 
 class Objective(nn.Module):
-    """From a batch to a loss. DeepSpeed wraps it."""
+    """From a batch to a loss. DeepSpeed wraps it.
+
+    Attributes:
+        passes: what `forward` computes with fixed shapes, without other ranks.
+    """
 
     encoder: VisionEncoder
+    passes: Passes
 
     @property
     def has_health(self) -> bool:
@@ -37,6 +43,10 @@ class Objective(nn.Module):
 
         Only what `tensors_in` accepts: on a GPU they are made beside the step before.
         """
+        raise NotImplementedError
+
+    def inputs_of_passes(self, inputs: Any) -> list[tuple[Tensor, ...]]:
+        """The arguments of each call of `passes` in a forward pass."""
         raise NotImplementedError
 
     def forward(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:

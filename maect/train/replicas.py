@@ -13,15 +13,13 @@ class ReplicaError(RankError):
     """Ranks disagree; another attempt from the last state may succeed."""
 
 
-def compare_replicas(
-    step: int, weights: Iterable[Tensor], copies: Iterable[Tensor], buffers: dict[str, Tensor]
-) -> None:
+def compare_replicas(step: int, weights: Iterable[Tensor], buffers: dict[str, Tensor]) -> None:
     """Stop before a state is saved if ranks hold other bits of what all should hold alike.
 
     Raises:
         ReplicaError: they do; the state before it was sound.
     """
-    if ranks := differing_ranks(chain(weights, copies, buffers.values())):
+    if ranks := differing_ranks(chain(weights, buffers.values())):
         few = 2 * len(ranks) < (size := rank_and_size()[1])
         raise ReplicaError(
             f"after step {step} the weights or buffers of rank {', '.join(map(str, ranks))} of "

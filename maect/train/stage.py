@@ -232,7 +232,7 @@ class Training(Updates, Stage):
         """Bytes of each rank's device at the worst moment of a step."""
         passes = computing.accumulation
         footprint = self.footprint(encoder, self.batch_size // (ranks * passes), computing)
-        return footprint.peak(computing.zero_stage, ranks, passes)
+        return footprint.peak(computing.zero_stage, ranks)
 
     def fitted(
         self, encoder: Encoder, computing: Computing, nodes: int, devices: int, memory: float,
@@ -240,9 +240,8 @@ class Training(Updates, Stage):
     ) -> Computing:  # fmt: skip
         """Return the cheapest way of computing it that fits into each device's memory (bytes).
 
-        More passes per update cost nearly nothing, checkpointing a third of the time. ZeRO 1 is no
-        slower than 0 (docs/scaling.md); ZeRO 2 hides none of its exchange, and comes last. With
-        `online` evaluation the device has a copy of the weights.
+        More passes per update cost nearly nothing, checkpointing a third of the time; ZeRO 2 comes
+        last. With `online` evaluation the device has a copy of the weights.
 
         Raises:
             UserError: it is not enough in any way, with the numbers, and what would be; or the
@@ -275,8 +274,7 @@ class Training(Updates, Stage):
         given = computing.accumulation
         most = max(given, self.batch_size // ranks // LEAST_IMAGES)
         zero, checkpointing = computing.zero_stage, computing.activation_checkpointing
-        ways = [(zero, checkpointing), (max(1, zero), checkpointing)]
-        ways += [(max(1, zero), True), (max(2, zero), True)]
+        ways = [(zero, checkpointing), (zero, True), (max(2, zero), True)]
         for zero, checkpointing in dict.fromkeys(ways):
             for passes in range(given, most + 1, given):
                 how = {"zero_stage": zero, "activation_checkpointing": checkpointing}

@@ -8,17 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
 
 from maect.core.context import Context
 from maect.data.loader import Batch, Draw, fill, image_names, layout_of
 from maect.data.packed import Packed
-from maect.recipes import Encoder, views_by_size
 from maect.recipes.computing import PLAIN, Computing
 from maect.train.checkpoint import Saver
 from maect.train.device_time import DeviceTime
-from maect.train.engine import build_engine, seconds_between
+from maect.train.engine import Engine, seconds_between
+from maect.train.noise import random_batch
 from maect.train.objective import Objective
 from maect.train.stage import Training
 from maect.train.trainer import Trainer
@@ -46,7 +45,7 @@ def trainer_alone(
     """A trainer of a stage, with the batch of all ranks, around a new engine; it saves nothing."""
     objective.to(device)
     groups = stage.parameter_groups(objective)
-    engine = build_engine(objective, stage, groups, device, computing)
+    engine = Engine(objective, stage, groups, device, computing)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
     with TemporaryDirectory() as name:
@@ -62,21 +61,6 @@ def trainer_alone(
         finally:
             watchdog.close()
             engine.close()
-
-
-def random_batch(stage: Training, encoder: Encoder, images: int, seed: int = 0) -> Batch:
-    """A rank's batch of noise, on the CPU, as the loader decodes it."""
-    noise = torch.Generator().manual_seed(seed)
-    sizes = views_by_size(stage.view_settings(), encoder.image_size).items()
-    channels = encoder.pixels.channels
-    pixels = tuple(
-        torch.randint(
-            256, (len(views), images, channels, side, side), dtype=torch.uint8, generator=noise
-        )
-        for side, views in sizes
-    )
-    ids = np.arange(images, dtype=np.int64)
-    return Batch(0, ids, ids * 0, ids % 10, pixels)
 
 
 def packed(batch: Batch, draw: Draw, pinned: bool) -> Batch:

@@ -1,7 +1,6 @@
 """A window of steps under torch.profiler, written as a trace that browsers show."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,16 +31,9 @@ class Trace:
         self._path, self._steps = folder / TRACES / name, steps
         self._profile: profile | None = None
 
-    def begin(self, step: int, complete: Callable[[], None]) -> None:
-        """Note that a step begins, on every rank.
-
-        Args:
-            complete: waits for weights that are on their way. A thread that exchanges them when
-                the profiler stops would write to what the profiler has freed.
-        """
+    def begin(self, step: int) -> None:
+        """Note that a step begins, on every rank."""
         if step not in self._steps:
-            if self._profile is not None:
-                complete()
             self.close()
         elif self._profile is None:
             kinds = [ProfilerActivity.CPU]

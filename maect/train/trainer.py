@@ -35,10 +35,11 @@ from maect.train.checkpoint import (
     snapshot,
 )
 from maect.train.device_time import DeviceTime
-from maect.train.engine import Engine, build_engine, start
+from maect.train.engine import Engine, start
 from maect.train.evaluations import TrainingEvaluations, first_scores
 from maect.train.final_record import described, write_final_record
 from maect.train.metrics import Metrics, usage
+from maect.train.noise import random_batch
 from maect.train.objective import Objective, tensors_in
 from maect.train.online import OnlineEvaluator
 from maect.train.replicas import compare_replicas
@@ -142,7 +143,7 @@ def train(
     evaluator = None
     if online:
         evaluator = OnlineEvaluator(online, images, run.resize, objective, context, device)
-    engine = build_engine(objective, stage, groups, device, computing)
+    engine = Engine(objective, stage, groups, device, computing)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
     record: dict[str, Any] = {}
@@ -306,13 +307,15 @@ class Trainer:
         Raises:
             TrainingFault: the loss is no longer a finite number, or the embedding has collapsed.
         """
+        if self.engine.captures:
+            self._capture()
         self._saved_at = time.monotonic()
         self.clock.start()
         self.watchdog.at(READING, self.step + 1)
         for number, batch in enumerate(batches, self.step + 1):
             self.watchdog.at(COMPUTING, number)
             if self.trace is not None:
-                self.trace.begin(number, self.engine.complete)
+                self.trace.begin(number)
             sums = self._compute(batch)
             # What the step before gave is read only now, when the device has more to do: the host
             # is ahead of it and never keeps it waiting.
@@ -327,6 +330,12 @@ class Trainer:
             self._settle()
         self.save(wait=True)
         return self.step >= self.steps
+
+    def _capture(self) -> None:
+        """Capture the passes with noise, before the loader's threads pin memory of the device."""
+        images = self.stage.batch_size // self.context.world_size
+        batch = random_batch(self.stage, self.encoder, images)
+        self.engine.capture(self.objective.prepare(batch, self.device))
 
     def _compute(self, batch: Batch) -> Sums:
         """Forward and backward passes: in equal parts, as far as gradients are accumulated."""
@@ -441,10 +450,7 @@ class Trainer:
             OSError: it was to be waited for, and failed; the next attempt may save it.
         """
         with self.clock.aside(useful=False):
-            self.engine.complete()
-            compare_replicas(
-                self.step, self.objective.parameters(), self.engine.copies(), self._buffers.saved()
-            )
+            compare_replicas(self.step, self.objective.parameters(), self._buffers.saved())
             self.watchdog.at(SAVING, self.step + 1)
             if self.metrics is not None:
                 self.metrics.sync()

@@ -44,7 +44,7 @@ from maect.models.attention import FusedAttention
 from maect.recipes import OnlineEvaluation, load_encoder
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
-from maect.train.engine import build_engine
+from maect.train.engine import Engine
 from maect.train.online import OnlineEvaluator
 
 SIZE = {"width": 128, "depth": 6, "heads": 4, "decoder_width": 64, "decoder_depth": 1,
@@ -162,7 +162,7 @@ class Training:
             self.objective = stage.build(shape, 0, source)
         device, groups = torch.device("cpu"), stage.parameter_groups(self.objective)
         self.online = OnlineEvaluator(OnlineEvaluation(), index, 32, self.objective, ALONE, device)
-        self.engine = build_engine(self.objective, stage, groups, device)
+        self.engine = Engine(self.objective, stage, groups, device)
         self.batches, self.old = batches(index, stage, steps, old), old
         self.losses: list[float] = []
 

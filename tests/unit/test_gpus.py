@@ -73,7 +73,7 @@ settings = load_recipe("mae", "base", {"batch_size": 4})
 layer = torch.nn.Linear(8, 8)
 group = {"params": list(layer.parameters()), "peak_lr": 1e-3, "weight_decay": 0.0}
 with patch.object(type(get_accelerator()), "set_device", lambda self, index: set_device(index)):
-    engine.build_engine(layer, settings, [group], torch.device("cpu"))
+    engine.Engine(layer, settings, [group], torch.device("cpu"))
 print("trains")
 """
 

@@ -30,7 +30,7 @@ def build(zero_stage: int) -> engine.Engine:
     settings = load_recipe("mae", "base", {"batch_size": 2})
     how = Computing(zero_stage=zero_stage)
     group = {"params": list(layer.parameters()), "peak_lr": 1e-3, "weight_decay": 0.0}
-    return engine.build_engine(layer, settings, [group], torch.device("cpu"), how)
+    return engine.Engine(layer, settings, [group], torch.device("cpu"), how)
 
 
 def step(trained: engine.Engine) -> engine.Engine:
