@@ -25,7 +25,6 @@ TOGETHER = {
     "trainings compared with the same three": (
         "tests/unit/train/test_computed.py",
         "tests/unit/train/test_damage.py",
-        "tests/unit/train/test_exchange.py",
         "tests/unit/train/test_fence.py",
         "tests/unit/train/test_plain_loop.py",
         "tests/unit/train/test_replicas.py",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from maect.core.settings import Settings
 
@@ -28,6 +28,23 @@ class Computing(Settings):
     """PyTorch's choice; a kernel with one gradient for short sequences; the package's."""
     deterministic: bool = False
     """The same bits at every start also on GPUs; on CPUs they are so anyway."""
+
+    @property
+    def captures_passes(self) -> bool:
+        """Whether a GPU replays the passes: never where one is not the same as the others.
+
+        ZeRO 3 gathers parameters in it, a recomputed one draws from the generator's state, and
+        gradients of several passes add up in place.
+        """
+        fixed = self.zero_stage < 3 and self.accumulation == 1
+        return fixed and not self.activation_checkpointing and self.cuda_graphs is not False
+
+    @field_validator("zero_stage", mode="before")
+    @classmethod
+    def _refuse_stage_0(cls, value: object) -> object:
+        if value == 0 and not isinstance(value, bool):
+            raise ValueError("there is no stage 0: leave it out (1: one rank has nothing to share)")
+        return value
 
     def changes(self, before: "Computing") -> str:
         """Return what differs from another way, as `key: value, …`."""

@@ -2,15 +2,19 @@
 
 What stays for the whole training, for P weights of which T are trained, on N ranks:
 
-    weights 4 P, gradients 4 T (4 T / N under ZeRO 2), on several ranks also 4 T / N of weights that
-    DeepSpeed updates, AdamW's moments 8 T / N, averages 4 A / N, buffers three times: as they are,
-    and as the last two passes found them
+    weights 4 P, AdamW's moments 8 T / N, on several ranks also 4 T / N of weights that DeepSpeed
+    updates, averages 4 A / N, buffers three times: as they are, and as the last two passes found
+    them
+
+What a step adds: gradients 4 T (4 T / N under ZeRO 2), on several ranks a bucket that DeepSpeed
+exchanges (two with `overlap_comm`), and what the passes take: inputs, bfloat16 copies of the
+weights, activations that wait for the backward pass (`maect.recipes.cost`).
+
+Captured passes keep their memory between steps, those over each size of view their own, with a copy
+of their inputs and gradients of their own: neither heads nor the update may use it.
 
 ZeRO 3 is counted as 2: DeepSpeed keeps whole weights that are read again before 10^9 others
 (`stage3_max_reuse_distance`), so that at the end of the forward pass of ViT-B and L all are whole.
-
-and what the passes add: inputs, bfloat16 copies of the weights, activations that wait for the
-backward pass (`maect.recipes.cost`), and what its first steps need beside all of these.
 """
 
 import re
@@ -18,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maect.recipes import Encoder, View, views_by_size
-from maect.recipes.cost import FLOAT, Cost
+from maect.recipes.computing import Computing
+from maect.recipes.cost import FLOAT, Activations, Cost
 
 GIB = 2**30
 BUCKET = 50_000_000
@@ -53,6 +58,7 @@ class Footprint:
         inputs: bytes of the images.
         prepared: bytes of the next batch, whose images are changed meanwhile.
         activations: bytes at the worst moment of the passes, with copies of weights that learn.
+        captured: whether the passes keep their memory.
     """
 
     weights: float
@@ -62,6 +68,7 @@ class Footprint:
     inputs: float
     prepared: float
     activations: float
+    captured: bool = False
 
     @property
     def passes(self) -> float:
@@ -69,16 +76,21 @@ class Footprint:
         lasting = FLOAT * (self.weights + self.trained) + self.buffers
         return lasting + self.inputs + self.activations
 
-    def peak(self, zero_stage: int, ranks: int) -> float:
+    def states(self, ranks: int) -> float:
+        """Bytes of what the optimizer updates on a rank, beside the weights, and of averages."""
+        updated = (8 if ranks == 1 else 12) * self.trained
+        return (updated + FLOAT * self.averaged) / ranks
+
+    def peak(self, computing: Computing, ranks: int) -> float:
         """Bytes of a device at the worst moment of a step."""
-        states = (8 if ranks == 1 else 12) * self.trained / ranks
-        averages = FLOAT * self.averaged / ranks
-        gradients = 0.0  # those of all parameters are among `passes`
+        exchanged = 0.0
         if ranks > 1:
-            gradients += FLOAT * min(BUCKET, 2 * self.trained)
-        if ranks > 1 and zero_stage > 1:
-            gradients -= FLOAT * self.trained * (1 - 1 / ranks)
-        rest = self.prepared + states + averages + gradients + 2 * self.buffers
+            exchanged = FLOAT * min(BUCKET, 2 * self.trained) * (1 + computing.overlap_comm)
+        if ranks > 1 and computing.zero_stage > 1:
+            exchanged -= FLOAT * self.trained * (1 - 1 / ranks)
+        elif ranks > 1 and self.captured:  # its gradients in one piece, for the update
+            exchanged += FLOAT * self.trained / ranks
+        rest = self.prepared + self.states(ranks) + exchanged + 2 * self.buffers
         return (self.passes + rest) * FRAGMENTS + CONTEXT
 
 
@@ -91,22 +103,39 @@ def footprint(
     precision: str,
     averaged: int = 0,
     mixes: bool = False,
+    captured: int = 0,
 ) -> Footprint:
     """Add up what the parts of an objective, in the order of the forward pass, need for its images.
 
     The backward pass meets the last part first, and frees what each part kept. `averaged` are
-    weights with a running average; `mixes`: images are mixed in pairs.
+    weights with a running average; `mixes`: images are mixed in pairs; of `captured` parts, the
+    first ones, each size of view is captured by itself.
     """
     weights, trained = sum(part.weights for part in parts), sum(part.trained for part in parts)
-    copies = 2 * trained if precision == "bf16" else 0
-    worst = kept = 0.0
-    for memory in (memory for part in parts for memory in part.passes):
-        kept += images * memory.kept
-        forward, backward = copies + images * memory.forward, copies + images * memory.backward
-        worst = max(worst, kept + forward, kept + backward)
+    copied = 2 if precision == "bf16" else 0
     buffers = sum(part.buffers for part in parts)
     inputs, prepared = _inputs(views, encoder, images, mixes)
-    return Footprint(weights, trained, averaged, buffers, inputs, prepared, worst)
+    first, others = parts[:captured], parts[captured:]
+    activations = 0.0
+    if captured:
+        own = sum(part.trained for part in first)
+        sizes = list(zip(*(part.passes for part in first), strict=True))
+        activations = sum(copied * own + images * _worst(passes) for passes in sizes)
+        activations += FLOAT * own * (len(sizes) - 1) + inputs
+    passes = [memory for part in others for memory in part.passes]
+    activations += copied * sum(part.trained for part in others) + images * _worst(passes)
+    return Footprint(
+        weights, trained, averaged, buffers, inputs, prepared, activations, bool(captured)
+    )
+
+
+def _worst(passes: Sequence[Activations]) -> float:
+    """Bytes of an image at the worst moment of passes that follow each other, and back."""
+    worst = kept = 0.0
+    for memory in passes:
+        kept += memory.kept
+        worst = max(worst, kept + memory.forward, kept + memory.backward)
+    return worst
 
 
 def _inputs(

@@ -57,18 +57,9 @@ class Passes:
 
 
 def is_to_be_captured(module: nn.Module, device: torch.device, computing: Computing) -> bool:
-    """Return whether to capture the passes: as asked, or by default (`Computing.cuda_graphs`).
-
-    Never where a pass is not the same each time: ZeRO 3 gathers parameters in it, a recomputed one
-    draws from the generator's state, and gradients of several passes add up in place.
-    """
-    fixed = (
-        computing.zero_stage < 3
-        and computing.accumulation == 1
-        and not computing.activation_checkpointing
-    )
+    """Return whether to capture the passes of a module: on GPUs, and as `computing` says."""
     on_gpu = device.type == "cuda" and isinstance(getattr(module, "passes", None), Passes)
-    return on_gpu and fixed and computing.cuda_graphs is not False
+    return on_gpu and computing.captures_passes
 
 
 class _Callable(nn.Module):

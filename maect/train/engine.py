@@ -55,16 +55,23 @@ def start(context: Context) -> torch.device:
     from deepspeed.utils import groups
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.utils.logger.addFilter(_is_news)
     # None of its C++ operators is used. To look which ones there are takes a second, and to
-    # compile its shared-memory collectives a minute and a compiler.
+    # compile its shared-memory collectives a minute and a compiler (0.19.8: no setting for it).
     deepspeed.ops.__compatible_ops__ = {}
     # The name that torch 2.11 to 2.14 share, for what later versions rename.
     warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor")
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(verbose=False)
-    # It would make a group like this one, with its own time limit and more of each GPU's memory.
+    # It would make a group like this one, with its own time limit and more of each GPU's memory
+    # (0.19.8: `initialize` takes no group, only the parts of Megatron's parallel training).
     groups._WORLD_GROUP = dist.group.WORLD
     return device
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for what DeepSpeed says at each start of an optimizer it does not know."""
+    return "untested optimizer" not in str(record.msg)
 
 
 @contextmanager
@@ -187,7 +194,10 @@ class Engine:
             partitions["compute_grad_norm"] = False
         return partitions
 
-    # ---- what DeepSpeed keeps to itself: where it puts a rank's values and gradients (0.19.8)
+    # ---- Where DeepSpeed keeps a rank's values and gradients. Its public functions
+    # (`deepspeed.utils.safe_get_full_fp32_param`, …) gather whole parameters, or give values
+    # without their place in the parameter: all names of `_zero`, `ds_…` and `_hp_mapping` are
+    # its own (0.19.8).
 
     def _flat_tensors(self) -> list[Tensor]:
         """Float32 tensors that the optimizer updates on this rank, one for each group."""
@@ -345,6 +355,7 @@ class Engine:
         for parameter in cast("Iterable[Any]", self.module.parameters()):
             for tensor in (parameter, parameter.ds_tensor):
                 tensor.data = tensor.new_empty(0)
+        # `destroy` leaves cycles of stage 3 that the collector does not find soon (0.19.8).
         self._engine.optimizer = None
         vars(self._zero).clear()
         self._adam.state.clear()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # these import torch
 EVERY_OTHER = "every other"
 """Stands in `starts_from` for all stages but the one itself."""
 LEAST_IMAGES = 16  # of a rank in a pass where accumulation is chosen for it: less would be slow
+CAPTURED = {"encoder", "decoder"}  # parts of an objective whose passes a GPU replays
 STATES = 3  # two are kept and one is being written
 
 
@@ -211,9 +212,10 @@ class Training(Updates, Stage):
         """Device memory of a pass over this many images on one rank."""
         costs = self.costs(encoder, computing)
         averaged = 0 if self.encoder_average is None else costs["encoder"].trained
+        captured = len(costs.keys() & CAPTURED) if computing.captures_passes else 0
         return footprint(
             encoder, self.view_settings(), images, list(costs.values()),
-            precision=self.precision, averaged=averaged, mixes=self.mixes,
+            precision=self.precision, averaged=averaged, mixes=self.mixes, captured=captured,
         )  # fmt: skip
 
     def state_bytes(self, encoder: Encoder) -> int:
@@ -232,7 +234,7 @@ class Training(Updates, Stage):
         """Bytes of each rank's device at the worst moment of a step."""
         passes = computing.accumulation
         footprint = self.footprint(encoder, self.batch_size // (ranks * passes), computing)
-        return footprint.peak(computing.zero_stage, ranks)
+        return footprint.peak(computing, ranks)
 
     def fitted(
         self, encoder: Encoder, computing: Computing, nodes: int, devices: int, memory: float,
@@ -240,8 +242,9 @@ class Training(Updates, Stage):
     ) -> Computing:  # fmt: skip
         """Return the cheapest way of computing it that fits into each device's memory (bytes).
 
-        More passes per update cost nearly nothing, checkpointing a third of the time; ZeRO 2 comes
-        last. With `online` evaluation the device has a copy of the weights.
+        More passes per update cost nearly nothing, and so does not to capture those of a large
+        encoder; checkpointing costs a third of the time, and ZeRO 2 comes last. With `online`
+        evaluation the device has a copy of the weights.
 
         Raises:
             UserError: it is not enough in any way, with the numbers, and what would be; or the
@@ -283,6 +286,8 @@ class Training(Updates, Stage):
                     self.check_computing(way)
                     self.check_ranks(ranks, way)
                     yield way
+                    if way.captures_passes:
+                        yield way.model_copy(update={"cuda_graphs": False})
 
     def _fitting(
         self, encoder: Encoder, computing: Computing, ranks: int, memory: float

@@ -34,7 +34,6 @@ from torch.utils.flop_counter import flop_registry
 from maect.data import transforms
 from maect.data.loader import Batch
 from maect.models import attention, precision, vit
-from maect.models.decoder import Decoder
 from maect.recipes import Encoder, load_encoder, views_by_size
 from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.memory import GIB
@@ -43,7 +42,6 @@ from maect.stages.base import WithoutLabels
 from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune
 from maect.train.engine import cast_parts
-from maect.train.exchange import CAST
 from maect.train.stage import Training
 
 BLOCK = 512  # bytes: PyTorch's allocator rounds up to it
@@ -229,21 +227,11 @@ class Step:
     work: list[Work]
 
 
-def lend(objective: nn.Module) -> None:
-    """Copies of weights in bfloat16 in place of them, as an engine has them."""
-    models = [m for m in objective.modules() if isinstance(m, vit.VisionEncoder | Decoder)]
-    for layer in (layer for model in models for layer in model.modules()):
-        for name, value in layer._parameters.items() if isinstance(layer, CAST) else ():
-            if value is not None:
-                copy = torch.empty(value.shape, dtype=torch.bfloat16)
-                layer.__dict__[name] = copy.requires_grad_(value.requires_grad)
-
-
 def count(
-    stage: Training, encoder: Encoder, images: int, classes: int = 1000, lent: bool = False,
+    stage: Training, encoder: Encoder, images: int, classes: int = 1000,
     computing: Computing = PLAIN,
 ) -> Step:  # fmt: skip
-    """Count a step of so many images of one rank; `lent`: with an engine's copies of weights."""
+    """Count a step of so many images of one rank."""
     with torch.device("meta"):
         objective = build(stage, encoder, classes)
     for part in cast_parts(objective):
@@ -269,14 +257,41 @@ def count(
         inputs = objective.prepare(batch, torch.device("cpu"))
         prepare, prepared = gpu.kernels.copy(), gpu.peak - before
         del batch, pixels
-        if lent:
-            lend(objective)
+        if computing.captures_passes:
+            peak = captured_peak(objective, inputs, gpu)
+            return Step(peak, prepared, prepare, Counter(), Counter(), [])
         gpu.reset()
         loss, _ = objective(inputs)
         forward = gpu.kernels.copy()
         gpu.kernels.clear()
         loss.backward()
         return Step(gpu.peak, prepared, prepare, forward, gpu.kernels.copy(), [*gpu.work])
+
+
+def captured_peak(objective: Any, inputs: Any, gpu: Counting) -> int:
+    """Bytes at the worst moment if the passes keep their memory, each of them its own."""
+    for parameter in objective.parameters():
+        parameter.grad = None
+    read = nn.ModuleList(objective.passes._parts).parameters()
+    own = [parameter for parameter in read if parameter.requires_grad]
+    found, reserved = [], 0
+    for tensors in objective.inputs_of_passes(inputs):
+        before = gpu.now
+        gpu.reset()
+        samples = tuple(tensor.clone() for tensor in tensors)
+        outputs = objective.compute(*samples)
+        if learning := [output for output in outputs if output.requires_grad]:
+            given = [torch.empty_like(output) for output in learning]
+            torch.autograd.grad(learning, own, given, allow_unused=True)
+        found.append(tuple(o.detach().requires_grad_(o.requires_grad) for o in outputs))
+        reserved += gpu.peak - before
+        del samples, outputs, learning
+    gpu.reset()
+    replayed = iter(found)
+    with patch.object(objective, "passes", lambda *_: next(replayed)):
+        loss, _ = objective(inputs)
+        loss.backward()
+    return gpu.peak + reserved
 
 
 def build(stage: Training, encoder: Encoder, classes: int) -> Any:
@@ -330,8 +345,7 @@ def main() -> None:
                 how = Computing(activation_checkpointing=checkpointing)
                 stage = FineTune() if recipe == "fine_tune" else load_recipe(recipe, size)
                 encoder = load_encoder(size)
-                lent = options.what == "time"
-                step = count(stage, encoder, options.images, lent=lent, computing=how)
+                step = count(stage, encoder, options.images, computing=how)
                 if options.what == "time":
                     text = times_of(step)
                 elif options.what == "memory":

@@ -35,7 +35,8 @@ from maect.stages.base import SelfSupervised as Stage
 from maect.stages.objectives import Views
 from maect.train.engine import start
 from maect.train.metrics import Metrics
-from maect.train.timing import random_batch, trainer_alone
+from maect.train.noise import random_batch
+from maect.train.timing import trainer_alone
 
 WARM_UP = 3  # steps that are not counted: compilation, first allocations
 

@@ -158,7 +158,7 @@ EVALUATIONS = {f"evaluations/mae/{name}.json" for name in ("knn", "clustering")}
         ({}, set()),
         ({"online_evaluation": {"every_epochs": 7}}, set()),
         (runs(crop_scale=[0.25, 1.0]), {"runs/mae/run.json"}),
-        (runs(zero_stage=0), set()),
+        (runs(zero_stage=2), set()),
         ({"features": "bf16"}, FEATURES),
         ({"protocols": {"knn": {"k": 7}}}, {"evaluations/mae/knn.json"}),
         ({"datasets": {"mine": {"resize": 20, "splits": {}}}}, FEATURES | EVALUATIONS),

@@ -15,7 +15,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import ceil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -186,9 +185,9 @@ def main() -> None:
 
     from maect.models import attention, precision
     from maect.recipes.computing import Computing
-    from maect.train import exchange
     from maect.train.engine import start
-    from maect.train.timing import packed, random_batch
+    from maect.train.noise import random_batch
+    from maect.train.timing import packed
 
     os.environ.update(RANK=str(options.rank), LOCAL_RANK="0", WORLD_SIZE=str(options.ranks))
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -201,27 +200,15 @@ def main() -> None:
     for recipe in options.recipes:
         stage, encoder = stage_of(here, recipe, options.size, 4 * options.ranks)
         how = Computing(zero_stage=options.zero)
-        full, (stage, encoder) = (stage, encoder), narrow(stage, encoder)
-        exchange.BUCKET = bucket_of(full, (stage, encoder))
+        stage, encoder = narrow(stage, encoder)
         with trainer_of(here, stage, encoder, 8, context, how) as trainer:
             batch = random_batch(trainer.stage, trainer.encoder, 4)
             batch = packed(batch, trainer.objective.draw, pinned=False)
             counts = counted(trainer, [batch] * 8, 7)
         if options.rank == 0:
-            groups, buckets = len(trainer.engine._peaks), len(trainer.engine._exchange.buckets)
-            print(f"{recipe} {options.size}: {groups} groups, {buckets} buckets here")
+            print(f"{recipe} {options.size}: {len(trainer.engine._peaks)} groups")
             for kind, numbers in counts.table().items():
                 print(f"  {kind:<12}", numbers)
-
-
-def bucket_of(full: tuple[Any, Any], own: tuple[Any, Any]) -> int:
-    """Weights of a bucket that give as many as a stage and encoder have at full width."""
-    from maect.recipes.memory import BUCKET
-
-    def learning(stage: Any, encoder: Any) -> float:
-        return stage.footprint(encoder, 1).trained
-
-    return ceil(learning(*own) / ceil(learning(*full) / BUCKET))
 
 
 def narrow(stage: Any, encoder: Any) -> tuple[Any, Any]:

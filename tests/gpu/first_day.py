@@ -324,7 +324,7 @@ import torch
 from first_day import Alone
 from maect.core.distributed import device_of
 from maect.stages import load_recipe
-from maect.train.engine import build_engine, start
+from maect.train.engine import Engine, start
 os.environ.update(RANK="0", LOCAL_RANK="3", WORLD_SIZE="1")
 rank = Alone(gpus={gpus})
 rank.local_rank = 3
@@ -334,7 +334,7 @@ device = start(rank)
 assert device == chosen
 layer = torch.nn.Linear(8, 8).to(device)
 group = {{"params": list(layer.parameters()), "peak_lr": 1e-3, "weight_decay": 0.0}}
-engine = build_engine(layer, load_recipe("mae", "base", {{"batch_size": 4}}), [group], device)
+engine = Engine(layer, load_recipe("mae", "base", {{"batch_size": 4}}), [group], device)
 engine.backward(engine(torch.ones(2, 8, device=device)).sum())
 engine.step(1.0)
 print("trains on", device)
@@ -391,7 +391,7 @@ def numerics(here: Here) -> Outcome:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from maect.train.timing import random_batch
+    from maect.train.noise import random_batch
 
     torch.set_num_threads(Alone.cpus)
     seen: set[str] = set()
@@ -547,7 +547,8 @@ def audit(here: Here) -> Outcome:
     import torch
     from counting import counted
 
-    from maect.train.timing import packed, random_batch
+    from maect.train.noise import random_batch
+    from maect.train.timing import packed
 
     join(here)
     values: dict[str, Any] = {}
@@ -774,7 +775,8 @@ def leave_weights(kind: str, small: bool, out: str) -> None:
 
     from maect.core.distributed import be_deterministic
     from maect.recipes.computing import Computing
-    from maect.train.timing import packed, random_batch
+    from maect.train.noise import random_batch
+    from maect.train.timing import packed
 
     if kind == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -822,7 +824,8 @@ def beside(here: Here) -> Outcome:
     import torch
 
     from maect.core.distributed import be_deterministic
-    from maect.train.timing import packed, random_batch
+    from maect.train.noise import random_batch
+    from maect.train.timing import packed
 
     be_deterministic()
     join(here)
@@ -915,8 +918,8 @@ def saving(here: Here) -> Outcome:
     """How long a save holds the steps up, and how long it takes beside them."""
     from maect.core.distributed import barrier
     from maect.train.checkpoint import Saver, saved, snapshot
+    from maect.train.noise import random_batch
     from maect.train.run_lock import RunLock
-    from maect.train.timing import random_batch
 
     join(here)
     stage, encoder = stage_of(here, "mae", "large", 8)
@@ -1061,8 +1064,8 @@ def two_steps(
     import torch
     import torch.distributed as dist
 
-    from maect.train.engine import build_engine
-    from maect.train.timing import random_batch
+    from maect.train.engine import Engine
+    from maect.train.noise import random_batch
 
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks))
     if kind == "cpu":
@@ -1085,7 +1088,7 @@ def two_steps(
     here = Here(device, small, Path(out).parent)
     stage, encoder = stage_of(here, "ct_min", "base", 16, precision="fp32")
     objective = objective_of(stage, encoder).to(device)
-    engine = build_engine(objective, stage, stage.parameter_groups(objective), device)
+    engine = Engine(objective, stage, stage.parameter_groups(objective), device)
     batch = random_batch(stage, encoder, 16)
     part = batch.part(slice(rank * 16 // ranks, (rank + 1) * 16 // ranks))
     for _ in range(3):
@@ -1093,7 +1096,6 @@ def two_steps(
         engine.backward(loss)
         engine.step(1e-2)
         objective.after_update(engine.gathered)
-    engine.complete()
     if rank == 0:
         torch.save({k: v.cpu() for k, v in objective.state_dict().items()}, out)
     dist.barrier()

@@ -1122,19 +1122,20 @@ def test_how_a_run_is_computed_stands_beside_its_settings(tmp_path: Path) -> Non
     one = {"recipe": "mae", "size": "tiny"}
     runs = {
         "plain": one,
-        "within": one | {"set": {"zero_stage": 0}},
-        "beside": one | {"computing": {"zero_stage": 0, "accumulation": 2}},
+        "within": one | {"set": {"zero_stage": 2}},
+        "beside": one | {"computing": {"zero_stage": 2, "accumulation": 2}},
     }
     evaluate = [{"runs": ["plain"], "protocols": ["fine_tune"]}]
     told = {"protocols": {"fine_tune": {"compile": True}}, "evaluate": evaluate, "tables": []}
     found = load(write(tmp_path, runs=runs, **told))
     plain, within, beside = (resolve.run_config(found, name) for name in runs)
     assert plain.digest == within.digest == beside.digest
-    assert (within.computing.zero_stage, beside.computing.accumulation) == (0, 2)
+    assert (within.computing.zero_stage, beside.computing.accumulation) == (2, 2)
     tuned = next(run for run in found.runs.values() if run.scored_by)
     assert tuned.computing.compile and not found.runs["plain"].computing.compile
     for changes, message in (
         ({"runs": {"m": one | {"computing": {"zero": 1}}}}, "unknown key 'zero'"),
+        ({"runs": {"m": one | {"set": {"zero_stage": 0}}}}, "no stage 0: leave it out"),
         ({"protocols": {"knn": {"compile": True}}}, "knn trains no run"),
     ):
         with pytest.raises(UserError, match=message):

@@ -191,7 +191,7 @@ def test_the_trainers_own_steps_are_timed(rank: Rank, monkeypatch: pytest.Monkey
     calls: Counter[str] = Counter()
     for owner, name in (
         (type(objective), "prepare"), (engine.Engine, "squared_norm"),
-        (engine.Replicated, "backward"), (engine.Replicated, "step"),
+        (engine.Engine, "backward"), (engine.Engine, "step"),
         (engine.Engine, "update_average"), (type(objective), "health"),
     ):  # fmt: skip
         plain = getattr(owner, name)

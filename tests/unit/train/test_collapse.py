@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from maect.measures import uniformity
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
-from maect.train import timing
 from maect.train.collapse import collapse, effective_rank
+from maect.train.noise import random_batch
 
 
 def test_uniformity_and_rank_against_their_formulas():
@@ -50,7 +50,7 @@ def test_the_newest_entries_are_the_last_batch(recipe):
     for number, count in enumerate((8, 8, 8, 16, 16, 16)):
         before, drawn = (
             head.queue.clone(),
-            timing.random_batch(stage, objective.encoder.settings, count, number),
+            random_batch(stage, objective.encoder.settings, count, number),
         )
         with torch.no_grad():
             objective(objective.prepare(drawn, torch.device("cpu")))

@@ -19,7 +19,7 @@ from maect.train.checkpoint import saved
 
 OTHERWISE = [
     {"accumulation": 2, "activation_checkpointing": True, "zero_stage": 3},
-    {"zero_stage": 0, "attention": "flash_attn"},
+    {"zero_stage": 2, "attention": "flash_attn"},
     pytest.param({"compile": True}, marks=pytest.mark.slow),
 ]
 

@@ -24,7 +24,8 @@ from maect.stages import load_recipe
 from maect.stages.fine_tune import FineTune
 from maect.train import checkpoint
 from maect.train.checkpoint import Saver, saved
-from maect.train.engine import cast_parts, compile_blocks, is_to_be_compiled
+from maect.train.compilation import compile_blocks, is_to_be_compiled
+from maect.train.engine import cast_parts
 from maect.train.objective import Objective
 from maect.train.run_lock import RunLock
 

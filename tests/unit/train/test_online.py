@@ -201,7 +201,7 @@ def clearly(context, **job):
     return train(context, **job)
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_two_ranks_see_what_one_sees(job, runs, tmp_path, zero):
     mae = job("mae", "mae", zero_stage=zero, **FEW) | {"online": ONLINE, "function": clearly}
     assert run(2, mae, log=tmp_path / "log") == ["done"]

@@ -10,7 +10,7 @@ from maect.models.vit import seeded
 from maect.recipes import Encoder, load_encoder, visible_patches
 from maect.stages import load_recipe
 from maect.train.checkpoint import Shard
-from maect.train.engine import Replicated
+from maect.train.engine import Engine
 from maect.train.optimizer import layer_scale, schedule
 
 TINY = Encoder(
@@ -122,7 +122,7 @@ def test_encoder_average():
     weights = torch.randn(7)
     shard = Shard("encoder.blocks.1.w", 0, {"param": weights})
     head = Shard("head.w", 0, {"param": torch.randn(3)})
-    engine = Replicated.__new__(Replicated)
+    engine = Engine.__new__(Engine)
     engine.shards = [shard, head]
     engine.start_average("encoder.")
     assert "ema" not in head.values and torch.equal(shard.values["ema"], weights)

@@ -85,7 +85,7 @@ def test_ranks(job, tmp_path, alone, ranks):
     assert (ours["queue_labels"] == theirs["queue_labels"]).all()
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("zero", [2, 3])
 def test_zero_stages(job, tmp_path, alone, zero):
     folder = tmp_path / "zero"
     jobs = stages(job, folder, alone, zero_stage=zero)
