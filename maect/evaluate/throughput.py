@@ -45,7 +45,7 @@ Times = Callable[[int, int], Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Passes:
+class MethodPasses:
     """A method's passes through the encoder, for each image and step."""
 
     learning: int
@@ -75,7 +75,7 @@ class Published:
 class _Measured:
     recipes: dict[str, str]
     own: dict[str, tuple[str, ...]]
-    methods: dict[str, Passes]
+    methods: dict[str, MethodPasses]
     models: dict[str, tuple[Published, ...]]
     """By the size of the run that they are measured with."""
 
@@ -278,7 +278,7 @@ def stage_seconds(
 
 
 def method_seconds(
-    passes: Passes, encoder: Encoder, device: torch.device, batch: int, steps: int
+    passes: MethodPasses, encoder: Encoder, device: torch.device, batch: int, steps: int
 ) -> list[float]:
     """Seconds of updates with a method's passes through the encoder, without projection heads."""
     import torch
