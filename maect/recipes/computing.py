@@ -21,8 +21,8 @@ class Computing(Settings):
     """The transformer blocks. None: on GPUs, of ViT-B and larger, under ZeRO 1 and 2, except in
     fine-tuning."""
     cuda_graphs: bool | None = None
-    """Replay forward and backward pass as CUDA graphs. None: on GPUs, under ZeRO 1 and 2, without
-    accumulation."""
+    """Replay forward and backward pass as CUDA graphs. None: on one GPU, without accumulation and
+    activation checkpointing; with several it cannot be."""
     activation_checkpointing: bool = False
     attention: Literal["sdpa", "packed", "flash_attn"] = "sdpa"
     """PyTorch's choice; a kernel with one gradient for short sequences; the package's."""
@@ -31,13 +31,12 @@ class Computing(Settings):
 
     @property
     def captures_passes(self) -> bool:
-        """Whether a GPU replays the passes: never where one is not the same as the others.
+        """Whether a rank alone on a GPU replays the passes: not where one differs from the others.
 
-        ZeRO 3 gathers parameters in it, a recomputed one draws from the generator's state, and
-        gradients of several passes add up in place.
+        A recomputed one draws from the generator's state; gradients of several add up in place.
         """
-        fixed = self.zero_stage < 3 and self.accumulation == 1
-        return fixed and not self.activation_checkpointing and self.cuda_graphs is not False
+        fixed = self.accumulation == 1 and not self.activation_checkpointing
+        return fixed and self.cuda_graphs is not False
 
     @field_validator("zero_stage", mode="before")
     @classmethod

@@ -7,6 +7,7 @@ one. What is captured computes the same with the same kernels (torch.cuda.make_g
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from maect.recipes.computing import Computing
@@ -57,9 +58,14 @@ class Passes:
 
 
 def is_to_be_captured(module: nn.Module, device: torch.device, computing: Computing) -> bool:
-    """Return whether to capture the passes of a module: on GPUs, and as `computing` says."""
+    """Return whether to capture the passes: on one GPU, and as `computing` says.
+
+    DeepSpeed keeps autograd's nodes of the parameters that it partitions over several ranks; they
+    belong to another stream than the capture's.
+    """
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
     on_gpu = device.type == "cuda" and isinstance(getattr(module, "passes", None), Passes)
-    return on_gpu and computing.captures_passes
+    return on_gpu and alone and computing.captures_passes
 
 
 class _Callable(nn.Module):

@@ -92,6 +92,11 @@ def seconds_between(first: Mark, second: Mark) -> float:
     return second - first
 
 
+def deepspeed_stage(computing: Computing) -> int:
+    """Return what DeepSpeed is asked to partition: nothing on one rank."""
+    return computing.zero_stage if dist.get_world_size() > 1 else 0
+
+
 class Part(NamedTuple):
     """Consecutive values of a parameter that this rank updates.
 
@@ -147,7 +152,7 @@ class Engine:
         self._trained: dict[str, Any] = {
             names[id(p)]: p for group in groups for p in group["params"]
         }
-        self._stage = computing.zero_stage if dist.get_world_size() > 1 else 0
+        self._stage = deepspeed_stage(computing)
         self._start_deepspeed(settings, groups, computing)
         if self._stage:
             self._create_moments(self._flat_tensors())
@@ -257,13 +262,14 @@ class Engine:
             # Dividing by one takes kernels, too.
             self._engine.backward(loss, scale_wrt_gas=self._accumulates)
 
+    @torch.no_grad()
     def squared_norm(self) -> Tensor:
         """This rank's part of the global gradient's squared norm, a float64 scalar on the device.
 
         Between the last backward pass of an update and the update; the sum over the ranks is whole.
         """
-        gradients = [gradient.detach().float() for _, gradient in self._gradients()]
-        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        norms = torch._foreach_norm([gradient for _, gradient in self._gradients()])
+        return torch.stack(norms).double().square().sum()
 
     def squared_norms(self) -> dict[str, Tensor | float]:
         """The same of each trained parameter, by name, the same names on every rank."""

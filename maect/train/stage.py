@@ -233,6 +233,8 @@ class Training(Updates, Stage):
     def peak_memory(self, encoder: Encoder, ranks: int, computing: Computing = PLAIN) -> float:
         """Bytes of each rank's device at the worst moment of a step."""
         passes = computing.accumulation
+        if ranks > 1:  # which capture no passes
+            computing = computing.model_copy(update={"cuda_graphs": False})
         footprint = self.footprint(encoder, self.batch_size // (ranks * passes), computing)
         return footprint.peak(computing, ranks)
 
@@ -286,7 +288,7 @@ class Training(Updates, Stage):
                     self.check_computing(way)
                     self.check_ranks(ranks, way)
                     yield way
-                    if way.captures_passes:
+                    if way.captures_passes and ranks == 1:
                         yield way.model_copy(update={"cuda_graphs": False})
 
     def _fitting(

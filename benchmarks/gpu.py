@@ -1,0 +1,982 @@
+"""What nine minutes of one GPU tell: whether it computes right, how fast, and a training.
+
+    python benchmarks/gpu.py --out FOLDER [--packages FILE] [--images FILE] [--part 2]
+
+Five processes run one after the other, each until its own deadline at the latest. `report.json` in
+the folder is whole after every line. Of the machine only PyTorch 2.11 or newer, timm, NumPy, SciPy,
+scikit-learn and Pillow are expected: `make gpu-packages` collects the rest in one archive. With
+`--part 2` the training goes on from what the first part left on this machine, and ViT-H is timed.
+On a CPU, and with `--small`, all shapes are tiny. Exit status 1: something that must hold does not.
+"""
+
+import argparse
+import ctypes
+import gc
+import itertools
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TOTAL = 535
+"""Seconds for all processes together."""
+MIB, GIB = 2**20, 2**30
+
+
+# ---- this machine --------------------------------------------------------------------------------
+
+
+@dataclass
+class Machine:
+    """Where a process computes.
+
+    Attributes:
+        device: of torch.
+        small: tiny shapes.
+        work: folder of models, images and trainings, which stays on the machine.
+        out: folder of what comes back: the report and a trace.
+        images: CIFAR-10 as a tar archive of train/CLASS/IMAGE and test/CLASS/IMAGE, or None.
+    """
+
+    device: Any
+    small: bool
+    work: Path
+    out: Path
+    images: Path | None
+
+    @property
+    def cuda(self) -> bool:
+        """Whether it is a GPU."""
+        return bool(self.device.type == "cuda")
+
+    def wait(self) -> None:
+        """Wait until the device has nothing left to do."""
+        import torch
+
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, action: Callable[[], Any], rounds: int = 3) -> float:
+        """Return the shortest of some rounds, after one that does not count."""
+        times = []
+        for _ in range(rounds + 1):
+            self.wait()
+            began = time.perf_counter()
+            action()
+            self.wait()
+            times.append(time.perf_counter() - began)
+        return min(times[1:])
+
+    def free(self) -> None:
+        """Give back what earlier models held, and count the peak of memory anew."""
+        import torch
+
+        gc.collect()
+        torch.compiler.reset()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def say(name: str, **values: Any) -> None:
+    """Add a line to the report."""
+    print(json.dumps({"name": name, **rounded(values)}), flush=True)
+
+
+def rounded(value: Any) -> Any:
+    """Four digits of each number, for JSON, which knows no infinity."""
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(entry) for entry in value]
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else str(value)
+    return value
+
+
+@contextmanager
+def reported(name: str) -> Iterator[None]:
+    """Report an error of a block, and go on behind it."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        print(text, file=sys.stderr, flush=True)
+        say(name, error=text[-900:])
+
+
+# ---- models, built on the device -----------------------------------------------------------------
+
+
+def stage_and_encoder(machine: Machine, recipe: str, size: str, batch: int, **changes: Any) -> Any:
+    """Settings of a stage with another batch, and its encoder."""
+    from maect.recipes import load_encoder
+    from maect.stages import load_recipe
+    from maect.stages.fine_tune import FineTune
+
+    if machine.small:
+        size, batch = "tiny", 8
+    if recipe == "fine_tune":
+        stage: Any = FineTune.model_validate(changes)
+    else:
+        stage = load_recipe(recipe, size, changes)
+    return stage.model_copy(update={"batch_size": batch}), load_encoder(size)
+
+
+def build(machine: Machine, stage: Any, encoder: Any) -> Any:
+    """Return a stage's objective on the device, with weights of no value."""
+    import torch
+
+    from maect.models.vit import build_encoder
+    from maect.models.weights import save_encoder
+
+    torch.manual_seed(0)
+    with torch.device(machine.device):
+        source = None
+        if stage.starts_from:
+            source = machine.work / f"source-{encoder.width}-{encoder.depth}-{encoder.image_size}"
+            if not (source / "encoder.safetensors").exists():
+                source.mkdir(parents=True, exist_ok=True)
+                weights = build_encoder(encoder).state_dict()
+                save_encoder(source / "encoder.safetensors", weights, encoder, "cls")
+        classes = [str(number) for number in range(10)]
+        return stage.build(encoder, 0, source, classes).to(machine.device)
+
+
+def join(machine: Machine) -> None:
+    """Form a process group of one rank, as a training on one GPU has it."""
+    from maect.core.context import Context
+    from maect.train.engine import start
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    machine.device = start(Context(cpus(), machine.cuda))
+
+
+def cpus() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+# ---- speed ---------------------------------------------------------------------------------------
+
+STEPS = 12
+"""Steps of each way to compute, of which the later half counts."""
+
+
+def rate(machine: Machine, stage: Any, encoder: Any, seconds: list[float]) -> dict[str, float]:
+    """Median step of the later half, images and operations a second, share of the peak, memory."""
+    import torch
+
+    from maect.recipes.flops import peak_flops
+
+    warm = sorted(seconds[len(seconds) // 2 :])
+    step = warm[len(warm) // 2]
+    found = {"step_ms": 1e3 * step, "first_s": seconds[0]}
+    found["images_per_second"] = stage.batch_size / step
+    flops = stage.flops_per_image(encoder) * found["images_per_second"]
+    found["tflops"] = flops / 1e12
+    if machine.cuda:
+        if peak := peak_flops(torch.cuda.get_device_name()):
+            found["share_of_peak"] = flops / peak
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        found["planned_gib"] = stage.peak_memory(encoder, 1) / GIB
+    return found
+
+
+def engine_steps(
+    machine: Machine, stage: Any, encoder: Any, partitioned: bool = False, **how: Any
+) -> list[float]:
+    """Seconds of steps of the trainer, with the copy of each batch from the CPU.
+
+    Args:
+        partitioned: with DeepSpeed's partitions, as on a rank of several, and without graphs.
+        how: settings of `Computing`.
+    """
+    from unittest.mock import patch
+
+    from maect.core.context import Context
+    from maect.recipes.computing import Computing
+    from maect.train import engine
+    from maect.train.timing import step_seconds, trainer_alone
+
+    machine.free()
+    if partitioned:
+        how["cuda_graphs"] = False
+    objective, context = build(machine, stage, encoder), Context(cpus(), machine.cuda)
+    stage_of = (lambda computing: computing.zero_stage) if partitioned else engine.deepspeed_stage
+    with (
+        patch.object(engine, "deepspeed_stage", stage_of),
+        trainer_alone(
+            stage, objective, context, machine.device, STEPS, Computing(**how)
+        ) as trainer,
+    ):
+        if trainer.engine.not_compiled:
+            raise RuntimeError(f"not compiled: {trainer.engine.not_compiled}")
+        return step_seconds(trainer, STEPS)
+
+
+def loop_steps(
+    machine: Machine, stage: Any, encoder: Any, compiled: Any = "no", explicit: bool = False
+) -> list[float]:
+    """Seconds of steps of a plain loop, by the device's clock."""
+    import torch
+    from plain_loop import PlainLoop
+
+    machine.free()
+    objective = build(machine, stage, encoder)
+    loop = PlainLoop(stage, encoder, objective, machine.device, compiled, explicit)
+    if not machine.cuda:
+        return [machine.seconds(loop.step, 1) for _ in range(2)]
+    marks = []
+    for _ in range(STEPS + 1):
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+        loop.step()
+    machine.wait()
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+
+
+WAYS: dict[str, Callable[..., list[float]]] = {
+    "engine": engine_steps,
+    "engine, plain": lambda *given: engine_steps(*given, compile=False, cuda_graphs=False),
+    "engine, compiled": lambda *given: engine_steps(*given, compile=True, cuda_graphs=False),
+    "engine, graphs": lambda *given: engine_steps(*given, compile=False),
+    "engine, compiled, graphs": lambda *given: engine_steps(*given, compile=True),
+    "ZeRO 1, plain": lambda *given: engine_steps(*given, True, compile=False),
+    "ZeRO 1, compiled": lambda *given: engine_steps(*given, True, compile=True),
+    "loop, plain": loop_steps,
+    "loop, blocks compiled": lambda *given: loop_steps(*given, "blocks"),
+    "loop, compiled": lambda *given: loop_steps(*given, "passes"),
+    "loop, compiled, graphs": lambda *given: loop_steps(*given, "graphs"),
+    "facebookresearch/mae": lambda *given: loop_steps(*given, explicit=True),
+}
+"""Ways to compute a step. `ZeRO 1`: DeepSpeed's partitions on one rank, which are not needed there
+and show what its hooks cost a rank of several."""
+
+
+def speed(machine: Machine, recipe: str, size: str, batch: int, ways: list[str]) -> None:
+    """Report how fast a stage is in each way; on a CPU, what compiles is left out."""
+    for way in ways if machine.cuda else [way for way in ways if "compiled" not in way]:
+        name = f"speed: {recipe} {size} {batch}: {way}"
+        with reported(name):
+            stage, encoder = stage_and_encoder(machine, recipe, size, batch)
+            say(name, **rate(machine, stage, encoder, WAYS[way](machine, stage, encoder)))
+
+
+KINDS = (
+    ("attention", ("fmha", "flash", "sdpa", "attention")),
+    ("optimizer", ("adam", "multi_tensor_apply")),
+    ("fused by the compiler", ("triton",)),
+    ("products", ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitK")),
+    ("norms", ("layer_norm", "LayerNorm", "GammaBeta")),
+    ("sums", ("reduce",)),
+    ("casts and copies", ("copy", "Memcpy", "CatArray", "Memset")),
+)
+"""Kinds of kernels by parts of their names; the first that fits."""
+
+
+def profiled(machine: Machine, recipe: str, size: str, batch: int, trace: bool, **how: Any) -> None:
+    """Report where the time of a step goes: kernels by kind, busy and idle time, launches."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from maect.core.context import Context
+    from maect.recipes.computing import Computing
+    from maect.train.noise import random_batch
+    from maect.train.timing import packed, trainer_alone
+
+    machine.free()
+    stage, encoder = stage_and_encoder(machine, recipe, size, batch)
+    objective, steps = build(machine, stage, encoder), 3
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * machine.cuda
+    watch = profile(activities=kinds)
+    context = Context(cpus(), machine.cuda)
+    with trainer_alone(
+        stage, objective, context, machine.device, STEPS, Computing(**how)
+    ) as trainer:
+        given = random_batch(stage, encoder, stage.batch_size)
+        given = packed(given, trainer.objective.draw, machine.cuda)
+
+        def batches() -> Iterator[Any]:
+            for _ in range(STEPS // 2):
+                yield given
+            machine.wait()
+            watch.start()
+            for _ in range(steps):
+                yield given
+            machine.wait()
+            watch.stop()
+
+        trainer.run(batches())
+    events = [e for e in watch.events() if str(e.device_type).endswith("CUDA")]
+    if trace:
+        watch.export_chrome_trace(str(machine.out / "step.json.gz"))
+    times: dict[str, float] = {}
+    names: dict[str, float] = {}
+    for event in events:
+        fits = (kind for kind, parts in KINDS if any(part in event.name for part in parts))
+        if "#" in event.name:  # a range of the host's, such as an optimizer's step
+            continue
+        kind, length = next(fits, "other"), event.time_range.elapsed_us() / 1e3 / steps
+        times[kind] = times.get(kind, 0.0) + length
+        names[event.name[:90]] = names.get(event.name[:90], 0.0) + length
+    busy, end, begin = 0.0, 0.0, 0.0
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        begin = begin or event.time_range.start
+        busy += max(0.0, event.time_range.end - max(end, event.time_range.start))
+        end = max(end, event.time_range.end)
+    longest = sorted(names.items(), key=lambda item: -item[1])[:20]
+    say(
+        f"profile: {recipe} {size} {batch}: {how}",
+        kernels=len(events) // steps, busy_ms=busy / 1e3 / steps,
+        idle_ms=(end - begin - busy) / 1e3 / steps,
+        kinds_ms=dict(sorted(times.items(), key=lambda item: -item[1])), longest_ms=dict(longest),
+    )  # fmt: skip
+
+
+# ---- the processes -------------------------------------------------------------------------------
+
+
+def correct(machine: Machine) -> None:
+    """Report whether losses, gradients, captured passes and restarts are right on this device."""
+    about(machine)
+    for recipe in ("mae", "head_min", "ct_aug", "refine", "fine_tune"):
+        with reported(f"numerics: {recipe}"):
+            numerics(machine, recipe)
+    with reported("restarts"):
+        restarts(machine)
+    join(machine)
+    for recipe in ("refine",):
+        with reported(f"inputs beside a step: {recipe}"):
+            beside(machine, recipe)
+
+
+def about(machine: Machine) -> None:
+    """Report versions, and the ceilings of this card."""
+    import deepspeed
+    import timm
+    import torch
+
+    values: dict[str, Any] = {
+        "python": platform.python_version(), "torch": torch.__version__, "cpus": cpus(),
+        "deepspeed": deepspeed.__version__, "timm": timm.__version__,
+    }  # fmt: skip
+    if machine.cuda:
+        from maect.core.distributed import driver
+
+        values |= {"device": torch.cuda.get_device_name(), "driver": driver()}
+        values["cuda"] = torch.version.cuda
+        x = torch.randn(8192, 8192, device=machine.device, dtype=torch.bfloat16)
+        values["product_tflops"] = 2 * 8192**3 / machine.seconds(lambda: x @ x, 5) / 1e12
+        y = torch.ones(2**30, device=machine.device)
+        z = torch.empty_like(y)
+        values["copy_tb_per_s"] = 2 * y.nbytes / machine.seconds(lambda: z.copy_(y), 5) / 1e12
+    say("machine", **values)
+
+
+def numerics(machine: Machine, recipe: str) -> None:
+    """Compare float32 here with float64 on the CPU, and bfloat16 with float32."""
+    import torch
+
+    from maect.train.noise import random_batch
+
+    cpu = Machine(torch.device("cpu"), machine.small, machine.work, machine.out, None)
+    torch.set_num_threads(cpus())
+    # A classifier computes in float32 whatever it is given: there only the device differs.
+    best = torch.float32 if recipe == "fine_tune" else torch.float64
+    found: dict[str, Any] = {}
+    for name, kind, device, precision in (
+        ("exact", best, cpu.device, "fp32"),
+        ("float32", torch.float32, machine.device, "fp32"),
+        ("bfloat16", torch.float32, machine.device, "bf16"),
+    ):
+        stage, encoder = stage_and_encoder(machine, recipe, "base", 8, precision=precision)
+        if not machine.small:
+            encoder = encoder.model_copy(update={"depth": 4, "decoder_depth": 2})
+        if recipe == "ct_aug":
+            head = stage.head.model_copy(update={"queue_size": 1024})
+            stage = stage.model_copy(update={"head": head, "frozen_blocks": 2})
+        objective = build(cpu, stage, encoder)
+        found[name] = gradients(objective, random_batch(stage, encoder, 8), device, kind)
+    values, holds = {}, True
+    for name, exact, loss_limit, limit in (
+        ("float32", "exact", 1e-5, 1e-4), ("bfloat16", "float32", 1e-2, 1e-1),
+    ):  # fmt: skip
+        loss, gradient = found[name]
+        expected, direction = found[exact]
+        values[f"{name}_loss"] = off = abs(loss / expected - 1)
+        values[f"{name}_gradient"] = turned = float(
+            (gradient - direction).norm() / direction.norm()
+        )
+        # In bfloat16 a lookup may take another of two near neighbours: what follows is no fault.
+        if name == "float32" or recipe in ("mae", "fine_tune"):
+            holds &= off <= loss_limit and turned <= limit
+    say(f"numerics: {recipe}", holds=holds, **values)
+
+
+def gradients(objective: Any, batch: Any, device: Any, kind: Any) -> tuple[float, Any]:
+    """Return the loss, and all gradients as one float64 vector on the CPU."""
+    import torch
+
+    objective.to(device, kind)
+    inputs = objective.prepare(batch, device)
+    groups = inputs.images
+    if isinstance(groups, tuple):
+        inputs.images = tuple(group.to(kind) for group in groups)
+    else:
+        inputs.images = groups.to(kind)
+    loss, _ = objective(inputs)
+    loss.backward()
+    found = [p.grad for p in objective.parameters() if p.grad is not None]
+    return float(loss.detach()), torch.cat([g.detach().double().cpu().flatten() for g in found])
+
+
+def restarts(machine: Machine) -> None:
+    """Report whether two starts, a captured and a plain one, and a resumed training are the same.
+
+    12 steps of MAE on JPEGs, `deterministic`; the resumed training saved its state after 6.
+    """
+    from safetensors.torch import load_file
+
+    from maect.core.context import Context
+    from maect.recipes.computing import Computing
+    from maect.train.stage import RunInputs
+    from maect.train.trainer import train
+
+    class StopsEarly(Context):
+        """A context that asks for the end after six steps."""
+
+        step = 0
+
+        def report(self, progress: dict[str, Any], /) -> None:
+            self.step = progress["step"]
+
+        def stop_requested(self) -> bool:
+            return self.step + 1 >= 6
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    shards = photographs(machine)
+    stage, encoder = stage_and_encoder(machine, "mae", "base", 16, epochs=2)
+    stage = stage.model_copy(update={"batch_size": 16})
+    folder = Path(tempfile.mkdtemp(dir=machine.work))
+
+    def trained(name: str, context: type[Context] = Context, **how: Any) -> Any:
+        run = RunInputs(
+            folder / name, shards, stage, encoder, 0,
+            computing=Computing(deterministic=True, **how),
+        )  # fmt: skip
+        train(context(cpus(), machine.cuda), run)
+        file = run.folder / "encoder.safetensors"
+        return load_file(file) if file.exists() else None
+
+    def apart(one: Any, other: Any) -> float:
+        return max(float((one[k] - other[k]).abs().max()) for k in one)
+
+    whole, again = trained("whole"), trained("again")
+    trained("broken", StopsEarly)
+    resumed = trained("broken")
+    plain = trained("plain", cuda_graphs=False)
+    values = {"twice": apart(whole, again), "resumed": apart(whole, resumed)}
+    values["captured_and_not"] = apart(whole, plain)
+    say("restarts", holds=values["twice"] == values["resumed"] == 0, largest_difference=values)
+
+
+def photographs(machine: Machine) -> Path:
+    """Return shards of 96 JPEGs with ImageNet's sizes and bytes, in ten classes."""
+    from photographs import write_folder
+
+    from maect.data.shards import shard
+
+    out, count = machine.work / "photographs", 32 if machine.small else 96
+    if not (out / "shards" / "index.json").exists():
+        write_folder(out / "images", count)
+        shard(out / "images", out / "shards", "folder", 1, threads=cpus())
+    return out / "shards"
+
+
+def beside(machine: Machine, recipe: str) -> None:
+    """Compare losses with inputs made beside the step before, and without: the same bits.
+
+    The device begins each step late. Meanwhile inputs are made of other batches, all at once: they
+    take whatever memory the inputs of this step do not hold.
+    """
+    import torch
+
+    from maect.core.context import Context
+    from maect.train.noise import random_batch
+    from maect.train.timing import packed, trainer_alone
+
+    steps, late = 3, 10**9  # clock cycles
+    stage, encoder = stage_and_encoder(machine, recipe, "base", 64)
+
+    def losses(on_side_stream: bool) -> list[float]:
+        machine.free()
+        found: list[float] = []
+        objective = build(machine, stage, encoder)
+        context = Context(cpus(), machine.cuda)
+        with trainer_alone(stage, objective, context, machine.device, steps) as trainer:
+            size = stage.batch_size
+            batches = [random_batch(stage, encoder, size, seed) for seed in range(steps)]
+            batches = [packed(batch, objective.draw, machine.cuda) for batch in batches]
+            prepare = objective.prepare
+
+            def with_others(batch: Any, device: Any) -> Any:
+                inputs = prepare(batch, device)
+                for other in batches[1:]:
+                    prepare(other, device)
+                return inputs
+
+            objective.prepare = with_others
+            if not on_side_stream:
+                trainer._beside = None
+            elif machine.cuda:
+                objective.register_forward_pre_hook(lambda *_: torch.cuda._sleep(late))
+            trainer._log = lambda values, norm, always=False: found.append(values["loss"])
+            trainer.run(iter(batches))
+        return found
+
+    first, second = losses(False), losses(True)
+    say(f"inputs beside a step: {recipe}", holds=first == second and len(first) == steps)
+
+
+def fast(machine: Machine) -> None:
+    """Report the speed of MAE in several ways, and where its time goes."""
+    join(machine)
+    first = ["engine", "engine, compiled", "ZeRO 1, compiled", "loop, blocks compiled"]
+    first += ["engine, plain", "loop, plain", "facebookresearch/mae"]
+    speed(machine, "mae", "large", 128, first)
+    with reported("profile"):
+        profiled(machine, "mae", "large", 128, trace=True)
+    small = ["engine", "ZeRO 1, compiled", "loop, blocks compiled", "loop, plain"]
+    speed(machine, "mae", "large", 32, small)
+    speed(machine, "mae", "base", 128, ["engine", "engine, compiled", "loop, blocks compiled"])
+    speed(machine, "mae", "micro8", 256, ["engine", "engine, plain", "loop, plain"])
+
+
+def stages(machine: Machine) -> None:
+    """Report the speed of what comes after pre-training."""
+    join(machine)
+    speed(machine, "ct_min", "large", 128, ["engine", "engine, plain", "loop, blocks compiled"])
+    with reported("profile"):
+        profiled(machine, "ct_min", "large", 128, trace=False)
+    speed(machine, "head_min", "large", 128, ["engine", "engine, plain", "loop, plain"])
+    speed(
+        machine, "fine_tune", "large", 64, ["engine", "engine, plain", "engine, compiled, graphs"]
+    )
+    speed(machine, "refine", "large", 32, ["engine", "engine, plain"])
+
+
+def machine_wide(machine: Machine) -> None:
+    """Report the speed of features and of the loader, alone and beside steps."""
+    with reported("features"):
+        features(machine)
+    join(machine)
+    with reported("loader"):
+        loader(machine)
+
+
+def features(machine: Machine) -> None:
+    """Report images a second of ViT-L's features in each precision."""
+    import torch
+
+    from maect.evaluate.encoding import Encoding
+
+    stage, encoder = stage_and_encoder(machine, "ct_min", "large", 128)
+    build(machine, stage, encoder)
+    file = machine.work / f"source-{encoder.width}-{encoder.depth}-{encoder.image_size}"
+    count = 16 if machine.small else 256
+    shape = (count, 3, encoder.image_size, encoder.image_size)
+    images, values = torch.randint(0, 256, shape, dtype=torch.uint8), {}
+    for name, precision, tf32 in (
+        ("fp32", "fp32", False),
+        ("tf32", "fp32", True),
+        ("bf16", "bf16", False),
+    ):
+        model = Encoding(file / "encoder.safetensors", machine.device, precision)  # type: ignore[arg-type]
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        values[name] = count / machine.seconds(lambda m=model: m(images), 2)  # type: ignore[misc]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    say("features: images a second", **values)
+
+
+def loader(machine: Machine) -> None:
+    """Report JPEGs a second, and a step of ViT-B with the loader beside it and without."""
+    from maect.core.context import Context
+    from maect.data.decode import decoder_name
+    from maect.data.index import open_index
+    from maect.data.loader import train_batches
+    from maect.train.timing import step_seconds, trainer_alone
+
+    index = open_index(photographs(machine))
+    stage, encoder = stage_and_encoder(machine, "mae", "base", 128)
+    steps = 3 if machine.small else 30
+
+    def batches(objective: Any, number: int) -> Iterator[Any]:
+        return train_batches(
+            index, global_batch=stage.batch_size, rank=0, world_size=1, seed=0,
+            views=stage.view_settings(), image_size=encoder.image_size, start_step=0,
+            steps=number, threads=cpus(), draw=objective.draw, pinned=machine.cuda,
+        )  # fmt: skip
+
+    objective = build(machine, stage, encoder)
+    began = time.perf_counter()
+    loaded = sum(len(batch.ids) for batch in batches(objective, steps))
+    values = {"images_per_second": loaded / (time.perf_counter() - began)}
+    stamps: list[float] = []
+    context = Context(cpus(), machine.cuda)
+    with trainer_alone(stage, objective, context, machine.device, 2 * steps + 1) as trainer:
+        seconds = sorted(step_seconds(trainer, steps))
+        values["step_ms"] = 1e3 * seconds[len(seconds) // 2]
+
+        def stamped() -> Iterator[Any]:
+            for batch in batches(objective, steps):
+                stamps.append(time.perf_counter())
+                yield batch
+
+        trainer.run(stamped())
+        machine.wait()
+    half = len(stamps) // 2
+    spent = (stamps[-1] - stamps[half]) / max(1, len(stamps) - 1 - half)
+    values["step_with_loader_ms"] = 1e3 * spent
+    say("loader", decoder=decoder_name(), threads=cpus(), **values)
+
+
+# ---- a training ----------------------------------------------------------------------------------
+
+COLOURS: dict[str, Any] = {"blur": 0.0, "crop_scale": (0.2, 1.0), "encoder_ema": 0.996}
+STAGES = (
+    ("mae", "mae", None, 100, {}),
+    ("head_aug", "head_aug", "mae", 8, {"blur": 0.0}),
+    ("ct_aug", "ct_aug", "head_aug", 25, COLOURS),
+    ("head_min", "head_min", "mae", 8, {}),
+    ("ct_min", "ct_min", "head_min", 10, {"encoder_ema": 0.996}),
+)
+"""Of CIFAR-10: name, recipe, the run that it starts from, epochs, and settings as in
+workflow/experiments/cifar10.yaml. The average of the encoder reaches back over as many images as
+the recipe's 0.999 with batches of 512."""
+CONTROL = (("ct_aug_no_lookup", "ct_aug", "head_aug", 25, {**COLOURS, "head": {"lookup": "none"}}),)
+"""Tuning with colours whose positive is the other view of the image itself."""
+LONGER = (
+    ("mae_200", "mae", None, 200, {}),
+    ("head_aug_200", "head_aug", "mae_200", 8, {"blur": 0.0}),
+    ("ct_aug_200", "ct_aug", "head_aug_200", 25, COLOURS),
+)
+"""Of the second part: another MAE twice as long, tuned with colours."""
+BATCH = 2048
+
+
+def cifar10(machine: Machine) -> None:
+    """Train MAE, head and contrastive tuning on CIFAR-10, and evaluate each encoder."""
+    train_all(machine, STAGES)
+
+
+def cifar10_control(machine: Machine) -> None:
+    """Tune without lookup, and evaluate."""
+    train_all(machine, CONTROL)
+
+
+def train_all(machine: Machine, stages: Sequence[tuple[Any, ...]]) -> None:
+    """Train and evaluate one after the other."""
+    splits = cifar10_shards(machine)
+    for name, recipe, source, epochs, changes in stages:
+        with reported(f"cifar10: {name}"):
+            train_and_evaluate(machine, splits, name, recipe, source, epochs, changes)
+
+
+def cifar10_longer(machine: Machine) -> None:
+    """Pre-train twice as long, tune with colours, evaluate."""
+    train_all(machine, LONGER)
+
+
+def cifar10_shards(machine: Machine) -> dict[str, Path]:
+    """Return shards of both splits; without the archive, of drawn shapes."""
+    from maect.data.shards import shard
+
+    began, out = time.perf_counter(), {}
+    images = machine.work / "cifar10"
+    if not images.exists():
+        if machine.images is None or machine.small:
+            for split, first in (("train", 0), ("test", 10_000)):
+                draw_shapes(images / split, first, 60 if machine.small else 5000)
+        else:
+            with tarfile.open(machine.images) as archive:
+                archive.extractall(machine.work / "unpacked", filter="data")
+            (train,) = (machine.work / "unpacked").rglob("train")
+            train.parent.rename(images)
+    for split in ("train", "test"):
+        out[split] = machine.work / f"cifar10-{split}"
+        if not (out[split] / "index.json").exists():
+            shard(images / split, out[split], "folder", 1, threads=cpus())
+    say("cifar10: shards", seconds=time.perf_counter() - began)
+    return out
+
+
+def draw_shapes(out: Path, first: int, count: int) -> None:
+    """Draw shapes, sorted by which of them has most of an image."""
+    import numpy as np
+    from PIL import Image
+
+    from maect.data.shapes import CLASSES, draw
+
+    for number in range(first, first + count):
+        image, mask = draw(number)
+        kind = CLASSES[1 + int(np.bincount(mask.ravel(), minlength=6)[2:].argmax())]
+        (out / kind).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(out / kind / f"{number:05d}.png")
+
+
+def train_and_evaluate(
+    machine: Machine, splits: dict[str, Path], name: str, recipe: str, source: str | None,
+    epochs: int, changes: dict[str, Any],
+) -> None:  # fmt: skip
+    """Train a stage, and report its losses, its time and what its encoder is worth."""
+    from maect.core.context import Context
+    from maect.recipes import load_encoder
+    from maect.stages import load_recipe
+    from maect.train.stage import RunInputs
+    from maect.train.trainer import train
+
+    size, batch = ("tiny8", 32) if machine.small else ("small", BATCH)
+    stage = load_recipe(recipe, size, {"epochs": 1 if machine.small else epochs, **changes})
+    stage, encoder = stage.model_copy(update={"batch_size": batch}), load_encoder(size)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    runs, began = machine.work / "runs", time.perf_counter()
+    run = RunInputs(
+        runs / name, splits["train"], stage, encoder, 0, runs / source if source else None,
+        resize=encoder.image_size,
+    )  # fmt: skip
+    train(Context(cpus(), machine.cuda), run, save_every_minutes=1.0)
+    spent = time.perf_counter() - began
+    log = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    curve = [(line["epoch"], line["loss"]) for line in log if "loss" in line]
+    values: dict[str, Any] = {"curve": curve[:: max(1, len(curve) // 20)]}
+    if stage.trains_encoder:
+        values |= quality(machine, run.folder / "encoder.safetensors", splits, encoder.image_size)
+    say(f"cifar10: {name}", epochs=stage.epochs, seconds=spent, **values)
+
+
+def quality(
+    machine: Machine, encoder: Path, splits: dict[str, Path], resize: int
+) -> dict[str, float]:
+    """Return k-NN, a linear classifier and clusters of the test images, in percent."""
+    import numpy as np
+    import torch
+    from sklearn.cluster import KMeans
+    from torch.nn import functional as F
+
+    from maect.core.context import Context
+    from maect.evaluate.clustering import scores
+    from maect.evaluate.features import extract
+    from maect.evaluate.knn import swept
+    from maect.evaluate.store import moments, open_features, standardize
+    from maect.recipes import KNN_K, KNN_TEMPERATURE
+
+    context = Context(cpus(), machine.cuda)
+    for split, shards in splits.items():
+        extract(
+            context,
+            encoder=encoder,
+            shards=shards,
+            out=encoder.parent / f"{split}.safetensors",
+            resize=resize,
+        )
+    train, test = (open_features(encoder.parent / f"{split}.safetensors") for split in splits)
+    pair, scale = (min(KNN_K, train.n), KNN_TEMPERATURE), moments(train)
+    found: dict[str, float] = {}
+    for key, by in (("knn", None), ("knn_standardized", scale)):
+        votes = swept(train, train.labels, test.all(), [pair], by, cpus())[pair]
+        found[key] = 100 * float(np.mean(votes == test.labels))
+    rows = [torch.from_numpy(standardize(part.all(), scale)).float() for part in (train, test)]
+    x, y = (part.to(machine.device) for part in rows)
+    labels = torch.from_numpy(train.labels).to(machine.device)
+    layer = torch.nn.Linear(x.shape[1], train.classes).to(machine.device)
+    search = torch.optim.LBFGS(layer.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Any:
+        search.zero_grad()
+        value = F.cross_entropy(layer(x), labels) + 1e-4 * layer.weight.square().sum()
+        value.backward()
+        return value
+
+    search.step(loss)
+    predicted = layer(y).argmax(1).cpu().numpy()
+    found["linear"] = 100 * float(np.mean(predicted == test.labels))
+    clusters = KMeans(test.classes, n_init=3, random_state=0).fit_predict(rows[1].numpy())
+    return found | {f"cluster_{k}": v for k, v in scores(test.labels, clusters).items()}
+
+
+def huge(machine: Machine) -> None:
+    """Report the speed and memory of MAE ViT-H/14."""
+    join(machine)
+    speed(machine, "mae", "huge14", 64, ["engine, plain", "engine"])
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process.
+
+    Attributes:
+        function: what it does.
+        seconds: after which it is ended at the latest.
+    """
+
+    function: Callable[[Machine], None]
+    seconds: float
+
+
+PARTS: dict[int, dict[str, Part]] = {
+    1: {
+        "correct": Part(correct, 90),
+        "fast": Part(fast, 110),
+        "cifar10": Part(cifar10, 240),
+        "stages": Part(stages, 100),
+        "control": Part(cifar10_control, 60),
+        "machine": Part(machine_wide, 60),
+    },
+    2: {"longer": Part(cifar10_longer, 190), "huge": Part(huge, 60)},
+}
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def surroundings(options: argparse.Namespace) -> dict[str, str]:
+    """Return the environment of a process, as jobs have it; unpacks what was carried along."""
+    path = [str(ROOT)]
+    if options.packages:
+        site = options.work / "packages"
+        if not site.exists():
+            with tarfile.open(options.packages) as archive:
+                archive.extractall(site, filter="data")
+            native = ROOT / "maect" / "data" / "native"
+            for file in site.glob("lib*.so*"):
+                with suppress(OSError):  # a folder that cannot be written: another decoder does
+                    (native / file.name).write_bytes(file.read_bytes())
+        path.append(str(site))
+    path += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    found.setdefault("OMP_WAIT_POLICY", "passive")
+    found.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    found.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return found | ({"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {})
+
+
+class Report:
+    """Lines of all processes; the file is whole after each of them."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.lines: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+        self._began = time.monotonic()
+
+    def add(self, part: str, line: dict[str, Any]) -> None:
+        """Add a line, and write all."""
+        self.lines.append({"part": part, "at": round(time.monotonic() - self._began, 1), **line})
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(self.lines, indent=1) + "\n")
+        new.replace(self.file)
+        print(json.dumps(self.lines[-1])[:400], flush=True)
+
+
+def run(name: str, seconds: float, options: argparse.Namespace, report: Report) -> None:
+    """Run a part in a process of its own, and end it after so many seconds."""
+    words = [sys.executable, "-u", __file__, "--process", name, "--out", str(options.out)]
+    words += ["--work", str(options.work), "--part", str(options.part)]
+    words += ["--small"] * options.small
+    words += ["--images", str(options.images)] if options.images else []
+    words += ["--device", options.device] if options.device else []
+    with open(options.out / "log.txt", "a") as log:
+        print(f"--- {name}", file=log, flush=True)
+        job = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=log, text=True, env=options.environment,
+            process_group=0, preexec_fn=end_with_parent,
+        )  # fmt: skip
+        end = threading.Timer(seconds, os.killpg, (job.pid, signal.SIGKILL))
+        end.start()
+        assert job.stdout is not None
+        for text in job.stdout:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                print(text, end="", file=log, flush=True)
+            else:
+                report.add(name, line)
+        job.wait()
+        end.cancel()
+        with suppress(ProcessLookupError):  # with all that it started
+            os.killpg(job.pid, signal.SIGKILL)
+    if job.returncode:
+        why = f"ended after {seconds:.0f} s" if job.returncode == -9 else f"code {job.returncode}"
+        report.add(name, {"name": name, "error": why})
+
+
+def end_with_parent() -> None:
+    """Let this process be killed when the one that started it is gone, however that ended."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def process(options: argparse.Namespace) -> None:
+    """Do a part in this process."""
+    import torch
+
+    cuda = options.device != "cpu" and torch.cuda.is_available()
+    if not cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    device = torch.device("cuda" if cuda else "cpu")
+    small = options.small or not cuda
+    machine = Machine(device, small, options.work, options.out, options.images)
+    PARTS[options.part][options.process].function(machine)
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the report")
+    parser.add_argument("--packages", type=Path, help="archive of packages that are not installed")
+    parser.add_argument("--images", type=Path, help="CIFAR-10 as a tar archive")
+    parser.add_argument("--part", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--only", help="names of processes, with commas between")
+    parser.add_argument("--seconds", type=float, default=TOTAL, help="for all processes")
+    parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--process", help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    options.images = options.images and options.images.resolve()
+    options.work = options.work or Path(tempfile.gettempdir()) / f"maect-{os.getuid()}-gpu"
+    if options.process:
+        process(options)
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.work.mkdir(mode=0o700, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    options.environment = surroundings(options)
+    report, began = Report(options.out / "report.json"), time.monotonic()
+    parts = PARTS[options.part]
+    for name in options.only.split(",") if options.only else parts:
+        left = options.seconds - (time.monotonic() - began)
+        if left < 10:
+            report.add(name, {"name": name, "error": "not begun: out of time"})
+            continue
+        run(name, min(left, parts[name].seconds), options, report)
+    wrong = [line["name"] for line in report.lines if not line.get("holds", True)]
+    print(f"{options.out}: " + (f"does not hold: {', '.join(wrong)}" if wrong else "all holds"))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
