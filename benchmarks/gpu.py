@@ -404,13 +404,14 @@ def numerics(machine: Machine, recipe: str) -> None:
         ("bfloat16", torch.float32, machine.device, "bf16"),
     ):
         stage, encoder = stage_and_encoder(machine, recipe, "base", 8, precision=precision)
-        if not machine.small:
+        if not machine.small and recipe != "refine":  # whose heads read upper blocks
             encoder = encoder.model_copy(update={"depth": 4, "decoder_depth": 2})
         if recipe == "ct_aug":
             head = stage.head.model_copy(update={"queue_size": 1024})
             stage = stage.model_copy(update={"head": head, "frozen_blocks": 2})
         objective = build(cpu, stage, encoder)
-        found[name] = gradients(objective, random_batch(stage, encoder, 8), device, kind)
+        batch = random_batch(stage, encoder, 8, seed=1)  # with 0 a ReLU of the head is at its kink
+        found[name] = gradients(objective, batch, device, kind)
     values, holds = {}, True
     for name, exact, loss_limit, limit in (
         ("float32", "exact", 1e-5, 1e-4), ("bfloat16", "float32", 1e-2, 1e-1),
@@ -658,7 +659,7 @@ def loader(machine: Machine) -> None:
 
 COLOURS: dict[str, Any] = {"blur": 0.0, "crop_scale": (0.2, 1.0), "encoder_ema": 0.996}
 STAGES = (
-    ("mae", "mae", None, 100, {}),
+    ("mae", "mae", None, 60, {}),
     ("head_aug", "head_aug", "mae", 8, {"blur": 0.0}),
     ("ct_aug", "ct_aug", "head_aug", 25, COLOURS),
     ("head_min", "head_min", "mae", 8, {}),
@@ -670,11 +671,11 @@ the recipe's 0.999 with batches of 512."""
 CONTROL = (("ct_aug_no_lookup", "ct_aug", "head_aug", 25, {**COLOURS, "head": {"lookup": "none"}}),)
 """Tuning with colours whose positive is the other view of the image itself."""
 LONGER = (
-    ("mae_200", "mae", None, 200, {}),
-    ("head_aug_200", "head_aug", "mae_200", 8, {"blur": 0.0}),
-    ("ct_aug_200", "ct_aug", "head_aug_200", 25, COLOURS),
+    ("mae_100", "mae", None, 100, {}),
+    ("head_aug_100", "head_aug", "mae_100", 8, {"blur": 0.0}),
+    ("ct_aug_100", "ct_aug", "head_aug_100", 25, COLOURS),
 )
-"""Of the second part: another MAE twice as long, tuned with colours."""
+"""Of the second part: the longer MAE of the record, tuned with colours."""
 BATCH = 2048
 
 
@@ -697,7 +698,7 @@ def train_all(machine: Machine, stages: Sequence[tuple[Any, ...]]) -> None:
 
 
 def cifar10_longer(machine: Machine) -> None:
-    """Pre-train twice as long, tune with colours, evaluate."""
+    """Pre-train for longer, tune with colours, evaluate."""
     train_all(machine, LONGER)
 
 
@@ -839,14 +840,17 @@ class Part:
 
 PARTS: dict[int, dict[str, Part]] = {
     1: {
-        "correct": Part(correct, 90),
-        "fast": Part(fast, 110),
+        "correct": Part(correct, 85),
+        "fast": Part(fast, 100),
         "cifar10": Part(cifar10, 240),
         "stages": Part(stages, 100),
-        "control": Part(cifar10_control, 60),
-        "machine": Part(machine_wide, 60),
+        "machine": Part(machine_wide, 50),
     },
-    2: {"longer": Part(cifar10_longer, 190), "huge": Part(huge, 60)},
+    2: {
+        "control": Part(cifar10_control, 60),
+        "longer": Part(cifar10_longer, 240),
+        "huge": Part(huge, 60),
+    },
 }
 
 
