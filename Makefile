@@ -11,7 +11,7 @@ LOCK := envs/requirements.lock
 OUT := $(LOCK)
 DECODER := maect/data/native/libmaect_jpeg.so
 
-.PHONY: install squashed moved demo test tests test-cpus test-faults test-slow check packages gpu-hour gpu-packages lock docs dist clean
+.PHONY: install squashed moved demo test tests test-cpus test-faults test-slow check packages gpu gpu-packages lock docs dist clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
@@ -68,7 +68,7 @@ tests:
 # start inherit the variable. Left out: files in which nothing hangs on a sum.
 NUMERIC := tests/unit/train tests/unit/models tests/unit/evaluate tests/unit/data/test_native.py
 ANY_CPU := train/test_computed train/test_damage train/test_effective train/test_engine_resources \
-	train/test_fence train/test_first_day train/test_flops train/test_gpu_hour train/test_kills \
+	train/test_fence train/test_flops train/test_kills \
 	train/test_memory train/test_paper_tables train/test_second_writing train/test_staged train/test_watchdog \
 	evaluate/test_explore evaluate/test_fine_tune_recipes evaluate/test_lists evaluate/test_needs evaluate/test_run \
 	evaluate/test_store evaluate/test_throughput
@@ -90,17 +90,16 @@ test-faults: install
 test-slow: install
 	$(BIN)/pytest tests -m slow --session-timeout 36000 -o faulthandler_timeout=3700
 
-# On a GPU machine, also a bare one with PyTorch and timm; calls of nine minutes, one report.
-MINUTES ?= 45
-gpu-hour:
-	@until $(or $(wildcard $(BIN)/python),$(PYTHON)) -u tests/gpu/hour.py --out build/gpu_hour --minutes $(MINUTES) \
-		$(if $(wildcard build/packages),--packages build/packages) \
-		$(if $(wildcard build/cifar10.tar.xz),--images build/cifar10.tar.xz) $(HOUR); do s=$$?; test $$s -eq 3 || exit $$s; done
+# On a GPU machine, also a bare one with PyTorch and timm: nine minutes, one report.
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -u benchmarks/gpu.py --out build/gpu \
+		$(if $(wildcard build/packages.tar.gz),--packages build/packages.tar.gz) \
+		$(if $(wildcard build/cifar10.tar.xz),--images build/cifar10.tar.xz) $(GPU)
 
-# What such a machine lacks, to be carried there, for its Python; and CIFAR-10, where it is at hand.
+# What such a machine lacks, to be carried there, for its Python.
 FOR ?= 3.12
 gpu-packages: install
-	$(BIN)/python -P tests/gpu/packages.py --out build/packages --python $(FOR)
+	$(BIN)/python -P benchmarks/gpu_packages.py --out build/packages.tar.gz --python $(FOR)
 
 packages:
 	tests/cluster/install.sh

@@ -12,7 +12,7 @@ from maect.recipes.computing import PLAIN, Computing, separate
 from maect.recipes.memory import GIB, gpu_memory
 from maect.stages import STAGES, load_recipe
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 SHAPE = Encoder(
     image_size=40, patch_size=5, width=96, depth=4, heads=2, decoder_width=64, decoder_depth=2,

@@ -18,7 +18,7 @@ from maect.recipes import Encoder, View, load_encoder
 from maect.stages import check_source, load_recipe
 from maect.stages.refine import Refine, RefineHeads
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 # The authors' files in stage2 and stage3, each with our run of `refined` from those weights. Blocks
 # are those of stage 3, numbered from 0; frozen are the first blocks and what comes before them.

@@ -1,6 +1,6 @@
 """Speed of `maect embed` and `maect features` against a plain loop with timm, within one run.
 
-    python tests/benchmarks/embedding.py [--images 256] [--size base] [--rounds 3]
+    python benchmarks/embedding.py [--images 256] [--size base] [--rounds 3]
 
 All encode the same JPEG photographs (640 x 480, drawn) with the same weights. They take turns after
 a batch each that is not counted, and each time is printed at once; medians follow, by the clock and

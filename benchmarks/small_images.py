@@ -1,6 +1,6 @@
 """A training of small images on the CPU, before and after, in one run.
 
-    python tests/benchmarks/small_images.py [--shards DIR] [--batch 256] [--steps 12] [--rounds 5]
+    python benchmarks/small_images.py [--shards DIR] [--batch 256] [--steps 12] [--rounds 5]
 
 loader: images a second and core, decoded from the tars and cropped from the array beside them.
 step: of pre-training and of tuning, with the loader in it: "before" reads the tars, gathers tokens

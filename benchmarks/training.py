@@ -1,11 +1,11 @@
 """Speed and memory of training against a plain PyTorch loop, as ratios within one run.
 
-    python tests/benchmarks/training.py [overhead] [frozen] [head] [--size small] [--batch 32] ...
+    python benchmarks/training.py [overhead] [frozen] [head] [--size small] [--batch 32] ...
 
 overhead: the engine's step and that of a loop written by hand around the same model, in turn.
 frozen: peak memory of tuning with the lower half frozen, and with nothing frozen.
 head: what head initialisation and tuning keep for their backward passes.
-On a GPU if there is one (`--device cpu`: not even then); see also training_speed.py.
+On a GPU if there is one (`--device cpu`: not even then); see also gpu.py.
 """
 
 import argparse
@@ -17,12 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from timm.layers import Attention
+from plain_loop import PlainLoop
 
 from maect.core.context import Context
 from maect.data.loader import Batch
@@ -32,7 +31,6 @@ from maect.recipes import Encoder, load_encoder
 from maect.recipes.computing import PLAIN, Computing, separate
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
-from maect.stages.objectives import Views
 from maect.train.engine import start
 from maect.train.metrics import Metrics
 from maect.train.noise import random_batch
@@ -100,58 +98,12 @@ def clock(device: torch.device) -> float:
     return time.process_time()
 
 
-class PlainLoop:
-    """A training loop as one writes it by hand: torch's autocast, AdamW and an average.
-
-    With `explicit` it is that of facebookresearch/mae: attention as two products and a softmax,
-    and an optimizer that is not fused.
-    """
-
-    def __init__(
-        self, stage: Stage, shape: Encoder, device: torch.device, explicit: bool = False,
-        objective: Any = None,
-    ) -> None:  # fmt: skip
-        self.stage, self.shape, self.device = stage, shape, device
-        if objective is None:
-            with tempfile.TemporaryDirectory() as name:
-                source = source_run(Path(name), shape) if stage.starts_from else None
-                objective = stage.build(shape, 0, source)
-        self.objective = objective.to(device)
-        for module in self.objective.modules() if explicit else ():
-            if isinstance(module, Attention):
-                module.__class__, module.fused_attn = Attention, False
-        groups = [{**group, "lr": 1e-4} for group in stage.parameter_groups(self.objective)]
-        fused = device.type == "cuda" and not explicit
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=fused)
-        named = self.objective.encoder.named_parameters()
-        self.masters = [p for _, p in named if p.requires_grad]
-        self.averages = [p.detach().clone() for p in self.masters]
-        self.pixels = random_batch(stage, shape, stage.batch_size).images
-        self.seconds: list[float] = []
-
-    def step(self) -> None:
-        began = clock(self.device)
-        b, patches = self.stage.batch_size, self.shape.patches
-        images = tuple((raw.to(self.device).float() / 255 - 0.45) / 0.22 for raw in self.pixels)
-        views, neighbors = len(images[0]), None
-        order = torch.rand(views, b, patches, device=self.device).argsort(2)
-        ids = torch.arange(b, device=self.device)
-        for head in [*self.objective.queue_heads.values()][:1]:
-            shape = (head.lookups * views, b)
-            neighbors = torch.randint(head.settings.topk, shape, device=self.device)
-        loss, _ = self.objective(
-            Views(images, order if self.stage.mask_ratio else None, ids, ids, neighbors)
-        )
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.objective.after_update(lambda part: nullcontext())
-        if self.stage.encoder_average is not None:
-            with torch.no_grad():
-                momentum = self.stage.encoder_average
-                torch._foreach_lerp_(self.averages, self.masters, 1 - momentum)
-        loss.item()
-        self.seconds.append(clock(self.device) - began)
+def plain_loop(stage: Stage, shape: Encoder, device: torch.device) -> PlainLoop:
+    """A loop around a new objective."""
+    with tempfile.TemporaryDirectory() as name:
+        source = source_run(Path(name), shape) if stage.starts_from else None
+        objective = stage.build(shape, 0, source)
+    return PlainLoop(stage, shape, objective.to(device), device)
 
 
 def overhead(options: argparse.Namespace, device: torch.device) -> None:
@@ -162,9 +114,16 @@ def overhead(options: argparse.Namespace, device: torch.device) -> None:
     shape = load_encoder(options.size)
     for recipe in options.recipes:
         stage = settings(recipe, options.size, options.batch, precision=options.precision)
-        plain = PlainLoop(stage, shape, device)
-        ours = engine_steps(stage, shape, device, options.steps + WARM_UP, plain.step)
-        pairs = list(zip(ours, plain.seconds, strict=True))[WARM_UP:]
+        plain = plain_loop(stage, shape, device)
+        seconds: list[float] = []
+
+        def step(plain: PlainLoop = plain, seconds: list[float] = seconds) -> None:
+            began = clock(device)
+            plain.step()
+            seconds.append(clock(device) - began)
+
+        ours = engine_steps(stage, shape, device, options.steps + WARM_UP, step)
+        pairs = list(zip(ours, seconds, strict=True))[WARM_UP:]
         ratios = sorted(a / b for a, b in pairs)
         low, middle, high = (ratios[int(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
         step = statistics.median(b for _, b in pairs)
@@ -176,11 +135,11 @@ def overhead(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def in_own_process(
-    options: argparse.Namespace, size: str, recipe: str, explicit: bool = False, **changes: Any
+    options: argparse.Namespace, size: str, recipe: str, **changes: Any
 ) -> dict[str, float]:
     """`measure` in a fresh process, for its peak memory; {} if that was not enough."""
     changes = {"precision": options.precision, **changes}
-    value = {"recipe": recipe, "size": size, "explicit": explicit, "changes": changes}
+    value = {"recipe": recipe, "size": size, "changes": changes}
     value |= {"batch": options.batch, "steps": options.steps, "device": options.device}
     words = [sys.executable, str(Path(__file__).with_name("training.py"))]
     result = subprocess.run(
@@ -199,13 +158,7 @@ def measure(value: dict[str, Any]) -> None:
     changes, how = separate(value["changes"])
     stage = settings(value["recipe"], value["size"], value["batch"], **changes)
     before, steps = peak_memory(device), value["steps"] + WARM_UP
-    if value["explicit"]:
-        plain = PlainLoop(stage, shape, device, explicit=True)
-        for _ in range(steps):
-            plain.step()
-        seconds = plain.seconds
-    else:
-        seconds = engine_steps(stage, shape, device, steps, lambda: None, Computing(**how))
+    seconds = engine_steps(stage, shape, device, steps, lambda: None, Computing(**how))
     speed = stage.batch_size / statistics.median(seconds[WARM_UP:])
     found = {
         "images_per_second": speed,
@@ -243,7 +196,7 @@ def head(options: argparse.Namespace, device: torch.device) -> None:
     shape = load_encoder(options.size)
     for recipe in ("head_min", "ct_min"):
         stage = settings(recipe, options.size, options.batch, precision=options.precision)
-        loop, kept = PlainLoop(stage, shape, device), {}
+        loop, kept = plain_loop(stage, shape, device), {}
 
         def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
             storage = tensor.untyped_storage()

@@ -1,7 +1,7 @@
 """Compares k-NN, linear probe and efficient probe with the leaderboard's own code, step by step.
 
     git clone https://github.com/billpsomas/efficient-probing CHECKOUT
-    python tests/benchmarks/leaderboard.py CHECKOUT
+    python benchmarks/leaderboard.py CHECKOUT
 
 Reads four of its files, and runs on the CPU in float32:
 

@@ -1,6 +1,6 @@
 """How good groups and similarities are, by how vectors are prepared, where classes are known.
 
-    python tests/benchmarks/groups.py VECTORS [VECTORS ...] [--images 1000] [--draw FOLDER]
+    python benchmarks/groups.py VECTORS [VECTORS ...] [--images 1000] [--draw FOLDER]
 
 VECTORS is a features file of the pipeline, or what `maect embed --kind folder` wrote (.parquet).
 Labels are used to score, never to group. Two lines for each preparation: how many groups are found

@@ -1,6 +1,6 @@
 """Time and memory of the index and the order from 10^4 to 10^9 samples.
 
-`python tests/benchmarks/growth.py [--out FILE]`. Each size is measured in a process of its own on a
+`python benchmarks/growth.py [--out FILE]`. Each size is measured in a process of its own on a
 memory-mapped index (a sparse file, so 10^9 rows of 56 bytes need no disk): opening it, the first
 global batch of an epoch, the last one after a restart, and for up to 1.3 million samples the order
 of a whole epoch. Opening hashes an index, unless that is larger than 4 GiB.

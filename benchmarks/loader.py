@@ -1,4 +1,4 @@
-"""How fast images load, as ratios measured in one run: `python tests/benchmarks/loader.py`.
+"""How fast images load, as ratios measured in one run: `python benchmarks/loader.py`.
 
 Each line compares two ways of doing the same on the same images, round by round in turn, each
 first in every other round, and gives the median of the rounds' ratios of processor time (all

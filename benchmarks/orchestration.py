@@ -1,9 +1,9 @@
 """What orchestration costs, on the test cluster (tests/cluster; needs root).
 
-    python tests/benchmarks/orchestration.py waiting [LAUNCHERS] [SECONDS]
-    python tests/benchmarks/orchestration.py jobs [JOBS] [SECONDS EACH]
-    python tests/benchmarks/orchestration.py latency SHARDS
-    python tests/benchmarks/orchestration.py juwels [KEY=VALUE ...]
+    python benchmarks/orchestration.py waiting [LAUNCHERS] [SECONDS]
+    python benchmarks/orchestration.py jobs [JOBS] [SECONDS EACH]
+    python benchmarks/orchestration.py latency SHARDS
+    python benchmarks/orchestration.py juwels [KEY=VALUE ...]
 
 waiting   launchers wait at once for jobs that do not start: memory, processor time, questions
 jobs      short jobs on four nodes through Snakemake: wall time against the sum of their own
@@ -26,7 +26,7 @@ from maect.recipes import load_encoder
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests/cluster"), str(ROOT / "tests/unit/launch")]
 
 from slurm_cluster import ACCOUNT, Cluster, missing  # noqa: E402

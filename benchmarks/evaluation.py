@@ -1,6 +1,6 @@
 """Speed of the evaluations against other implementations, as ratios within one run.
 
-    python tests/benchmarks/evaluation.py [knn] [logistic] [probe] [clustering] [features] [--full]
+    python benchmarks/evaluation.py [knn] [logistic] [probe] [clustering] [features] [--full]
 
 What is compared takes turns, several times, and medians are shown: seconds and ratios by the clock
 and of processor time, which say more on a machine that does something else meanwhile. Sizes are

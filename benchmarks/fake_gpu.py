@@ -1,8 +1,8 @@
 """What a training step asks of a GPU, counted without one.
 
-    python tests/benchmarks/fake_gpu.py memory [--sizes base,large] [--images 64]
-    python tests/benchmarks/fake_gpu.py kernels [--sizes large] [--images 64]
-    python tests/benchmarks/fake_gpu.py time [--sizes large] [--images 64]
+    python benchmarks/fake_gpu.py memory [--sizes base,large] [--images 64]
+    python benchmarks/fake_gpu.py kernels [--sizes large] [--images 64]
+    python benchmarks/fake_gpu.py time [--sizes large] [--images 64]
 
 Tensors without data go through the objectives as on a GPU: in bfloat16, with the fused attention
 that keeps bfloat16. Every operation that makes or changes a tensor is a kernel, every storage an
