@@ -138,14 +138,21 @@ def test_what_does_not_fit_is_computed_in_parts(recipe, size, gpu, ranks, chosen
     assert stage.peak_memory(encoder, ranks, fitted) <= memory
 
 
-def test_zero_2_comes_last():
+@pytest.mark.parametrize(
+    ("ranks", "ways"),
+    [
+        # One rank alone captures its passes, which keep their memory.
+        (1, ({}, {"cuda_graphs": False}, CHECKPOINTING)),
+        (4, ({}, CHECKPOINTING, CHECKPOINTING | {"zero_stage": 2})),
+    ],
+)
+def test_what_costs_least_time_comes_first(ranks, ways):
     tune, encoder = stage_of("ct_min", "huge14"), load_encoder("huge14")
-    whole = tune.peak_memory(encoder, 4)
-    ways = ({}, {"cuda_graphs": False}, CHECKPOINTING, CHECKPOINTING | {"zero_stage": 2})
-    needed = [tune.peak_memory(encoder, 4, Computing(**how)) for how in ways]
+    whole = tune.peak_memory(encoder, ranks)
+    needed = [tune.peak_memory(encoder, ranks, Computing(**how)) for how in ways]
     assert needed == sorted(needed, reverse=True) and needed[0] == whole
     for memory, chosen in zip(needed, ways, strict=True):
-        assert tune.fitted(encoder, PLAIN, 1, 4, memory) == Computing(**chosen)
+        assert tune.fitted(encoder, PLAIN, 1, ranks, memory) == Computing(**chosen)
 
 
 def test_what_fits_in_no_way_is_refused_with_what_would():
