@@ -31,7 +31,7 @@ class Computing(Settings):
 
     @property
     def captures_passes(self) -> bool:
-        """Whether a rank alone on a GPU replays the passes: not where one differs from the others.
+        """Say if a rank alone on a GPU replays its passes: not where one differs from the others.
 
         A recomputed one draws from the generator's state; gradients of several add up in place.
         """

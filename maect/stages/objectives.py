@@ -297,7 +297,7 @@ class RefinerObjective(ViewsObjective):
         return drawn
 
     def compute(self, images: Tensor) -> tuple[Tensor, ...]:
-        """What each head reads of images [b, C, S, S] of one size, [H, b, D].
+        """Features that each head reads of images [b, C, S, S] of one size, [H, b, D].
 
         The raw output of its block; the last one reads the encoder's, behind the final norm.
         """
