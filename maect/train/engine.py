@@ -271,13 +271,6 @@ class Engine:
         norms = torch._foreach_norm([gradient for _, gradient in self._gradients()])
         return torch.stack(norms).double().square().sum()
 
-    def squared_norms(self) -> dict[str, Tensor | float]:
-        """The same of each trained parameter, by name, the same names on every rank."""
-        norms: dict[str, Tensor | float] = dict.fromkeys(self._trained, 0.0)
-        for name, gradient in self._gradients():
-            norms[name] = gradient.detach().double().square().sum()
-        return norms
-
     def step(self, lr_multiplier: float, skip: Tensor | None = None) -> None:
         """Update the weights with `lr_multiplier` times each group's peak learning rate.
 
