@@ -90,6 +90,7 @@ def test_same_steps(job, tmp_path, monkeypatch, ranks):
     tune = job("tune", "ct_min", "mae", epochs=2) | {"seed": 7}
     monkeypatch.setattr(heads, "topk_nn", clear)
     assert run(ranks, mae, tune, log=tmp_path / "log") == ["done"] * 2
+    assert "untested optimizer" not in (tmp_path / "log").read_text()
 
     def mae_rates(name, parameter):
         return 1e-3 * 16 * 2 / 256, 0.05 if parameter.ndim > 1 else 0.0
