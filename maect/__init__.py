@@ -9,7 +9,7 @@ run = maect.train("results/birds/runs/mae/config.yaml")  # Path of its folder
 metrics = maect.evaluate("results/birds/evaluations/ct_min/knn.yaml")  # {"knn": 93.1, ...}
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +27,7 @@ def load(
     device: str | None = None,
     precision: Literal["fp32", "bf16"] = "fp32",
     resize: int | None = None,
+    pixels: Mapping[str, Any] | None = None,
 ) -> "ImageEncoder":
     """Load a run's encoder with the preprocessing that belongs to it.
 
@@ -36,13 +37,15 @@ def load(
         device: such as "cpu" or "cuda:1"; none: a GPU where there is one.
         precision: of the forward pass; fp32 is that of the features files.
         resize: shorter side of images before the centre crop, if not the run's.
+        pixels: how images are read, such as `{"range": [0, 4095]}` (`docs/data.md`): range,
+            orientation and background, if not as viewers show them and the run's data set says.
 
     Raises:
         maect.core.errors.UserError: there is no encoder, or it is damaged.
     """
     from maect.answers.encoder import ImageEncoder
 
-    return ImageEncoder(Path(folder), device, precision, resize)
+    return ImageEncoder(Path(folder), device, precision, resize, pixels)
 
 
 def shards(

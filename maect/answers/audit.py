@@ -10,9 +10,17 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from maect.answers.alike import (
+    border,
+    link_between,
+    most_of,
+    near_rows,
+    products_of,
+    random_pairs,
+)
 from maect.answers.vectors import jpeg_uri, write_rows
 from maect.core.errors import UserError, counted
-from maect.core.files import write_json, write_text
+from maect.core.files import seek_record, write_json, write_text
 from maect.data.index import SIZE, Index, open_index
 from maect.data.shard_plan import image_names
 from maect.data.sources.shared import taken
@@ -22,12 +30,12 @@ from maect.evaluate.retrieval import pictures
 from maect.evaluate.store import Array, FeatureFile, open_features
 from maect.report.render import render_page
 
-THRESHOLD = 0.95
-"""Cosine of standardised features from which two images are nearly the same."""
-MOST = 100_000
+LEAST = 0.95
+"""Cosine of standardised features of near-duplicates, or more if random pairs ask for more."""
 SHOWN = 200
 """Pairs on the page."""
-_ROWS = 4096
+TRAIN = "train"
+"""Split that images are left out of which another split has, too."""
 _THUMBNAIL = 128
 
 
@@ -38,6 +46,8 @@ class Pair:
     Attributes:
         similarity: cosine of their standardised features, 1 of equal files.
         exact: whether their files are equal, byte for byte.
+        link: whether the images they were sharded from are one file under two names: "symbolic
+            link" or "hard link"; else "".
     """
 
     a: str
@@ -46,6 +56,21 @@ class Pair:
     split_b: str
     similarity: float
     exact: bool
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The pairs of images that are alike, the most alike first.
+
+    Attributes:
+        threshold: smallest cosine of a pair that is not equal.
+        cut: whether there are more pairs than are listed.
+    """
+
+    pairs: list[Pair]
+    threshold: float
+    cut: bool
 
 
 @dataclass(frozen=True)
@@ -98,51 +123,88 @@ def open_splits(run: Path, dataset: str | None = None) -> list[AuditedSplit]:
 
 
 def audit(
-    splits: list[AuditedSplit], threshold: float = THRESHOLD, within: bool = False
-) -> list[Pair]:
+    splits: list[AuditedSplit], threshold: float | None = None, within: bool = False
+) -> Audit:
     """Pairs of images that are alike, the most alike first.
 
     Equal files are found by their checksums; each is paired with the first of every split. Others
-    are compared by the cosine of their features,
-    standardised with mean and standard deviation of all of them.
+    are compared by the cosine of their features, standardised with mean and standard deviation of
+    all of them.
 
-    Raises:
-        UserError: so many pairs that the threshold must be too low.
+    Args:
+        threshold: smallest cosine; None: so large that about one random pair of these images would
+            reach it, and at least `LEAST`.
     """
-    if not 0 < threshold <= 1:
+    if threshold is not None and not 0 < threshold <= 1:
         raise UserError(f"--threshold {threshold:g}: a cosine above 0 and up to 1")
-    names = [image_names(split.index) for split in splits]
-    pairs: dict[tuple[int, int, int, int], Pair] = {}
-
-    def add(one: tuple[int, int], other: tuple[int, int], similarity: float, exact: bool) -> None:
-        (s, i), (t, j) = sorted((one, other))
-        if (s == t and not within) or (s, i, t, j) in pairs:
-            return
-        pairs[s, i, t, j] = Pair(
-            names[s][i], names[t][j], splits[s].name, splits[t].name, similarity, exact
-        )
-        if len(pairs) > MOST:
-            raise UserError(f"more than {MOST:,} pairs are alike; raise --threshold {threshold:g}")
-
     group: dict[tuple[int, int], int] = {}
+    exact: dict[tuple[tuple[int, int], tuple[int, int]], float] = {}
     for number, same in enumerate(_equal_files(splits)):
         group |= dict.fromkeys(same, number)
         # One picture may be there a thousand times: each is paired with the first of each split.
         firsts = {s: (s, i) for s, i in reversed(same)}
         for one in same:
             for other in firsts.values():
-                if one != other:
-                    add(one, other, 1.0, True)
+                if one != other and (within or one[0] != other[0]):
+                    low, high = sorted((one, other))
+                    exact[low, high] = 1.0
     features = [split.features.all() for split in splits]
+    starts = np.cumsum([0, *map(len, features)])
     scale = scale_of(np.concatenate(features))
     vectors = [comparable(part, scale) for part in features]
-    for t, others in enumerate(vectors):
-        for s, ours in enumerate(vectors[: t + within]):
-            for i, j, similarity in _near(ours, others, threshold):
-                equal = (s, i) in group and group[s, i] == group.get((t, j))
-                if (s != t or i < j) and not equal:
-                    add((s, i), (t, j), similarity, False)
-    return sorted(pairs.values(), key=lambda pair: (-pair.similarity, not pair.exact, pair.a))
+    compared = [(s, t) for t in range(len(splits)) for s in range(t + within)]
+    least = max(LEAST, _random(vectors, compared)) if threshold is None else threshold
+
+    def different() -> Iterator[tuple[int, int, float]]:
+        """The pairs that are no equal files, by their rows among all images."""
+        for s, t in compared:
+            for i, j, similarity in near_rows(vectors[s], vectors[t], least, within=s == t):
+                if group.get((s, i), -1) != group.get((t, j), -2):
+                    yield int(starts[s]) + i, int(starts[t]) + j, similarity
+
+    near, cut = most_of(different())
+    names = [image_names(split.index) for split in splits]
+    sources = [_Source(split.index) for split in splits]
+
+    def pair(one: tuple[int, int], other: tuple[int, int], similarity: float, same: bool) -> Pair:
+        (s, i), (t, j) = one, other
+        a, b = names[s][i], names[t][j]
+        link = link_between(sources[s].file(a), sources[t].file(b)) if same else ""
+        return Pair(a, b, splits[s].name, splits[t].name, min(similarity, 1.0), same, link)
+
+    def place(row: int) -> tuple[int, int]:
+        split = int(np.searchsorted(starts, row, "right")) - 1
+        return split, row - int(starts[split])
+
+    pairs = [pair(one, other, 1.0, True) for one, other in exact]
+    pairs += [pair(place(i), place(j), value, False) for (i, j), value in near.items()]
+    pairs.sort(key=lambda pair: (-pair.similarity, not pair.exact, pair.a))
+    return Audit(pairs, least, cut)
+
+
+def _random(vectors: list[Array], compared: list[tuple[int, int]]) -> float:
+    """Return the cosine that about one random pair of different images reaches; 0 if unknown."""
+    distances, pairs = [], 0
+    for s, t in compared:
+        n, m = len(vectors[s]), len(vectors[t])
+        i, j = random_pairs(n, None if s == t else m)
+        distances.append(1 - products_of(vectors[s], i, vectors[t], j))
+        pairs += n * (n - 1) // 2 if s == t else n * m
+    found = border(np.concatenate(distances), sum(map(len, vectors)), pairs)
+    return 0.0 if found is None else 1 - found
+
+
+class _Source:
+    """The files that a split was sharded from, as far as they are still there."""
+
+    def __init__(self, index: Index) -> None:
+        plan = seek_record(index.directory / "plan.json")
+        self._folder = Path(plan["source"]) if "source" in plan else None
+
+    def file(self, name: str) -> Path | None:
+        """Return the file of an image."""
+        path = None if self._folder is None else self._folder / name
+        return path if path is not None and path.is_file() else None
 
 
 def _equal_files(splits: list[AuditedSplit]) -> list[list[tuple[int, int]]]:
@@ -158,22 +220,11 @@ def _equal_files(splits: list[AuditedSplit]) -> list[list[tuple[int, int]]]:
     return [images for images in same.values() if len(images) > 1]
 
 
-def _near(a: Array, b: Array, threshold: float) -> Iterator[tuple[int, int, float]]:
-    """Rows of both whose product is large enough, and the product, block by block."""
-    for start in range(0, len(a), _ROWS):
-        for other in range(0, len(b), _ROWS):
-            products = a[start : start + _ROWS] @ b[other : other + _ROWS].T
-            for i, j in np.argwhere(products >= threshold):
-                yield start + int(i), other + int(j), min(float(products[i, j]), 1.0)
-
-
-def write_audit(
-    run: str, pairs: list[Pair], splits: list[AuditedSplit], threshold: float, out: Path
-) -> None:
-    """Write `pairs.json`, `pairs.csv` and a page with the pictures, `index.html`."""
-    plain = [asdict(pair) for pair in pairs]
+def write_audit(run: str, found: Audit, splits: list[AuditedSplit], out: Path) -> None:
+    """Write `pairs.json`, `pairs.csv`, lists to leave images out by, and a page, `index.html`."""
+    pairs, plain = found.pairs, [asdict(pair) for pair in found.pairs]
     write_json(out / "pairs.json", plain)
-    header = ["a", "b", "split_a", "split_b", "similarity", "exact"]
+    header = ["a", "b", "split_a", "split_b", "similarity", "exact", "link"]
     rows = (
         [json.dumps(pair[key]) if key == "exact" else str(pair[key]) for key in header]
         for pair in plain
@@ -193,11 +244,39 @@ def write_audit(
         {**pair, "pictures": [thumbnail(pair[f"split_{x}"], pair[x]) for x in "ab"]}
         for pair in plain[:SHOWN]
     ]
+    excluded = _excluded(pairs)
+    for split in splits:
+        path = out / f"exclude-{split.name}.txt"
+        if names := excluded.get(split.name):
+            write_text(path, "".join(f"{name}\n" for name in names))
+        else:
+            path.unlink(missing_ok=True)
     about = {
         "run": run,
-        "threshold": f"{threshold:g}",
+        "threshold": f"{found.threshold:.4g}",
         "pairs": counted(len(pairs), "pair"),
+        "count": len(pairs),
+        "shown": len(shown),
+        "cut": found.cut,
         "exact": counted(sum(pair.exact for pair in pairs), "pair"),
+        "links": sum(bool(pair.link) for pair in pairs),
+        "exclude": {name: len(names) for name, names in excluded.items()},
         "splits": " and ".join(f"{split.name} ({split.index.n:,} images)" for split in splits),
     }
     write_text(out / "index.html", render_page("audit.html", pairs=shown, about=about))
+
+
+def _excluded(pairs: list[Pair]) -> dict[str, list[str]]:
+    """Return the images to leave out of each split so that no pair is left; of a pair one stays.
+
+    Of a pair across splits the training image goes, or without a split of this name the first's.
+    """
+    found: dict[str, set[str]] = defaultdict(set)
+    for pair in pairs:
+        ends = (pair.split_a, pair.a), (pair.split_b, pair.b)
+        if any(name in found[split] for split, name in ends):
+            continue  # this pair is parted already
+        inside = pair.split_a == pair.split_b
+        split, name = ends[1] if inside or pair.split_b == TRAIN else ends[0]
+        found[split].add(name)
+    return {split: sorted(names) for split, names in found.items() if names}

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,8 @@ class VectorClassifier:
         prepared: whether vectors are centred and scaled to length 1 first (logistic regression).
         resize: shorter side of the images that the vectors are of, before the centre crop; none:
             that of the run (fine-tuning).
+        reading: how the images were read whose vectors it was fitted to, as `--pixels` states it;
+            empty: as the encoder's data set says.
     """
 
     weight: NDArray[np.float64]
@@ -46,6 +49,7 @@ class VectorClassifier:
     encoder_sha256: str | None
     prepared: bool
     resize: int | None = None
+    reading: dict[str, Any] = field(default_factory=dict)
 
     def probabilities(self, vectors: Array) -> NDArray[np.float64]:
         """Softmax of the logits, float64 [n, classes]; 0 of classes without examples."""
@@ -73,6 +77,7 @@ class VectorClassifier:
             "class_names": json.dumps(self.class_names),
             "encoder_sha256": str(self.encoder_sha256),
             "resize": str(self.resize),
+            "reading": json.dumps(self.reading),
         }
         write_arrays(path, {"weight": self.weight, "bias": self.bias}, texts)
 
@@ -126,7 +131,8 @@ def read_classifier(path: Path) -> VectorClassifier:
         slope, offset = affine(tensors, texts, path)
         weight, bias = slope.double().numpy().T, offset.double().numpy()
     names, sha256 = json.loads(texts["class_names"]), texts["encoder_sha256"]
-    return VectorClassifier(weight, bias, names, sha256, fitted, int(texts["resize"]))
+    reading = json.loads(texts.get("reading", "{}"))
+    return VectorClassifier(weight, bias, names, sha256, fitted, int(texts["resize"]), reading)
 
 
 def fit_classifier(labelled: Path) -> VectorClassifier:
@@ -137,11 +143,11 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
             raise UserError(f"{labelled}: no labels; embed folders of classes with --kind folder")
         names, labels = np.unique(vectors.labels, return_inverse=True)
         values, class_names = vectors.values, names.tolist()
-        about = vectors.about
+        about, reading = vectors.about, vectors.pixels.reading
     else:
         features = open_features(labelled)
         check(features)
-        about = features.record
+        about, reading = features.record, {}
         if not about.get("norm", True) or about.get("blocks", 1) > 1:
             raise UserError(
                 f"{labelled}: features before the final norm, and images get those after it here: "
@@ -152,7 +158,7 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
     penalty = LowShot().l2 / len(labels)
     weight, _ = fit(prepare(values), labels, len(class_names), penalty)
     bias, made_by = np.zeros(len(class_names)), about["encoder_sha256"]
-    return VectorClassifier(weight, bias, class_names, made_by, True, about["resize"])
+    return VectorClassifier(weight, bias, class_names, made_by, True, about["resize"], reading)
 
 
 def write_classes(parts: Iterable[Vectors], classifier: VectorClassifier, path: Path) -> None:

@@ -11,6 +11,7 @@ from maect.core.commands import Positive, Word, command, positive
 from maect.core.errors import UserError, counted
 from maect.core.files import RUN, need, read_json, write_text
 from maect.core.log import CONTROL
+from maect.data.commands import StatedPixels
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def embed(
     out: Path | None = None,
     afresh: bool = False,
     precision: Literal["fp32", "bf16"] = "fp32",
+    pixels: StatedPixels = None,
 ) -> None:
     """Compute a vector for each image, or for new images only if the file is there.
 
@@ -55,10 +57,11 @@ def embed(
     """
     from maect import load
     from maect.answers.vectors import check_format, embed_into
+    from maect.data.config import stated_pixels
 
     out = out or Path(f"{images.resolve().name}.parquet")
     check_format(out, inputs=[images])
-    encoder = load(run, device, precision)
+    encoder = load(run, device, precision, pixels=stated_pixels(pixels))
     made = embed_into(out, encoder, images, kind, batch_size, afresh)
     _say_left_out(made.left_out)
     kept = f", {made.kept} of them kept from before" if made.kept else ""
@@ -114,8 +117,9 @@ def search(
     *,
     count: Positive = 10,
     device: Device = None,
+    pixels: StatedPixels = None,
 ) -> None:
-    """Find the images that are most like a given one.
+    """Find the images that are most like a given one, which is read as those of the index were.
 
     Args:
         index: a .parquet that maect embed wrote with it.
@@ -124,9 +128,11 @@ def search(
     """
     from maect import load
     from maect.answers.vectors import Vectors, nearest
+    from maect.data.config import stated_pixels
 
     vectors = Vectors.read(index)
-    encoder = load(run, device, vectors.about.get("precision", "fp32"))
+    read = vectors.pixels.reading | stated_pixels(pixels)
+    encoder = load(run, device, vectors.about.get("precision", "fp32"), pixels=read)
     vectors.check(encoder, index)
     similarities, found = nearest(vectors, encoder.encode(image), count)
     for asked, near, numbers in zip(image, similarities, found, strict=True):
@@ -140,7 +146,7 @@ def search(
 def audit(
     run: Path,
     *,
-    threshold: float = 0.95,
+    threshold: float | None = None,
     within: bool = False,
     dataset: str | None = None,
     out: Path | None = None,
@@ -149,7 +155,8 @@ def audit(
 
     Args:
         run: folder of a run whose features were extracted.
-        threshold: smallest cosine of a pair's standardised features (default 0.95).
+        threshold: smallest cosine of a pair's standardised features (default: what about one random
+            pair of these images reaches, and at least 0.95).
         within: also pairs inside a split.
         dataset: data set to search, if the run has features of several.
         out: folder of the tables and the page; by default RESULTS/audits/RUN.
@@ -161,19 +168,31 @@ def audit(
 
     run = run.absolute()
     splits = open_splits(run, dataset)
-    pairs = find_pairs(splits, threshold, within)
+    found = find_pairs(splits, threshold, within)
     folder = out or run.parents[1] / "audits" / run.name
-    write_audit(run.name, pairs, splits, threshold, folder)
+    write_audit(run.name, found, splits, folder)
     if out is None:
         digests = {split.name: split.index.digest for split in splits}
-        found = {"splits": digests, "pairs": read_json(folder / "pairs.json")}
-        write_record(run.parents[1] / AUDIT, found)
-    count, exact = counted(len(pairs), "pair"), sum(pair.exact for pair in pairs)
-    print(f"{folder}: {count}, {exact} of equal files; open {folder / 'index.html'}")
+        kept = {"splits": digests, "pairs": read_json(folder / "pairs.json")}
+        write_record(run.parents[1] / AUDIT, kept)
+    count, exact = counted(len(found.pairs), "pair"), sum(pair.exact for pair in found.pairs)
+    links = sum(bool(pair.link) for pair in found.pairs)
+    linked = f" ({counted(links, 'pair')} by a link)" if links else ""
+    cut = ", the most alike of more" if found.cut else ""
+    near = f"others have a cosine of {found.threshold:.4g} or more{cut}"
+    print(f"{folder}: {count}, {exact} of equal files{linked}; {near}")
+    print(f"Open {folder / 'index.html'}, which says what to do")
 
 
 @command(example="duplicates photos --out twice")
-def duplicates(what: Path, *, out: Path, count: Positive = 50, images: Path | None = None) -> None:
+def duplicates(
+    what: Path,
+    *,
+    out: Path,
+    count: Positive = 50,
+    images: Path | None = None,
+    pixels: StatedPixels = None,
+) -> None:
     """List the images of a folder that are most alike.
 
     Args:
@@ -183,8 +202,10 @@ def duplicates(what: Path, *, out: Path, count: Positive = 50, images: Path | No
         images: where the images of a .parquet are, if they have moved.
     """
     from maect.answers.duplicates import duplicates as find
+    from maect.data.config import stated_pixels
 
-    print(f"{out}: {find(what, out, images, count)}; open {out / 'index.html'}")
+    said = find(what, out, images, count, stated_pixels(pixels))
+    print(f"{out}: {said}; open {out / 'index.html'}")
 
 
 @command(example="sort groups/clusters.csv photos sorted --link")
@@ -214,6 +235,7 @@ def predict(
     out: Path,
     classifier: Path | None = None,
     labelled: Path | None = None,
+    pixels: StatedPixels = None,
 ) -> None:
     """Name the class of each image.
 
@@ -234,6 +256,7 @@ def predict(
         write_classes,
     )
     from maect.answers.vectors import Work, check_format, parts_of
+    from maect.data.config import stated_pixels
 
     check_format(out, (".csv",), [images])
     check_replaceable_table(out)
@@ -246,7 +269,8 @@ def predict(
     else:
         classes = read_classifier(path)
     # Evaluations may resize images otherwise than the run says: they are of another data set.
-    encoder = load(run, device, resize=classes.resize)
+    read = classes.reading | stated_pixels(pixels)
+    encoder = load(run, device, resize=classes.resize, pixels=read)
     classes.check(encoder, path)
     work = Work(encoder, images, kind, batch_size)
     folder = parts_of(out)

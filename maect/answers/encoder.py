@@ -1,8 +1,10 @@
-"""A run's encoder from Python: images in, feature vectors out, those of the features file."""
+"""A run's encoder from Python: images in, feature vectors out."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from os import PathLike, fspath, sched_getaffinity
 from pathlib import Path
 from typing import Any, get_args
@@ -14,9 +16,11 @@ from PIL import Image
 
 from maect.answers.public import find_run
 from maect.core.arrays import seek_kept, write_kept
-from maect.core.errors import UserError, reason
-from maect.data.convert import make_ready, ready_array, ready_jpeg, ready_picture, render_ready
-from maect.data.decode import UnreadableError, image_size, render, resample, to_rgb
+from maect.core.errors import UserError, counted, reason
+from maect.core.settings import validated
+from maect.data.convert import ready_jpeg, render_ready, see, see_array, see_picture
+from maect.data.decode import UnreadableError
+from maect.data.image_facts import Facts, facts_of, merged, warning
 from maect.data.sources.base import Entry, ImageSource
 from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
@@ -27,15 +31,25 @@ from maect.recipes import Pixels
 from maect.stages.run import resize_of
 from maect.train.scores import BATCH
 
+log = logging.getLogger(__name__)
+
 ENCODER = "encoder.safetensors"
 MANY, WIDE = 100, 384
 """Images, and numbers of a vector, from which on bfloat16 saves a CPU noticeable time."""
 ImageLike = str | PathLike[str] | bytes | Image.Image | NDArray[Any]
-"""A file, the bytes of one, a Pillow image, or uint8 [H, W] (grey) or [H, W, 3] (RGB).
+"""A file, the bytes of one, a Pillow image, or an array [H, W] (grey) or [H, W, C].
 
-Files and pictures are read as the encoder's data set says, turned as their EXIF says if it says
-`orientation: exif`; where it says something, an array may be of any type and has its channels last.
-Arrays are upright."""
+Files and pictures are read as viewers show them: upright by their EXIF, and what is transparent in
+front of the background of the encoder's data set, else of white. Values of more than 8 bits are
+scaled by the `range` of the data set. Arrays are upright."""
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An image as the encoder sees it, uint8 [C, S, S], and facts about it."""
+
+    pixels: NDArray[np.uint8]
+    facts: Facts
 
 
 class ImageEncoder:
@@ -45,6 +59,8 @@ class ImageEncoder:
         image_size: S, of the centre crop.
         resize: shorter side before the crop.
         pooling: "cls", "mean" or "fc_norm".
+        reading: how images are read.
+        facts: of the images that were read so far and are not yet warned of.
     """
 
     def __init__(
@@ -53,6 +69,7 @@ class ImageEncoder:
         device: str | None = None,
         precision: Precision = "fp32",
         resize: int | None = None,
+        pixels: Mapping[str, Any] | None = None,
     ) -> None:
         """Load a run, what `maect export` wrote, or a public encoder; see `maect.load`."""
         folder = find_run(folder)
@@ -71,9 +88,26 @@ class ImageEncoder:
         self.resize = resize or own or self.encoding.settings.default_resize
         if self.resize < self.image_size:
             raise UserError(f"resize {self.resize} is smaller than image_size {self.image_size}")
+        self.read_as(pixels or {})
+        self.facts: Facts = {}
         self.pooling, self.width = self.encoding.pooling, self.encoding.width
         # A CPU reads the next images while it computes: few at once, so that it has some to read.
         self.batch_size = ON_CPU if self.encoding.device.type == "cpu" else self.encoding.batch_size
+
+    def read_as(self, stated: Mapping[str, Any]) -> None:
+        """Read images as viewers show them and the data set says, but for what is stated."""
+        own = self.encoding.settings.pixels.as_seen
+        if other := sorted(stated.keys() - own.reading):
+            raise UserError(
+                f"pixels: {other[0]} belongs to the encoder; {', '.join(own.reading)} can be stated"
+            )
+        self.reading = validated(Pixels, own.model_dump() | dict(stated), "pixels")
+
+    def warn(self, where: str | Path) -> None:
+        """Warn of what was lost of the images that were read since the last call, if much was."""
+        if said := warning(self.facts, self.reading, option=True):
+            log.warning("%s: %s", where, said)
+        self.facts = {}
 
     def could_be_faster(self, images: int) -> bool:
         """Return whether bfloat16, which this CPU has and is not used, would be worth it."""
@@ -84,7 +118,6 @@ class ImageEncoder:
     @property
     def about(self) -> dict[str, Any]:
         """Return what vectors depend on beside the images, as a features file says it."""
-        pixels = self.encoding.settings.pixels
         return {
             "run": self.path.parent.name,
             "encoder_sha256": self.sha256,
@@ -92,7 +125,7 @@ class ImageEncoder:
             "image_size": self.image_size,
             "resize": self.resize,
             "precision": self.encoding.precision,
-            **({"pixels": pixels.model_dump(mode="json")} if pixels != Pixels() else {}),
+            "pixels": self.reading.model_dump(mode="json", exclude_defaults=True),
         }
 
     @property
@@ -131,6 +164,7 @@ class ImageEncoder:
             image = images[number]
             name = fspath(image) if isinstance(image, (str, PathLike)) else f"image {number}"
             raise UserError(f"{name}: {why}")
+        self.warn(counted(len(images), "image"))
         return values
 
     def readable(
@@ -158,9 +192,10 @@ class ImageEncoder:
         out = np.empty((n, self.width), np.float32)
         faults: dict[int, str] = {}
         done = 0
-        for numbers, pixels in self._batches(read, n, batch_size, threads):
-            good = [image for image in pixels if not isinstance(image, str)]
-            faults |= {i: x for i, x in zip(numbers, pixels, strict=True) if isinstance(x, str)}
+        for numbers, images in self._batches(read, n, batch_size, threads):
+            good = [image.pixels for image in images if not isinstance(image, str)]
+            faults |= {i: x for i, x in zip(numbers, images, strict=True) if isinstance(x, str)}
+            self.facts = merged([self.facts, *(i.facts for i in images if not isinstance(i, str))])
             if faults and strict:
                 break
             if good:
@@ -193,53 +228,52 @@ class ImageEncoder:
             )
             reasons = [one for _, batch in tried for one in batch if isinstance(one, str)]
             if len(reasons) == len(faults):
+                self.facts = merged([self.facts, json.loads(known[1].get("facts", "{}"))])
                 return known[0]["vectors"], dict(zip(faults, reasons, strict=True))
         size = batch_size or self.batch_size
+        before, self.facts = self.facts, {}
         values, found = self.readable(
             lambda number: source.read(entries[number]), len(entries), size, progress=progress
         )
-        write_kept(file, {"vectors": values}, {"faults": json.dumps([*found.items()])})
+        texts = {"faults": json.dumps([*found.items()]), "facts": json.dumps(self.facts)}
+        write_kept(file, {"vectors": values}, texts)
+        self.facts = merged([before, self.facts])
         return values, found
 
     def pixels(self, image: ImageLike) -> NDArray[np.uint8]:
         """Return what the encoder sees of an image, uint8 [C, S, S]; else an UnreadableError."""
-        pixels = self.encoding.settings.pixels
-        out = np.empty((1, pixels.channels, self.image_size, self.image_size), np.uint8)
+        return self._seen(image).pixels
+
+    def _seen(self, image: ImageLike) -> "_Input":
+        """Return the same, with the facts about the image."""
+        out = np.empty((1, self.reading.channels, self.image_size, self.image_size), np.uint8)
         if isinstance(image, (str, PathLike)):
             image = Path(fspath(image)).read_bytes()
-        if pixels.files:
-            if isinstance(image, bytes):
-                ready = ready_jpeg(image, pixels) or make_ready(image, pixels)
-            elif isinstance(image, Image.Image):
-                ready = ready_picture(image, pixels)
-            else:
-                ready = ready_array(image, pixels)
-            crop = self._crop(ready.width, ready.height)
-            render_ready(ready.data, crop, out, ready.turned)
-            return out[0]
         if isinstance(image, bytes):
-            render(image, self._crop(*image_size(image)), out)
-            return out[0]
-        if isinstance(image, np.ndarray):
-            if image.dtype != np.uint8 or image.ndim < 2 or image.shape[2:] not in ((), (3,)):
-                raise UnreadableError(
-                    f"an array {image.dtype} {image.shape}, not uint8 [H, W] or [H, W, 3]"
-                )
-            image = Image.fromarray(image)
-        resample(to_rgb(image), self._crop(*image.size), out)
-        return out[0]
+            # Of a JPEG the crop alone is decoded.
+            if (jpeg := ready_jpeg(image, self.reading)) is not None:
+                crop = self._crop(jpeg.width, jpeg.height)
+                render_ready(jpeg.data, crop, out, jpeg.turned)
+                return _Input(out[0], facts_of(jpeg))
+            seen = see(image, self.reading)
+        elif isinstance(image, Image.Image):
+            seen = see_picture(image, self.reading)
+        else:
+            seen = see_array(image, self.reading)
+        seen.render(self._crop(*seen.size), out)
+        return _Input(out[0], facts_of(seen))
 
     def _crop(self, width: int, height: int) -> NDArray[np.int32]:
         return center_crops(np.array([width]), np.array([height]), self.resize, self.image_size)
 
     def _batches(
         self, read: Callable[[int], ImageLike], n: int, batch_size: int, threads: int | None
-    ) -> Iterator[tuple[range, list[NDArray[np.uint8] | str]]]:
+    ) -> Iterator[tuple[range, "list[_Input | str]"]]:
         """Numbers of the images of each batch, and their pixels or why there are none."""
 
-        def one(number: int) -> NDArray[np.uint8] | str:
+        def one(number: int) -> _Input | str:
             try:
-                return self.pixels(read(number))
+                return self._seen(read(number))
             except (UnreadableError, OSError) as error:
                 return reason(error)
 

@@ -53,8 +53,8 @@ class Vectors:
         values: float32 [n, width].
         labels: class of each image, where the images have classes.
         about: what made them: `encoder_sha256`, `run`, `pooling`, `image_size`, `resize`,
-            `precision`, `pixels` unless they are as the paper's, and `images` and `kind`, which the
-            files are found by.
+            `precision`, `pixels` (how the images were read, as far as it is not as the paper's),
+            and `images` and `kind`, which the files are found by.
         stamps: int64 [n], of the size and times of each image's file; 0: unknown. Another one says
             that the file has changed.
     """
@@ -272,7 +272,7 @@ def thumbnail(source: ImageSource, entry: Entry | None, pixels: Pixels, side: in
     if entry is None:
         return ""
     try:
-        picture = picture_of(source.read(entry), pixels)
+        picture = picture_of(source.read(entry), pixels.as_seen)
     except (UnreadableError, OSError):
         return ""
     picture.thumbnail((side, side))
@@ -382,7 +382,7 @@ class Work:
     ) -> None:
         self.encoder, self.path = encoder, images
         self.batch_size = batch_size or encoder.batch_size
-        self.source, kind = open_images(images, kind, encoder.encoding.settings.pixels)
+        self.source, kind = open_images(images, kind, encoder.reading)
         listing = self.source.listing()
         if listing.ignored:
             log.info("%s: files left out, by suffix: %s", images, listing.left_out)
@@ -413,8 +413,9 @@ class Work:
         if not out.is_file():
             return
         before = Vectors.read(out)
-        for key in (key for key in before.about | self.about if key != "run"):
-            then, now = before.about.get(key), self.about.get(key)
+        made_by = {"pixels": {}} | before.about  # of an earlier version without: as the paper's
+        for key in (key for key in made_by | self.about if key != "run"):
+            then, now = made_by.get(key), self.about.get(key)
             if then != now:
                 raise UserError(
                     f"{out}: made with {key} {then}, and this is {now}: name another file with "
@@ -443,6 +444,7 @@ class Work:
         UserError: none can.
         """
         count = sum(len(part.files) for part in self.parts(folder))
+        self.encoder.warn(self.path)
         if not count:
             name, why = next(iter(self.left_out.items()))
             raise UserError(

@@ -1,6 +1,5 @@
 """Commands that write shards and download data."""
 
-import json
 import os
 from pathlib import Path
 from pkgutil import resolve_name
@@ -8,6 +7,15 @@ from typing import Annotated, Any
 
 from maect.core.commands import Log, Word, command
 from maect.core.errors import UserError
+
+StatedPixels = Annotated[
+    str | None,
+    Word(
+        "KEY=VALUE",
+        help="how images are read, as in range=0,4095 (docs/data.md#pixels): range, background, "
+        "orientation; several in quotes, with blanks between",
+    ),
+]
 
 
 def kinds() -> str:
@@ -30,7 +38,7 @@ def shard(
     exclude: Path | None = None,
     skip_unreadable: bool = False,
     shorter_side: int | None = None,
-    pixels: Annotated[str | None, Word("JSON")] = None,
+    pixels: StatedPixels = None,
     classes: str | None = None,
     only: str | None = None,
     verify: bool = False,
@@ -47,7 +55,6 @@ def shard(
         exclude: file of image names to leave out, one a line.
         skip_unreadable: leave out images that cannot be read; the index lists them.
         shorter_side: recompress larger images to this shorter side.
-        pixels: how images are read (docs/data.md): orientation, background, range, channels.
         classes: for a view: dogs15, or a file of class names, one a line.
         only: do one step: plan, the number of a shard, or index.
         verify: check shards that were written.
@@ -55,7 +62,7 @@ def shard(
     from maect.core.settings import validated
     from maect.data import shard_check
     from maect.data import shards as work
-    from maect.data.config import ShardsConfig
+    from maect.data.config import ShardsConfig, stated_pixels
     from maect.data.sources import find_source
     from maect.data.sources.view import read_classes
     from maect.data.subsets import class_view
@@ -67,7 +74,7 @@ def shard(
             "only": only_listed, "exclude": exclude, "classes": classes,
             "skip_unreadable": skip_unreadable, "shorter_side": shorter_side,
         }  # fmt: skip
-        read = {} if pixels is None else {"pixels": _pixels(pixels)}
+        read = {} if pixels is None else {"pixels": _for_files(stated_pixels(pixels))}
         config = validated(ShardsConfig, given | read, "maect shard")
     elif source.suffix == ".yaml":
         config, out = ShardsConfig.read(source), source.parent
@@ -96,13 +103,9 @@ def shard(
         print(f"{out}: {count} samples")
 
 
-def _pixels(text: str) -> dict[str, Any]:
-    """Read `--pixels`; mean and deviation, which sharding needs not, may be left out."""
-    try:
-        values = json.loads(text)
-        return dict.fromkeys(("mean", "std"), [0.5] * int(values.get("channels", 3))) | values
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"--pixels {text}: {error}") from None
+def _for_files(stated: dict[str, Any]) -> dict[str, Any]:
+    """Add mean and deviation, which sharding needs not, where they are left out."""
+    return dict.fromkeys(("mean", "std"), [0.5] * int(stated.get("channels", 3))) | stated
 
 
 @command(names=("data and weights",), example="retrieve mae_base weights")

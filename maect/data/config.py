@@ -1,5 +1,7 @@
 """Resolved file of a split's shards: `shards/DATASET/SPLIT/config.yaml`."""
 
+import json
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -7,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.core.settings import LocalPath, SettingsFile, digest
+from maect.core.settings import LocalPath, SettingsFile, digest, validated
 from maect.data.sources.image_files import Folder
 from maect.recipes import Pixels
 
@@ -65,6 +67,42 @@ def made_by(shards: Path) -> ShardsConfig | None:
         return _read(path.absolute(), status.st_mtime_ns, status.st_size)
     except (OSError, UserError):
         return None
+
+
+def stated_pixels(text: str | None) -> dict[str, Any]:
+    """Read `--pixels`: words KEY=VALUE of `Pixels`, or JSON; UserError if it is neither.
+
+    For example `range=0,4095 orientation=stored background=none`. Empty where it is not given.
+    """
+    given: dict[str, Any] = {}
+    if text is None:
+        return given
+    if text.lstrip().startswith("{"):
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"--pixels {text}: {error}") from None
+    for word in text.split() if not given else ():
+        key, sign, value = word.partition("=")
+        if not sign:
+            raise UserError(f"--pixels {text}: write KEY=VALUE, such as range=0,4095")
+        given[key] = _value(value)
+    # Statistics are of an encoder: where only files are read, none are needed.
+    channels = given.get("channels", 3)
+    half = (0.5,) * channels if isinstance(channels, int) and channels != 3 else None
+    validated(Pixels, {"mean": half, "std": half} | given, f"--pixels {text}")
+    return given
+
+
+def _value(text: str) -> Any:
+    """Return a word of `--pixels` as YAML has it: a text, a number, several, or none."""
+    if text == "none":
+        return None
+    with suppress(ValueError):
+        numbers = [float(part) for part in text.split(",")]
+        whole = [int(number) if number.is_integer() else number for number in numbers]
+        return whole if "," in text else whole[0]
+    return text
 
 
 @cache

@@ -13,7 +13,7 @@ it what upright crops show.
 import io
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -58,28 +58,70 @@ _TURNS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """Facts about an image that was read.
+
+    Attributes:
+        turned: whether it is turned upright whenever it is read.
+        unturned: whether its EXIF says to turn it, and it is read as it is stored.
+        values: the values of an image of more than 8 bits, before they were scaled.
+        levels: bit n is set if one of those became n of 255.
+        lost: whether something shows through that no background is stated for.
+    """
+
+    turned: bool = False
+    unturned: bool = False
+    values: tuple[float, float] | None = None
+    levels: int = 0
+    lost: bool = False
+
+
 @dataclass(frozen=True)
-class Ready:
+class Ready(About):
     """An image as it goes into a shard, with the sides of the upright one.
 
     Attributes:
         data: of the file: the original's, or a PNG or array of 8 bits.
-        turned: whether it still has to be turned.
-        values: the values of an image of more than 8 bits, before they were scaled.
-        levels: bit n is set if one of those became n of 255.
         converted: whether `data` is no longer the original.
-        lost: whether something shows through that no background is stated for.
     """
 
     data: bytes
     extension: str
     width: int
     height: int
-    turned: bool = False
-    values: tuple[float, float] | None = None
-    levels: int = 0
     converted: bool = False
-    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Seen(About):
+    """All pixels of an image as an encoder or a person sees them.
+
+    Attributes:
+        pixels: upright, uint8 [H, W, C], or [H, W] of one channel.
+    """
+
+    pixels: NDArray[np.uint8]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height."""
+        height, width, *_ = self.pixels.shape
+        return width, height
+
+    def render(self, geometries: NDArray[np.int32], out: Images) -> None:
+        """Resample every view into `out`, as `maect.data.decode.render` does.
+
+        Args:
+            geometries: [v, 8].
+            out: uint8 [C, S, S] of each view, whose sizes S may differ; overwritten.
+        """
+        if len(out[0]) in (1, 3):
+            resample(Image.fromarray(self.pixels), geometries, out)
+            return
+        for channel in range(len(out[0])):
+            plane = Image.fromarray(np.ascontiguousarray(self.pixels[..., channel]))
+            resample(plane, geometries, [view[channel : channel + 1] for view in out])
 
 
 @dataclass(frozen=True)
@@ -147,25 +189,51 @@ def make_ready(data: bytes, pixels: Pixels) -> Ready:
     """Return what goes into a shard of a data set for the bytes of an image."""
     if not pixels.files:
         return _as_it_is(data)
+    read = _read(data, pixels, keep=True)
+    return read if isinstance(read, Ready) else _packed(read)
+
+
+def see(data: bytes, pixels: Pixels) -> Seen:
+    """Return the pixels of an image's bytes, all of them."""
+    read = _read(data, pixels, keep=False)
+    assert isinstance(read, Seen)
+    return read
+
+
+def _read(data: bytes, pixels: Pixels, keep: bool) -> Ready | Seen:
+    """Read an image as a data set's pixels.
+
+    Args:
+        keep: return the file's own bytes where decoding them gives the same.
+    """
     values = _read_array(data, pixels)
     if values is not None:
-        return ready_array(values, pixels)
+        return see_array(values, pixels)
     with open_image(data) as (image, extension):
-        code = orientation(image) if pixels.orientation == "exif" else 1
+        code, facts = _turn(image, pixels)
         given: Image.Image = image
-        facts: dict[str, Any] = {}
         if halved(data, extension):
-            given, facts = _of_sixteen_bits(image, data, pixels.range)
+            given, deep = _of_sixteen_bits(image, data, pixels.range)
+            facts |= deep
         changed = _to_eight_bits(given, pixels)
         if isinstance(changed, np.ndarray):
-            return replace(ready_array(_upright(changed, code), pixels), **facts)
+            return replace(see_array(_upright(changed, code), pixels), **facts)
         facts["lost"] = pixels.background is None and _shows_through(image)
-        if changed is image and code not in _TURNS:
+        same = keep and changed is image
+        if same and code not in _TURNS:
             return Ready(data, extension, *image.size, **facts)
-        if changed is image and extension == "jpg":
+        if same and extension == "jpg":
             size = image.size[::-1] if _TURNS[code][0] else image.size
-            return Ready(data, extension, *size, turned=True)
-        return replace(ready_array(_upright(_flat(changed, pixels), code), pixels), **facts)
+            return Ready(data, extension, *size, turned=True, **facts)
+        return replace(see_array(_upright(_flat(changed, pixels), code), pixels), **facts)
+
+
+def _turn(image: Image.Image, pixels: Pixels) -> tuple[int, dict[str, Any]]:
+    """Return EXIF's number of how an image is to be turned, and whether what it says is ignored."""
+    code = orientation(image)
+    if pixels.orientation == "exif":
+        return code, {}
+    return 1, {"unturned": True} if code in _TURNS else {}
 
 
 def _of_sixteen_bits(
@@ -214,12 +282,13 @@ def _flat(image: Image.Image, pixels: Pixels) -> NDArray[np.uint8]:
 def _as_it_is(data: bytes) -> Ready:
     """An image of a data set that says nothing about its pixels; of deep ones, what is left."""
     with open_image(data) as (image, extension):
-        rgb = to_rgb(image)
+        rgb, (_, facts) = to_rgb(image), _turn(image, Pixels())
         if image.mode.startswith("I;16"):
             found = _extremes(np.asarray(image, dtype=np.uint16))
             levels = _levels(np.asarray(rgb))
-            return Ready(data, extension, *rgb.size, values=found, levels=levels)
-        facts = _of_sixteen_bits(image, data, None)[1] if halved(data, extension) else {}
+            return Ready(data, extension, *rgb.size, values=found, levels=levels, **facts)
+        if halved(data, extension):
+            facts |= _of_sixteen_bits(image, data, None)[1]
         return Ready(data, extension, *rgb.size, lost=_shows_through(image), **facts)
 
 
@@ -233,19 +302,20 @@ def ready_jpeg(data: bytes, pixels: Pixels) -> Ready | None:
     return Ready(data, "jpg", *size, turned=code in _TURNS)
 
 
-def ready_picture(image: Image.Image, pixels: Pixels) -> Ready:
-    """The same of a picture of Pillow, turned as the EXIF that it carries says."""
+def see_picture(image: Image.Image, pixels: Pixels) -> Seen:
+    """Return the pixels of a picture of Pillow, turned as the EXIF that it carries says."""
     image.load()  # some formats are upright once they are decoded
-    code = orientation(image) if pixels.orientation == "exif" else 1
+    code, facts = _turn(image, pixels)
     changed = _to_eight_bits(image, pixels)
     if isinstance(changed, Image.Image):
+        facts["lost"] = pixels.background is None and _shows_through(image)
         changed = _flat(changed, pixels)
-    return ready_array(_upright(changed, code), pixels)
+    return replace(see_array(_upright(changed, code), pixels), **facts)
 
 
-def ready_array(values: NDArray[Any], pixels: Pixels) -> Ready:
-    """The same of an upright array [H, W] or [H, W, C]."""
-    height, width, channels = (values := _planes(values)).shape
+def see_array(values: NDArray[Any], pixels: Pixels) -> Seen:
+    """Return the pixels of an upright array [H, W] or [H, W, C] of any type."""
+    channels = (values := _planes(values)).shape[2]
     if channels != pixels.channels and (channels, pixels.channels) != (1, 3):
         hint = "; state `channels` in the data set's `pixels`" if channels <= 16 else ""
         raise UnreadableError(f"{channels} channels, {pixels.channels} expected{hint}")
@@ -256,12 +326,18 @@ def ready_array(values: NDArray[Any], pixels: Pixels) -> Ready:
         levels = _levels(values)
     values = values.repeat(3, axis=2) if channels < pixels.channels else values
     values = np.ascontiguousarray(values[..., 0] if pixels.channels == 1 else values)
-    stream, extension = io.BytesIO(), "png" if pixels.channels in (1, 3) else "npy"
+    return Seen(values, values=found, levels=levels)
+
+
+def _packed(seen: Seen) -> Ready:
+    """Return an image that was converted as it goes into a shard."""
+    stream, extension = io.BytesIO(), "png" if seen.pixels.shape[2:] in ((), (3,)) else "npy"
     if extension == "png":
-        Image.fromarray(values).save(stream, "PNG")
+        Image.fromarray(seen.pixels).save(stream, "PNG")
     else:
-        np.save(stream, values)
-    return Ready(stream.getvalue(), extension, width, height, False, found, levels, True)
+        np.save(stream, seen.pixels)
+    about = {field.name: getattr(seen, field.name) for field in fields(About)}
+    return Ready(stream.getvalue(), extension, *seen.size, converted=True, **about)
 
 
 def _planes(values: NDArray[Any]) -> NDArray[Any]:
@@ -281,7 +357,7 @@ def scaled(values: NDArray[Any], span: tuple[float, float] | None) -> NDArray[np
         low, high = _extremes(values)
         raise UnreadableError(
             f"values of type {values.dtype} from {low:g} to {high:g} have no defined range; state "
-            "it: `range` in the data set's `pixels`"
+            "it: `range` in the data set's `pixels`, or --pixels range=LOW,HIGH"
         )
     low, high = span
     levels = np.empty(values.shape, np.uint8)
@@ -468,11 +544,10 @@ def ready_pixels(data: bytes, turned: bool, channels: int) -> NDArray[np.uint8]:
 
 def picture_of(data: bytes, pixels: Pixels) -> Image.Image:
     """An image of a data set for people to look at, in RGB; of rare channels the first."""
-    ready = make_ready(data, pixels)
-    if ready.extension != "npy":
-        return upright_rgb(ready)
-    values = np.load(io.BytesIO(ready.data), allow_pickle=False)
-    return Image.fromarray(np.ascontiguousarray(values[..., 0])).convert("RGB")
+    values = see(data, pixels).pixels
+    if values.shape[2:] not in ((), (3,)):
+        values = np.ascontiguousarray(values[..., 0])
+    return Image.fromarray(values).convert("RGB")
 
 
 def _orientation_of(data: bytes) -> int:

@@ -79,8 +79,8 @@ def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
         if bits > 8 and len(image.getbands()) > 1 and not _has_16_bits(image):
             # Pillow takes each of their bytes for a value.
             raise UnreadableError(
-                "16-bit colours in planes, which only a data set's `range` reads: state it, or "
-                "save the file otherwise"
+                "16-bit colours in planes, which are read by a range alone: state it (`range` in "
+                "the data set's `pixels`, or --pixels range=LOW,HIGH), or save the file otherwise"
             )
         image.load()
         yield image, _extension(image)

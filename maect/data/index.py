@@ -129,6 +129,11 @@ class Index:
         """int64 [n], -1 where unlabelled; a view on the mapped rows."""
         return self.rows[:, LABEL]
 
+    @property
+    def contents(self) -> NDArray[np.uint32]:
+        """CRC-32 of each sample's bytes, uint32 [n]: equal images have equal ones."""
+        return self.checksums[self.rows[:, ID]]
+
     def key(self, i: int) -> str:
         """The sample's name in its tar, without extension: its name below the source."""
         import numpy as np

@@ -8,17 +8,15 @@ again. A wrong source, or shards of another plan, raises a `UserError`.
 
 import errno
 import fcntl
-import functools
 import hashlib
 import io
 import logging
-import operator
 import os
 import shlex
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -44,6 +42,7 @@ from maect.core.kept import forget, put_back
 from maect.data import shard_name
 from maect.data.convert import Ready, make_ready, upright_rgb
 from maect.data.decode import UnreadableError
+from maect.data.image_facts import Facts, facts_of, merged, warning
 from maect.data.index import CHECKSUMS, COLUMNS, ID, SHARD, open_index
 from maect.data.pixels import write_pixels
 from maect.data.shard_plan import planned, read_listing, read_plan, store_plan
@@ -58,8 +57,6 @@ AT_ONCE = 64
 _QUALITY = 95
 PASSED_ON = ("split", "kind", "class_names", "ignored", "excluded", "options", "listings")
 """What an index has of its plan."""
-FEWEST_LEVELS = 64
-"""Of 256, that deep images should become all together."""
 
 
 def shard(
@@ -207,7 +204,7 @@ def _write(out: Path, number: int, threads: int) -> None:
     hashes: list[bytes] = []
     checksums: list[int] = []
     faults: list[str] = []
-    facts: list[dict[str, Any]] = []
+    facts: list[Facts] = []
     with ExitStack() as stack:
         file = None
         if not tars:
@@ -229,7 +226,7 @@ def _write(out: Path, number: int, threads: int) -> None:
             size = len(image.data)
             rows.append((start + position, *where, size, entry.label, image.width, image.height))
             hashes.append(content_hash(key, entry.label, image.data, image.turned))
-            facts.append(_facts(image))
+            facts.append(facts_of(image))
             checksums.append(isal_zlib.crc32(image.data))
         if faults and not skip:
             raise _FaultyError(faults)
@@ -250,56 +247,9 @@ def _write(out: Path, number: int, threads: int) -> None:
             "listing": plan["listings"][number],
             "options": plan["options"],
             **({"unreadable": faults} if faults else {}),
-            **_merged(facts),
+            **merged(facts),
         },
     )
-
-
-def _facts(image: Ready) -> dict[str, Any]:
-    """Facts about an image for the record of its shard; none about an ordinary one.
-
-    `transparent` is one of which no background is known, so that what its file hides is seen.
-    """
-    facts: dict[str, Any] = {}
-    if image.turned:
-        facts["turned"] = 1
-    if image.lost:
-        facts["transparent"] = 1
-    if image.values is not None:
-        facts["deep"] = {"images": 1, "values": image.values, "levels": f"{image.levels:x}"}
-    return facts
-
-
-def _merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Facts about many images, from those about each of them or about each shard."""
-    counts = {name: sum(one.get(name, 0) for one in facts) for name in ("turned", "transparent")}
-    found: dict[str, Any] = {name: n for name, n in counts.items() if n}
-    if deep := [one["deep"] for one in facts if "deep" in one]:
-        low, high = zip(*(one["values"] for one in deep), strict=True)
-        levels = functools.reduce(operator.or_, (int(one["levels"], 16) for one in deep))
-        images = sum(one["images"] for one in deep)
-        found["deep"] = {"images": images, "values": [min(low), max(high)], "levels": f"{levels:x}"}
-    return found
-
-
-def _warning(found: dict[str, Any]) -> str | None:
-    """Return what is lost of deep and of transparent images, if much is, and what to do."""
-    said = []
-    if deep := found.get("deep"):
-        levels, (low, high) = int(deep["levels"], 16).bit_count(), deep["values"]
-        if levels < FEWEST_LEVELS:
-            said.append(
-                f"{deep['images']} images of more than 8 bits have become {levels} grey levels: "
-                f"their values go from {low:g} to {high:g}; state that in the data set: "
-                f"pixels: {{range: [{low:g}, {high:g}]}}"
-            )
-    if transparent := found.get("transparent"):
-        said.append(
-            f"{counted(transparent, 'image')} with transparent parts, of which the "
-            "colours that their files hide there are used, often black; state what is behind "
-            "them in the data set: pixels: {background: [255, 255, 255]}"
-        )
-    return "; ".join(said) or None
 
 
 def prepare(
@@ -412,8 +362,8 @@ def _index(out: Path) -> int:
         log.warning(
             "%s: left out: %s, see its index.json", out, counted(len(left), "unreadable image")
         )
-    if warning := index.record.get("warning"):
-        log.warning("%s: %s", out, warning)
+    if said := index.record.get("warning"):
+        log.warning("%s: %s", out, said)
     # Of steps that were killed, or refused images that have been repaired since.
     for pattern in (".*.tmp", "parts/.*.tmp", "unreadable*.txt"):
         for leftover in out.glob(pattern):
@@ -453,7 +403,7 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
     if faults := [fault for record in records for fault in record.get("unreadable", [])]:
         faults = [f"{name} ({why})" for name, _, why in (fault.partition("\t") for fault in faults)]
     faults += [f"{name} (gone)" for name in plan.get("gone", [])]
-    found = _merged(records)
+    found = merged(records)
     # Where no image was turned or has other channels, nothing is special about reading them.
     read = Pixels.of_shards(plan["options"])
     special = "turned" in found or read.channels != 3
@@ -471,7 +421,7 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
             **({"in_place": True} if "tars" in plan else {}),
             **({"pixels": read.model_dump(mode="json")} if special else {}),
             **found,
-            **({"warning": warning} if (warning := _warning(found)) else {}),
+            **({"warning": said} if (said := warning(found, read)) else {}),
             "shards": shards,
         },
     )

@@ -118,7 +118,10 @@ def extract(
         keys = index.keys()
         width, labels = model.width, np.array(index.labels)
         parts = (read_kept(file)[0]["features"] for file in files)
-        write_features(out, parts, width=width, labels=labels, keys=keys, record=record)
+        write_features(
+            out, parts, width=width, labels=labels, keys=keys, record=record,
+            contents=index.contents,
+        )  # fmt: skip
         keep([out])
         shutil.rmtree(folder)
     return "done"

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from maect.evaluate.store import Array, FeatureFile, Rows, Scale
 
 QUERIES = 1024
-ONE_IN = 10  # training images, for each that is held out; more where there are few test images
 TRAIN_ROWS = 16384
 
 
@@ -65,7 +64,7 @@ class Knn(RealLabels, ReadsFeatures):
         """
         import numpy as np
 
-        from maect.evaluate.sampling import held_out
+        from maect.evaluate.sampling import held_out, held_out_share
         from maect.evaluate.store import Rows, moments
 
         train, test = job.both()
@@ -75,8 +74,7 @@ class Knn(RealLabels, ReadsFeatures):
             self.pairs(train.n),
             self.reassessed(test.names, test.record["class_names"], test.labels),
         )
-        one_in = max(ONE_IN, -(-train.n // test.n))
-        held = held_out(train.labels, train.names(), one_in)
+        held = held_out(train.labels, train.contents(), held_out_share(train.n, test.n))
         ids, queries = np.flatnonzero(~held), train.take(np.flatnonzero(held))
         part = Rows(len(ids), train.width, lambda start, stop: train.take(ids[start:stop]))
         metrics: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.evaluate.base import Encodes, EvaluationJob, Images
-from maect.evaluate.knn import ONE_IN, nearest
+from maect.evaluate.knn import nearest
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class KnnPerBlock(Encodes):
 
         `knn_last` and `knn_standardized_last` are of the last block, before the final norm;
         `best_block`, from 1, is the first of the highest standardised accuracy. `held_out_block` is
-        that of one training image in ten, found among the others; `knn_standardized_held_out` is
+        that of held-out training images, found among the others; `knn_standardized_held_out` is
         its accuracy on the test images.
         """
         import numpy as np
@@ -64,6 +64,7 @@ class KnnPerBlock(Encodes):
         from maect.core import distributed
         from maect.evaluate.encoding import Encoding
         from maect.evaluate.probing import check
+        from maect.evaluate.sampling import held_out, held_out_share
         from maect.evaluate.store import in_memory, moments
         from maect.measures import vote
         from maect.train.scores import BATCH
@@ -81,7 +82,8 @@ class KnnPerBlock(Encodes):
             path, device, self.precision, blocks=10**9, pooling=self.pooling, norm=False
         )
         labels = train.labels[chosen.start : chosen.stop : chosen.step]
-        held = np.arange(len(chosen)) % ONE_IN == 0
+        contents = train.contents[chosen.start : chosen.stop : chosen.step].tolist()
+        held = held_out(labels, contents, held_out_share(len(chosen), test.n))
         held &= len(chosen) - held.sum() >= self.k
         inner = np.zeros(encoding.blocks)
         share = distributed.share_of(context, test.n, BATCH)

@@ -57,7 +57,7 @@ class Logistic(RealLabels, ReadsFeatures):
 
         train, test = job.both()
         real = self.reassessed(test.names, test.record["class_names"], test.labels)
-        held = held_out(train.labels, train.names(), self.one_in)
+        held = held_out(train.labels, train.contents(), self.one_in)
         if len(np.unique(train.labels)) < 2 or not held.any():
             raise UserError(f"{train.path}: logistic needs two classes and two images of a class")
         given, threads = (train.all(), train.labels), idle_cpus(context)

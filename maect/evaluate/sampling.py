@@ -11,23 +11,35 @@ from numpy.typing import NDArray
 RESAMPLES = 2000
 LEVEL = 95.0
 _AT_ONCE = 100
+ONE_IN = 10
+"""Training images, for each that is held out to choose on."""
+
+
+def held_out_share(train: int, test: int) -> int:
+    """Return one in how many training images is held out: ten, or as many as there are test images.
+
+    Whatever is chosen need not be measured more finely than the result.
+    """
+    return max(ONE_IN, -(-train // max(1, test)))
 
 
 def held_out(
-    labels: NDArray[np.int64], contents: Sequence[str], one_in: int = 10
+    labels: NDArray[np.int64], contents: Sequence[str] | Sequence[int], one_in: int = ONE_IN
 ) -> NDArray[np.bool_]:
     """Choose about one image in `one_in` of every class, at least one of two, whatever the order.
 
+    Those are chosen whose digests come first, a random part: names may follow time or place.
+
     Args:
-        contents: digest or name of each image; images of the same content stay on one side.
+        contents: digest of each image's content; images of the same content stay on one side.
 
     Returns:
         Whether an image is held out, bool [n].
     """
-    by_label: dict[int, set[str]] = {}
+    by_label: dict[int, set[Any]] = {}
     for label, content in zip(labels.tolist(), contents, strict=True):
         by_label.setdefault(label, set()).add(content)
-    chosen: set[str] = set()
+    chosen: set[Any] = set()
     for label in sorted(by_label):
         given = sorted(by_label[label])
         chosen.update(given[: max(len(given) // one_in, int(len(given) > 1))])

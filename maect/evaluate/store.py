@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from maect.data.index import Index
 
 _CHUNK = 16384
+CONTENTS = "crc32"
+"""Tensor with the CRC-32 of each image's bytes."""
 
 Array: TypeAlias = "NDArray[np.float32]"
 Scale: TypeAlias = "tuple[NDArray[np.float64], NDArray[np.float64]]"
@@ -97,6 +99,17 @@ class FeatureFile:
         with safetensors.safe_open(self.path, framework="numpy") as file:
             return file.get_tensor("keys").tobytes().decode().split("\n")
 
+    def contents(self) -> list[int] | list[str]:
+        """Return what tells the samples' images apart, CRC-32: equal images have equal ones.
+
+        Files of version 0.2.0 and earlier lack them. Digests of the names stand in for them.
+        """
+        with safetensors.safe_open(self.path, framework="numpy") as file:
+            if CONTENTS in file.keys():  # noqa: SIM118 (it is no mapping)
+                known: list[int] = file.get_tensor(CONTENTS).tolist()
+                return known
+        return [hashlib.sha256(name.encode()).hexdigest() for name in self.names()]
+
 
 def open_features(path: str | Path) -> FeatureFile:
     """Open a features file and check all of it against the checksum in its header.
@@ -109,10 +122,11 @@ def open_features(path: str | Path) -> FeatureFile:
         raise UserError(f"{path}: no such features file; make it with maect features")
     with _opened(path) as (record, file):
         labels, names = file.get_tensor("labels"), file.get_tensor("keys")
+        contents = file.get_tensor(CONTENTS) if CONTENTS in file.keys() else None  # noqa: SIM118
         n, width = file.get_slice("features").get_shape()
     features = FeatureFile(path, n, width, labels, record)
     parts = (features.rows(s, min(s + _CHUNK, n)) for s in range(0, n, _CHUNK))
-    actual = _digest(parts, labels, names)
+    actual = _digest(parts, labels, names, contents)
     if actual != record["sha256"]:
         raise UserError(f"{path}: damaged (its checksum differs); delete it and extract it again")
     return features
@@ -209,13 +223,18 @@ def standardize(rows: Array, scale: Scale) -> Array:
 
 
 def _digest(
-    parts: Iterable[NDArray[np.float32]], labels: NDArray[np.int64], names: NDArray[np.uint8]
+    parts: Iterable[NDArray[np.float32]],
+    labels: NDArray[np.int64],
+    names: NDArray[np.uint8],
+    contents: NDArray[np.uint32] | None,
 ) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(np.ascontiguousarray(part).data)
     digest.update(np.ascontiguousarray(labels).data)
     digest.update(names.data)
+    if contents is not None:
+        digest.update(np.ascontiguousarray(contents).data)
     return digest.hexdigest()
 
 
@@ -227,6 +246,7 @@ def write_features(
     labels: NDArray[np.int64],
     keys: list[str],
     record: dict[str, Any],
+    contents: NDArray[np.uint32] | None = None,
 ) -> None:
     """Write a features file atomically, part by part, so that memory holds one part only.
 
@@ -236,6 +256,7 @@ def write_features(
     Args:
         parts: float32 [m, width] each, in order; together as many rows as there are labels.
         record: what to say about the file's making; `sha256` is added.
+        contents: CRC-32 of each image's bytes, uint32 [n], if they are known.
     """
     names = np.frombuffer("\n".join(keys).encode(), np.uint8)
     n, offset, tensors = len(labels), 0, dict[str, Any]()
@@ -243,6 +264,7 @@ def write_features(
         ("features", "F32", 4, [n, width]),
         ("labels", "I64", 8, [n]),
         ("keys", "U8", 1, [len(names)]),
+        *(((CONTENTS, "U32", 4, [n]),) if contents is not None else ()),
     )
     for name, dtype, size, shape in kinds:
         end = offset + size * math.prod(shape)
@@ -269,11 +291,13 @@ def write_features(
 
     with atomic_write(path) as temporary, open(temporary, "wb") as file:
         file.write(header("0" * 64))  # the checksum has a fixed length and is filled in below
-        sha256 = _digest(written(file), labels, names)
+        sha256 = _digest(written(file), labels, names, contents)
         if rows != len(labels):
             raise ValueError(f"{path}: {rows} rows of features for {len(labels)} labels")
         file.write(np.ascontiguousarray(labels).data)
         file.write(names.data)
+        if contents is not None:
+            file.write(np.ascontiguousarray(contents).data)
         file.seek(0)
         file.write(header(sha256))
         file.flush()

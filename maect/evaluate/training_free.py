@@ -21,7 +21,7 @@ from maect.evaluate.knn import Knn, swept
 from maect.evaluate.logistic import best, choose, fitted
 from maect.evaluate.low_shot import LowShot, fit, predict, prepare
 from maect.evaluate.real import Real
-from maect.evaluate.sampling import held_out
+from maect.evaluate.sampling import held_out, held_out_share
 from maect.evaluate.store import Array, in_memory
 from maect.measures import rank_me, uniformity
 from maect.recipes import KNN_K, KNN_TEMPERATURE
@@ -108,7 +108,7 @@ def with_labels(
     Raises:
         UserError: fewer training images than k-NN compares with, or one class only.
     """
-    held = held_out(labels, contents)
+    held = held_out(labels, contents, held_out_share(len(labels), len(test)))
     if (~held).sum() < KNN_K:
         raise UserError(f"{len(labels)} training images, too few for k-NN with k {KNN_K}")
     if len(np.unique(labels[~held])) < 2:

@@ -12,6 +12,7 @@ from maect.core.files import seek_record
 from maect.core.kept import forget, keep, restore, set_aside, standing, tidy
 from maect.core.settings import SettingsFile
 from maect.data.config import CONFIG
+from maect.data.image_facts import warning
 from maect.data.sources.base import is_there
 from maect.data.sources.changes import advice
 from maect.evaluate import PROTOCOLS
@@ -20,6 +21,7 @@ from maect.experiment import resolve
 from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.load import Experiment
 from maect.experiment.pages import PAGES, pages
+from maect.recipes import Pixels
 from maect.recipes.few_labels import OFFICIAL, FewLabels, checksum
 from maect.records import is_finished
 from maect.stages import STAGES
@@ -214,8 +216,10 @@ def changed_images(experiment: Experiment) -> list[str]:
             notes += others
         elif _is_sharded(experiment, *pair) and (found := experiment.changes(*pair)):
             notes.append(advice(folder, found, experiment.own_shards(*pair)))
-        if warning := seek_record(folder / "index.json").get("warning"):
-            notes.append(f"{folder}: {warning}")
+        record = seek_record(folder / "index.json")
+        # By the facts: an index of an earlier version may not have the warning.
+        if said := warning(record, Pixels.of_shards(record.get("options", {}))):
+            notes.append(f"{folder}: {said}")
     return notes
 
 

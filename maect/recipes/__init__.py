@@ -28,6 +28,7 @@ KNN_K, KNN_TEMPERATURE = 10, 0.07
 """Of the k-NN that is reported, while it trains and afterwards (paper, B)."""
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """ImageNet's mean and standard deviation, of values from 0 to 1."""
+WHITE = (255, 255, 255)
 Level = Annotated[int, Field(ge=0, le=255)]
 
 
@@ -62,6 +63,24 @@ class Pixels(Settings):
     def files(self) -> dict[str, Any]:
         """Return what decides how files are read, as far as it is said."""
         return self.model_dump(mode="json", exclude_defaults=True, exclude={"mean", "std"})
+
+    @property
+    def as_seen(self) -> "Pixels":
+        """Return the same for files that people name: upright, and in front of a background.
+
+        A data set that states nothing is read as torchvision's ImageFolder reads it, like the
+        paper's. A person who names a file means the picture that a viewer shows.
+        """
+        seen = {"orientation": "exif", "background": self.background or WHITE}
+        return self.model_copy(update=seen)
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Return what `--pixels` may state for one command, whatever the encoder's data set says.
+
+        The number of channels and their statistics belong to the encoder.
+        """
+        return self.model_dump(include={"orientation", "background", "range"})
 
     @classmethod
     def of_shards(cls, options: dict[str, Any]) -> "Pixels":

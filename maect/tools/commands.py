@@ -20,6 +20,7 @@ from maect.core.commands import Positive, Word, command
 from maect.core.errors import UserError
 from maect.core.files import PIPELINE, need
 from maect.core.processes import environment
+from maect.data.commands import StatedPixels
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ def compare(
     threads: Positive | None = None,
     real_labels: Annotated[Path | None, Word("FILE")] = None,
     geometry: bool = False,
+    pixels: StatedPixels = None,
 ) -> None:
     """Compare encoders on folders of images, without training.
 
@@ -172,12 +174,14 @@ def compare(
         geometry: also measure features that are centred, standardised or whitened, and without
             their first components.
     """
+    from maect.data.config import stated_pixels
     from maect.tools import comparison
     from maect.tools.compare import compare as measure
     from maect.tools.compare import named
 
     folders = named(encoders, "encoders"), named(images, "folders")
-    matrix = measure(*folders, out, device, threads, real_labels, geometry)
+    read = stated_pixels(pixels)
+    matrix = measure(*folders, out, device, threads, real_labels, geometry, read)
     frame = comparison.write_comparison(matrix, out)
     print(comparison.summary(frame))
     print(f"{out}: open {out / 'index.html'}")
@@ -229,6 +233,7 @@ def new_experiment(
     quick: bool = False,
     ignore_folders: bool = False,
     skip_unreadable: bool = False,
+    pixels: StatedPixels = None,
 ) -> None:
     """Write an experiment for your own images.
 
@@ -241,13 +246,18 @@ def new_experiment(
         ignore_folders: do not take folders for classes: use no labels.
         skip_unreadable: leave out images that cannot be read.
     """
+    from maect.data.config import stated_pixels
     from maect.tools.new_experiment import new_experiment as write
     from maect.tools.new_experiment import outlook, without_training
     from maect.tools.speed import this_machine
 
     machine = this_machine()
-    how = {"ignore_folders": ignore_folders, "skip_unreadable": skip_unreadable}
-    print(write(images, out, from_public, machine if quick else None, **how))
+    written = write(
+        images, out, from_public, machine if quick else None,
+        ignore_folders=ignore_folders, skip_unreadable=skip_unreadable,
+        stated=stated_pixels(pixels),
+    )  # fmt: skip
+    print(written)
     print(*outlook(out, machine), *without_training(out), sep="\n")
     print(f"Next: {own_name()} run {shlex.quote(str(out))} -n")
 

@@ -4,9 +4,10 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,7 +136,7 @@ def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
     """
     out, row = np.full((len(folder.contents), encoder.width), np.nan, np.float32), 0
     for images in folder.parts:
-        source = open_source(images.kind, images.folder, pixels=encoder.encoding.settings.pixels)
+        source = open_source(images.kind, images.folder, pixels=encoder.reading)
         source.listing()
         for start in range(0, len(images.entries), PART):
             entries = images.entries[start : start + PART]
@@ -146,6 +147,7 @@ def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
             for number, why in faults.items():
                 log.warning("%s: left out: %s", entries[number].name, why)
             row += len(entries)
+    encoder.warn(folder.path)
     return out
 
 
@@ -167,17 +169,19 @@ def compare(
     threads: int | None = None,
     real_labels: Path | None = None,
     geometry: bool = False,
+    pixels: Mapping[str, Any] | None = None,
 ) -> Matrix:
     """Measure every encoder on every folder; what lies in `out` from before is used.
 
     Args:
         geometry: also measure features behind corrections without training.
+        pixels: how all of them read images, in place of what their data sets say.
 
     Raises:
         UserError: an encoder or folder that cannot be used, or ReaL's labels that are of none,
             before anything is computed.
     """
-    loaded = {name: load(path, device) for name, path in encoders.items()}
+    loaded = load_alike(encoders, device, pixels or {})
     folders = [open_folder(name, path) for name, path in images.items()]
     asked_real = RealLabels(real_labels=None if real_labels is None else str(real_labels))
     candidates = folders if real_labels else []
@@ -227,6 +231,33 @@ def compare(
                 _write_scores(file, known)
             scores[name, folder.name] = known
     return Matrix(loaded, folders, scores, readable)
+
+
+def load_alike(
+    encoders: Mapping[str, Path], device: str | None, pixels: Mapping[str, Any]
+) -> dict[str, ImageEncoder]:
+    """Load encoders that read images alike, as far as their data sets allow.
+
+    A range that one data set states holds for encoders that state none: without it they would see
+    the same deep images nearly black.
+    """
+    loaded = {name: load(path, device, pixels=pixels) for name, path in encoders.items()}
+    ranges = {span for encoder in loaded.values() if (span := encoder.reading.range) is not None}
+    if len(ranges) == 1 and "range" not in pixels:
+        (span,) = ranges
+        for name, encoder in loaded.items():
+            if encoder.reading.range is None:
+                encoder.read_as({**pixels, "range": span})
+                log.info("%s: reads images of more than 8 bits by the range %g to %g", name, *span)
+    for key in ("orientation", "background", "range"):
+        found = {name: getattr(encoder.reading, key) for name, encoder in loaded.items()}
+        if len(set(found.values())) > 1:
+            said = ", ".join(f"{name} by {value}" for name, value in found.items())
+            log.warning(
+                "the encoders read images by another %s: %s; --pixels %s=… reads all alike",
+                key, said, key,
+            )  # fmt: skip
+    return loaded
 
 
 def _names(folder: ImageFolder, which: NDArray[np.bool_]) -> list[str]:

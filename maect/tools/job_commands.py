@@ -11,6 +11,7 @@ from maect.answers.commands import Resize
 from maect.core.commands import Log, Word, command
 from maect.core.errors import UserError, check_names
 from maect.core.files import need
+from maect.data.commands import StatedPixels
 
 if TYPE_CHECKING:
     from maect.evaluate import EvaluationConfig
@@ -184,6 +185,7 @@ def import_weights(
     timm: Annotated[str | None, Word("NAME")] = None,
     size: str | None = None,
     image_size: int | None = None,
+    pixels: StatedPixels = None,
 ) -> None:
     """Turn downloaded weights into a run.
 
@@ -196,23 +198,25 @@ def import_weights(
         size: encoder size (default: detected).
         image_size: pixels to use it at (default: its own).
     """
+    from maect.core.settings import validated
+    from maect.data.config import stated_pixels
     from maect.recipes import Pixels
     from maect.stages.imported import import_weights as convert
     from maect.stages.run import RunConfig
 
-    pixels = Pixels()
+    read = validated(Pixels, stated_pixels(pixels), "--pixels")
     if weights.suffix == ".yaml":
         config = RunConfig.read(weights)
         if config.weights is None:
             raise UserError(f"{weights}: no `weights`: this run is not an import")
         weights, run, size = config.weights, weights.parent, config.size
-        image_size, pixels = config.encoder.image_size, config.encoder.pixels
+        image_size, read = config.encoder.image_size, config.encoder.pixels
         layout, timm = (config.settings.model_dump().get(key) for key in ("layout", "timm"))
     elif run is None:
         raise UserError(f"{weights}: name the run's folder, too")
     elif timm is not None and (layout or size):
         raise UserError(f"--timm {timm} says everything: leave out --layout and --size")
-    layout, imported = convert(weights, run, layout, size, image_size, pixels, timm)
+    layout, imported = convert(weights, run, layout, size, image_size, read, timm)
     what = imported.timm or f"layout {layout}, size {imported.size}"
     print(
         f"{run}: {what}, {imported.encoder.image_size} pixels, "

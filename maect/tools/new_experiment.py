@@ -3,10 +3,12 @@
 import math
 import shlex
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, cast
 
 import yaml
@@ -251,12 +253,14 @@ def new_experiment(
     *,
     ignore_folders: bool = False,
     skip_unreadable: bool = False,
+    stated: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Write an experiment for the images in a folder.
 
     Args:
         out: the file to write. Without a `val`, lists of both parts' images are written beside it.
         quick: a device that an hour is to be enough on; none: as long as the images are worth.
+        stated: how images are read, as far as it is not to be found out.
 
     Raises:
         UserError: images that cannot be used, unknown weights, or a file that exists.
@@ -271,7 +275,9 @@ def new_experiment(
             f"--from-public {public}: unknown weights; choose from {', '.join(own_training.PUBLIC)}"
         )
     folder = folder.resolve()
-    how = {"ignore_folders": ignore_folders, "skip_unreadable": skip_unreadable}
+    how: dict[str, Any] = {
+        "ignore_folders": ignore_folders, "skip_unreadable": skip_unreadable, "stated": stated,
+    }  # fmt: skip
     where, *others = own_images.find_splits(folder)
     for path in filter(None, (where, *others, out.resolve())):
         if fill_path(str(path)) != str(path):

@@ -5,15 +5,17 @@ import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from maect.answers.duplicates import groups_of, read_images
 from maect.core.errors import UserError, counted
 from maect.data.convert import Inspected, inspect_image, scaled
 from maect.data.decode import UnreadableError
@@ -31,7 +33,7 @@ from maect.data.sources.base import (
 )
 from maect.data.sources.image_files import Folder, Unlabelled
 from maect.evaluate import sampling
-from maect.recipes import Pixels
+from maect.recipes import WHITE, Pixels
 
 # Names of the folders of a split, in any case and with - or blanks for _; the first that is there.
 TRAIN = ("train", "training", "training_set", "train_set")
@@ -41,6 +43,8 @@ INSPECTED = 200
 GRAY = 8  # levels that the channels of a grey JPEG may differ by
 HEADER = 4096  # bytes of a PNG, in which its kind is and what is before its pixels
 FEWEST, FEWEST_VAL = 200, 20
+MOST_NEAR = 50_000
+"""Images that are decoded to find near-duplicates."""
 HELD_OUT = (10, 5, 3, 2)  # one image in this many, the first of them that gives enough
 
 
@@ -168,11 +172,13 @@ def inspect_images(
     *,
     ignore_folders: bool = False,
     skip_unreadable: bool = False,
+    stated: Mapping[str, Any] = MappingProxyType({}),
 ) -> Images:
     """List a folder's images (`CLASS/IMAGE`, or without classes) and open some of them.
 
     Args:
         folder: or an archive or table of images, or a pattern of such.
+        stated: how they are read, as far as somebody says (`Pixels.reading`).
 
     Raises:
         UserError: no images, too few, or a file that cannot be read.
@@ -204,7 +210,7 @@ def inspect_images(
         more = f", nor can {others} of the {len(chosen)} opened" if len(faults) > 1 else ""
         raise UserError(f"{faults[0]}{more}; repair or remove it, or pass --skip-unreadable")
     through = any(one.transparent for one in inspected) or _shows_through(source, entries)
-    pixels, remarks = _pixels(folder, inspected, through)
+    pixels, remarks = _pixels(folder, inspected, through, stated)
     if faults:
         remarks.append(f"{len(faults)} of {len(chosen)} images inspected cannot be read: left out")
     if len(chosen) < len(entries):
@@ -256,10 +262,14 @@ def _shows_through(source: ImageSource, entries: list[Entry]) -> bool:
     return False
 
 
-def _pixels(folder: Path, inspected: list[Inspected], through: bool) -> tuple[Pixels, list[str]]:
+def _pixels(
+    folder: Path, inspected: list[Inspected], through: bool, stated: Mapping[str, Any]
+) -> tuple[Pixels, list[str]]:
     """Return how images like these are read, and why; `through`: something shows through."""
     made: dict[str, Any] = {"orientation": "exif"}
     remarks = []
+    if other := sorted(stated.keys() - Pixels().reading):
+        raise UserError(f"--pixels {other[0]}: is found by looking at the images; leave it out")
     counts = Counter(3 if one.channels == 1 else one.channels for one in inspected)
     if len(counts) > 1:
         found = " and ".join(f"{n} of {channels}" for channels, n in counts.most_common())
@@ -268,16 +278,20 @@ def _pixels(folder: Path, inspected: list[Inspected], through: bool) -> tuple[Pi
             "of their own"
         )
     (channels,) = counts
-    if turned := sum(one.turned for one in inspected):
+    upright = stated.get("orientation", "exif") == "exif"
+    if upright and (turned := sum(one.turned for one in inspected)):
         are = "is turned, as its" if turned == 1 else "are turned, as their"
         remarks.append(f"{turned} of {len(inspected)} images inspected {are} EXIF says")
-    if through:
-        made["background"] = (255, 255, 255)
+    if through and "background" not in stated:
+        made["background"] = WHITE
         remarks.append("Transparent parts get a white background")
     if deep := [one.values for one in inspected if one.values is not None]:
         low, high = min(low for low, _ in deep), max(high for _, high in deep)
         made["range"] = (low, high if high > low else low + 1)
-        remarks.append(f"Values of more than 8 bits: {low:g} to {high:g} become 0 to 255")
+        start, end = stated.get("range") or made["range"]
+        found = f" (the images have {low:g} to {high:g})" if "range" in stated else ""
+        remarks.append(f"Values of more than 8 bits: {start:g} to {end:g} become 0 to 255{found}")
+    made |= stated
     if channels != 3:
         made["channels"] = channels
     # One odd file among photographs says nothing of the others.
@@ -314,23 +328,54 @@ def check_same_classes(train: Images, val: Images) -> None:
     )
 
 
-def held_out(images: Images) -> set[str]:
-    """Names of about one image in ten of every class, chosen by a hash of the name.
+def contents_of(images: Images) -> list[str]:
+    """Return what tells images apart: equal ones and near-duplicates have the same word.
 
-    More of them where the classes are so small that there would be too few to evaluate on.
+    It is the smallest SHA-256 of a group of them. Of more than `MOST_NEAR` images only equal files
+    are found; an image that cannot be read stands for itself.
+    """
+    source = open_source(images.kind, images.folder, pixels=images.pixels)
+    listed = {entry.name: entry for entry in source.listing().entries}
+    names = [entry.name for entry in images.entries]
+    if len(names) > MOST_NEAR:
+        found = {name: _sha256(source, listed[name]) for name in names}
+    else:
+        seen = read_images(source, images.pixels.as_seen, set(names))
+        groups = groups_of(seen)
+        digests: dict[int, str] = {}
+        for group, digest in zip(groups, seen.digests, strict=True):
+            digests[group] = min(digest.hex(), digests.get(group, digest.hex()))
+        entries = zip(seen.entries, groups, strict=True)
+        found = {entry.name: digests[group] for entry, group in entries}
+    return [found.get(name) or hashlib.sha256(name.encode()).hexdigest() for name in names]
+
+
+def _sha256(source: ImageSource, entry: Entry) -> str | None:
+    try:
+        return hashlib.sha256(source.read(entry)).hexdigest()
+    except OSError:
+        return None
+
+
+def held_out(images: Images) -> set[str]:
+    """Names of about one image in ten of every class, chosen by content.
+
+    Equal images and near-duplicates, such as the frames of a scene, are on one side. More are
+    chosen where the classes are so small that there would be too few to evaluate on.
 
     Raises:
         UserError: too few all the same.
     """
     names = [entry.name for entry in images.entries]
     labels = np.array([entry.label for entry in images.entries])
-    hashes = [hashlib.sha256(name.encode()).hexdigest() for name in names]
+    contents = contents_of(images)
     for part in HELD_OUT:
-        chosen = set(compress(names, sampling.held_out(labels, hashes, part)))
+        chosen = set(compress(names, sampling.held_out(labels, contents, part)))
         if len(chosen) >= FEWEST_VAL:
             return chosen
     raise UserError(
         f"{images.folder}: only {len(chosen)} images can be held out, since most of the "
-        f"{len(np.unique(labels))} classes have one image; {FEWEST_VAL} are needed: add a folder "
-        "val beside train, or pass --ignore-folders to use no classes"
+        f"{len(np.unique(labels))} classes have one image, or images that are nearly the same; "
+        f"{FEWEST_VAL} are needed: add a folder val beside train, or pass --ignore-folders to use "
+        "no classes"
     )

@@ -1,6 +1,7 @@
 """Duplicates across splits, by bytes and by features."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maect.answers.audit import audit, open_splits
+from maect.answers.audit import AuditedSplit, audit, open_splits
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_json, write_record
@@ -61,20 +62,22 @@ def vector(key: str) -> np.ndarray:
 
 def test_pairs_across_splits(results: Path) -> None:
     splits = open_splits(results / "runs/ct")
-    across = audit(splits)
+    found = audit(splits)
+    across = found.pairs
+    assert found.threshold >= 0.95 and not found.cut
     assert [(p.a, p.b, p.split_a, p.split_b, p.exact) for p in across] == [
         ("3.png", "copy.png", "train", "val", True),
         ("5.png", "smaller.jpg", "train", "val", False),
     ]
     assert across[0].similarity == 1 and 0.99 < across[1].similarity < 1
-    inside = {(p.a, p.b) for p in audit(splits, within=True)} - {(p.a, p.b) for p in across}
+    inside = {(p.a, p.b) for p in audit(splits, within=True).pairs} - {(p.a, p.b) for p in across}
     assert {frozenset(pair) for pair in inside} == {frozenset({"4.png", "again.png"})}
     # Every pair that is as alike is named.
     every = [split.features.all() for split in splits]
     together = np.concatenate(every)
     unit = [(part - together.mean(0)) / together.std(0) for part in every]
     unit = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in unit]
-    assert len(audit(splits, 0.3)) == int((unit[0] @ unit[1].T >= 0.3).sum())
+    assert len(audit(splits, 0.3).pairs) == int((unit[0] @ unit[1].T >= 0.3).sum())
     with pytest.raises(UserError, match=r"--threshold 1\.5: a cosine"):
         audit(splits, 1.5)
 
@@ -84,7 +87,10 @@ def test_the_command_writes_tables_and_a_page(
 ) -> None:
     assert main(["audit", str(results / "runs/ct")]) == 0
     out = results / "audits/ct"
-    assert f"{out}: 2 pairs, 1 of equal files" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{out}: 2 pairs, 1 of equal files; others have a cosine of 0.95 or more" in said
+    assert (out / "exclude-train.txt").read_text() == "3.png\n5.png\n"
+    assert not (out / "exclude-val.txt").exists()
     pairs = json.loads((out / "pairs.json").read_text())
     digests = {name: open_index(results / "shards/mine" / name).digest for name in ("train", "val")}
     # What the report shows, as long as the images are these.
@@ -112,9 +118,11 @@ def test_the_command_writes_tables_and_a_page(
     with pytest.raises(UserError, match=r"audit\.json: damaged \(it has no checksum\)"):
         pairs_of(results / "audit.json", explored)
     assert {"a", "b", "split_a", "split_b", "similarity"} < pairs[0].keys()
-    assert (out / "pairs.csv").read_text().splitlines()[1] == "3.png,copy.png,train,val,1.0,true"
+    assert (out / "pairs.csv").read_text().splitlines()[1] == "3.png,copy.png,train,val,1.0,true,"
     page = (out / "index.html").read_text()
     assert page.count("data:image/jpeg;base64,") == 4 and "equal files" in page
+    assert "<code>exclude-train.txt</code> (2 images)" in page
+    assert "never delete both files of a pair" in page and "all 2." in page
 
 
 def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
@@ -125,7 +133,7 @@ def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "other/shards/theirs/train"
     ShardsConfig(images=Path("/birds")).write(theirs / CONFIG)
     note_taken(own, theirs)
-    assert len(audit(open_splits(tmp_path / "r/runs/ct"))) == 2
+    assert len(audit(open_splits(tmp_path / "r/runs/ct")).pairs) == 2
     shutil.rmtree(tmp_path / "r/shards/mine/val")
     with pytest.raises(UserError, match=r"the shards of mine-val are not in .*/shards; maect run"):
         open_splits(tmp_path / "r/runs/ct")
@@ -136,11 +144,8 @@ def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
         open_splits(tmp_path / "r/runs/ct")
 
 
-def test_a_picture_that_is_there_many_times_is_not_paired_with_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_that_is_there_many_times_is_not_paired_with_all(tmp_path: Path) -> None:
     """Each copy has a pair across, and one inside; a thousand copies are no million pairs."""
-    monkeypatch.setattr("maect.answers.audit.MOST", 60)
     (tmp_path / "runs/ct").mkdir(parents=True)
     (tmp_path / "runs/ct/encoder.safetensors").write_bytes(b"an encoder")
     encoder = sha256_file(tmp_path / "runs/ct/encoder.safetensors")
@@ -159,7 +164,76 @@ def test_a_picture_that_is_there_many_times_is_not_paired_with_all(
             },
         )  # fmt: skip
     splits = open_splits(tmp_path / "runs/ct")
-    across = audit(splits, 1.0)
+    across = audit(splits, 1.0).pairs
     assert len(across) == 12 + 9 - 1 and all(pair.exact for pair in across)
     assert len({pair.a for pair in across}) == 12 and len({pair.b for pair in across}) == 9
-    assert len(audit(splits, 1.0, within=True)) == len(across) + 11 + 8
+    assert len(audit(splits, 1.0, within=True).pairs) == len(across) + 11 + 8
+
+
+def test_links_between_splits_are_named(tmp_path: Path) -> None:
+    """They are a leak, and no copies: the file behind them may be the only one."""
+    images = {name: tmp_path / "images" / name for name in ("train", "val")}
+    for folder in images.values():
+        folder.mkdir(parents=True)
+    for number in range(6):
+        photograph(number, 40, 30).save(images["train"] / f"{number}.png")
+    (images["val"] / "soft.png").symlink_to(images["train"] / "0.png")
+    os.link(images["train"] / "1.png", images["val"] / "hard.png")
+    shutil.copy(images["train"] / "2.png", images["val"] / "copy.png")
+    pairs = audit(clustered(tmp_path, images, {})).pairs
+    found = {(pair.a, pair.b, pair.exact, pair.link) for pair in pairs if pair.exact}
+    assert found == {
+        ("0.png", "soft.png", True, "symbolic link"),
+        ("1.png", "hard.png", True, "hard link"),
+        ("2.png", "copy.png", True, ""),
+    }
+
+
+def test_the_threshold_comes_from_the_images(tmp_path: Path) -> None:
+    """A tuned encoder puts a class close together: of its images many have a cosine of 0.95."""
+    images, planted = {}, {}
+    for split, count in (("train", 200), ("val", 100)):
+        images[split] = tmp_path / "images" / split
+        images[split].mkdir(parents=True)
+        for number in range(count):
+            name = f"{split}{number}"
+            Image.new("L", (8, 8), number).save(images[split] / f"{name}.png")
+            (images[split] / f"{name}.png").write_bytes(
+                (images[split] / f"{name}.png").read_bytes() + name.encode()
+            )
+    rng = np.random.default_rng(0)
+    centers = rng.normal(size=(10, 32))
+    shapes = rng.normal(size=(10, 3, 32))
+    for split, count in (("train", 200), ("val", 100)):
+        for number in range(count):
+            inside = 0.2 * rng.normal(size=3) @ shapes[number % 10]
+            planted[f"{split}{number}"] = centers[number % 10] + inside
+    for number in range(4):
+        planted[f"val{number}"] = planted[f"train{number}"] + 1e-4 * rng.normal(size=32)
+    splits = clustered(tmp_path, images, planted)
+    fixed, found = audit(splits, 0.95), audit(splits)
+    assert len(fixed.pairs) > 500 and found.threshold > 0.99
+    pairs = {(pair.a, pair.b) for pair in found.pairs}
+    wanted = {(f"train{number}.png", f"val{number}.png") for number in range(4)}
+    assert wanted <= pairs and len(pairs - wanted) <= 4
+
+
+def clustered(
+    root: Path, images: dict[str, Path], planted: dict[str, np.ndarray]
+) -> list[AuditedSplit]:
+    """Splits of these images with these features; others have random ones."""
+    (root / "runs/ct").mkdir(parents=True)
+    (root / "runs/ct/encoder.safetensors").write_bytes(b"an encoder")
+    encoder = sha256_file(root / "runs/ct/encoder.safetensors")
+    for split, folder in images.items():
+        shards = root / "shards/mine" / split
+        shard(folder, shards, "unlabelled", 1)
+        index = open_index(shards)
+        rng = np.random.default_rng(len(split))
+        rows = [planted.get(key, rng.normal(size=32)) for key in index.keys()]  # noqa: SIM118
+        write_features(
+            root / f"features/ct/mine-{split}.safetensors", [np.array(rows, np.float32)], width=32,
+            labels=np.array(index.labels), keys=index.keys(),
+            record={"index_digest": index.digest, "encoder_sha256": encoder, "class_names": []},
+        )  # fmt: skip
+    return open_splits(root / "runs/ct")

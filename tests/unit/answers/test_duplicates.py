@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageOps
+from sklearn.datasets import load_digits
 
+from maect.answers.alike import border, most_of
 from maect.answers.duplicates import NEAR, most_alike, perceptual_hash
 from maect.cli import main
 
@@ -43,13 +45,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_copies_come_first(folder: Path, tmp_path: Path) -> None:
     assert main(["duplicates", str(folder), "--out", str(tmp_path), "--count", "10"]) == 0
     pairs = json.loads((tmp_path / "pairs.json").read_text())
-    assert len(pairs) == 11
-    assert pairs[0] == {"a": "07.png", "b": "copy.png", "exact": True, "bits": 0}
-    near = {(p["a"], p["b"]) for p in pairs[1:] if p["bits"] <= NEAR}
+    assert len(pairs) == 1 + 3 + 10
+    found = {"exact": True, "link": "", "near": False, "bits": 0}
+    assert pairs[0] == {"a": "07.png", "b": "copy.png", **found}
+    near = {(p["a"], p["b"]) for p in pairs[1:] if p["near"]}
     assert near == {("00.png", "half.jpg"), ("01.png", "bright.jpg"), ("02.png", "mirrored.jpg")}
+    assert all(pair["near"] for pair in pairs[1:4]) and all(p["bits"] <= NEAR for p in pairs[1:4])
     with open(tmp_path / "pairs.csv", newline="") as file:
         assert [row["b"] for row in csv.DictReader(file)] == [pair["b"] for pair in pairs]
-    assert (tmp_path / "index.html").read_text().count("data:image/jpeg;base64,/9j/") == 22
+    assert (tmp_path / "index.html").read_text().count("data:image/jpeg;base64,/9j/") == 28
 
 
 def test_what_cannot_be_read_is_named_and_counted(
@@ -61,9 +65,95 @@ def test_what_cannot_be_read_is_named_and_counted(
     (tmp_path / "broken.png").write_bytes(b"\x89PNG")
     assert main(["duplicates", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     told = capsys.readouterr()
-    assert "3 images, 2 left out: 0 pairs of equal files, 3 others" in told.out
+    assert "3 images, 2 left out: 0 pairs of equal files, 0 pairs of near-" in told.out
+    assert "near-duplicates, 3 others that are most alike" in told.out
     assert "broken.png: left out" in told.err and "its name is not UTF-8" in told.err
     assert (tmp_path / "out/index.html").exists()
+
+
+def test_links_are_named_and_are_no_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever deletes the second name of each pair must not lose the only file."""
+    images = tmp_path / "images"
+    (images / "z").mkdir(parents=True)
+    for number in range(3):
+        scene(number).save(images / f"z/{number}.png")
+    (images / "a-link.png").symlink_to("z/0.png")
+    os.link(images / "z/0.png", images / "b-hard.png")
+    shutil.copy(images / "z/0.png", images / "copy.png")
+    (images / "y").symlink_to("z")  # a folder, too
+    assert main(["duplicates", str(images), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "4 images, 5 links to one of them, 0 left out: 1 pair of equal files" in said
+    pairs = json.loads((tmp_path / "out/pairs.json").read_text())
+    links = {(pair["a"], pair["b"], pair["link"]) for pair in pairs if pair["link"]}
+    assert links == {
+        ("b-hard.png", "a-link.png", "symbolic link"),
+        ("b-hard.png", "y/0.png", "symbolic link"),
+        ("b-hard.png", "z/0.png", "hard link"),
+        ("z/1.png", "y/1.png", "symbolic link"),
+        ("z/2.png", "y/2.png", "symbolic link"),
+    }
+    exact = [(pair["a"], pair["b"]) for pair in pairs if pair["exact"]]
+    assert exact == [("b-hard.png", "copy.png")]
+    assert (tmp_path / "out/copies.txt").read_text() == "copy.png\n"
+    page = (tmp_path / "out/index.html").read_text()
+    assert "the same file: symbolic link" in page and "the same file: hard link" in page
+    assert "A link is\nno copy" in page and "never both files of a pair" in page
+
+
+def digits(root: Path, count: int) -> Path:
+    root.mkdir()
+    for number, image in enumerate(load_digits().images[:count]):
+        Image.fromarray((image * 15.9).astype(np.uint8)).save(root / f"{number:03d}.png")
+    return root
+
+
+def test_the_border_comes_from_the_images(tmp_path: Path) -> None:
+    """Digits by different hands differ in few bits of their hashes, and are no duplicates."""
+    images, out = digits(tmp_path / "digits", 300), tmp_path / "out"
+    for number in range(5):
+        with Image.open(images / f"{number:03d}.png") as image:
+            ImageEnhance.Brightness(image).enhance(0.95).save(images / f"dark-{number}.png")
+    assert main(["duplicates", str(images), "--out", str(out), "--count", "200"]) == 0
+    pairs = json.loads((out / "pairs.json").read_text())
+    planted = {(f"{number:03d}.png", f"dark-{number}.png") for number in range(5)}
+    near = {(pair["a"], pair["b"]) for pair in pairs if pair["near"]}
+    assert planted <= near and len(near - planted) <= 8
+    assert sum(pair["bits"] <= NEAR for pair in pairs) > 100  # which a fixed border would give
+
+
+def test_near_duplicates_are_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images, out = tmp_path / "images", tmp_path / "out"
+    images.mkdir()
+    for number in range(40):
+        scene(number).save(images / f"{number:02d}.png")
+        scene(number).save(images / f"{number:02d}-again.jpg", quality=90)
+    assert main(["duplicates", str(images), "--out", str(out), "--count", "1"]) == 0
+    assert "40 pairs of near-duplicates, 1 others" in capsys.readouterr().out
+    assert len(json.loads((out / "pairs.json").read_text())) == 41
+    page = (out / "index.html").read_text()
+    assert "This page shows" not in page
+
+
+def test_what_is_cut_is_said() -> None:
+    rows = [(0, 1, 0.5), (0, 2, 0.9), (1, 2, 0.7), (0, 1, 0.8)]
+    assert most_of(rows, 2) == ({(0, 2): 0.9, (0, 1): 0.8}, True)
+    assert most_of(rows, 3) == ({(0, 2): 0.9, (0, 1): 0.8, (1, 2): 0.7}, False)
+
+
+@pytest.mark.parametrize("width", [2, 4, 16])
+def test_the_border_is_where_one_pair_is_expected(width: int) -> None:
+    points = np.random.default_rng(width).normal(size=(600, width))
+    i, j = np.triu_indices(600, 1)
+    distances = np.square(points[i] - points[j]).sum(1)
+    found = border(distances, 600, len(distances))
+    assert found is not None and (distances <= found).sum() <= 5
+    # A copy of every tenth point does not move it.
+    planted = np.concatenate([distances, np.full(60, 1e-9)])
+    assert border(planted, 660, len(planted)) == pytest.approx(found, rel=0.35)
+    assert border(np.zeros(100), 50, 100) is None and border(distances[:3], 3, 3) is None
 
 
 def test_a_turned_picture_is_compared_upright(tmp_path: Path) -> None:

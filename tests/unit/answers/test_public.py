@@ -181,22 +181,23 @@ def test_a_file_that_does_not_say_what_made_it_is_kept(
     assert main([*command, "--afresh"]) == 0 and theirs.read_bytes() != before
 
 
-def test_an_image_that_becomes_readable_is_computed(run: Path, tmp_path: Path) -> None:
+def test_an_image_that_becomes_readable_is_computed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the message asks: `pip install pydicom`, and the same command again."""
     images, out = tmp_path / "images", tmp_path / "x.parquet"
     images.mkdir()
     photograph(0, 30, 30).save(images / "a.png")
     encoder = load(run)
-    own = encoder.pixels
 
-    def without_a_package(image: Any) -> Any:
+    def without_a_package(*image: Any) -> Any:
         raise UnreadableError("DICOM needs the package pydicom: uv pip install pydicom")
 
-    encoder.pixels = without_a_package  # type: ignore[method-assign]
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"none of 1 images .*uv pip install pydicom"):
-            embed_into(out, encoder, images)
-    encoder.pixels = own  # type: ignore[method-assign]
+    with monkeypatch.context() as patched:
+        patched.setattr("maect.answers.encoder.see", without_a_package)
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"none of 1 images .*uv pip install pydicom"):
+                embed_into(out, encoder, images)
     assert embed_into(out, encoder, images).images == 1
 
 

@@ -64,7 +64,14 @@ RECORD = {
 }
 
 
-def store(path: Path, features: Any, labels: Any, keys: list[str] | None = None, **record: Any):
+def store(
+    path: Path,
+    features: Any,
+    labels: Any,
+    keys: list[str] | None = None,
+    contents: Any = None,
+    **record: Any,
+):
     features = np.asarray(features, np.float32)
     write_features(
         path,
@@ -73,6 +80,7 @@ def store(path: Path, features: Any, labels: Any, keys: list[str] | None = None,
         labels=np.asarray(labels, np.int64),
         keys=keys or [f"c/{i:04d}" for i in range(len(features))],
         record={**RECORD, **record},
+        contents=contents,
     )
     return path
 

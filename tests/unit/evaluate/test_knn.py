@@ -11,6 +11,7 @@ from maect.evaluate.base import EvaluationJob
 from maect.evaluate.knn import Knn
 from maect.evaluate.sampling import held_out, intervals
 from maect.evaluate.store import moments, open_features, standardize
+from maect.evaluate.training_free import with_labels
 from maect.measures import vote
 
 from .conftest import Rank, blobs, given, store
@@ -210,7 +211,7 @@ def test_held_out_training_images_choose(
 ) -> None:
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     metrics = Knn().evaluate(rank, job)
-    held = held_out(train.labels, train.names())
+    held = held_out(train.labels, train.contents())
     assert 15 < held.sum() < 45
     x, y = train.all() + 0, test.all() + 0
     if standardized:
@@ -228,6 +229,40 @@ def test_held_out_training_images_choose(
     name = "knn_standardized" if standardized else "knn"
     assert metrics[f"{name}_held_out"] == first["accuracy"]
     assert metrics[f"{name}_held_out"] <= metrics[f"{name}_best"]
+
+
+def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path: Path, rank: Rank) -> None:
+    """Names follow time: a tenth by name is one block. Equal images stay on one side."""
+    features, labels = blobs(400, 6, 4, 3)
+    contents = np.random.default_rng(0).integers(0, 2**32, 400, np.uint32)
+    contents[1::4] = contents[::4]  # every second image of each hundred twice
+    labels[1::4], features[1::4] = labels[::4], features[::4]
+    queries, others = blobs(90, 6, 4, 4)
+    train = store(tmp_path / "train.safetensors", features, labels, contents=contents)
+    test = store(tmp_path / "test.safetensors", queries, others)
+    file = open_features(train)
+    assert file.contents() == contents.tolist()
+    held = held_out(labels, file.contents())
+    assert np.array_equal(held[1::4], held[::4]) and 20 < held.sum() < 60
+    for label in range(4):
+        places = np.flatnonzero(held[labels == label])
+        assert places.max() > (labels == label).sum() / 2  # not the first of its class
+    job = EvaluationJob(tmp_path / "run", tmp_path / "out.json", {"train": train, "test": test})
+    metrics = Knn().evaluate(rank, job)
+    scores = with_labels(features, labels, contents.tolist(), queries, others)
+    assert metrics["knn_held_out"] == pytest.approx(scores["knn_held_out"].value)
+    tried = {(r["k"], r["temperature"]): r for r in metrics["sweep"] if not r["standardized"]}
+    k, temperature = scores["knn_held_out"].chosen.removeprefix("k ").split(", T ")
+    best = max(row["held_out"] for row in tried.values())
+    assert tried[int(k), float(temperature)]["held_out"] == best
+
+
+def test_features_of_an_earlier_version_have_digests_of_names(tmp_path: Path) -> None:
+    features, labels = blobs(60, 4, 2, 0)
+    file = open_features(store(tmp_path / "x.safetensors", features, labels))
+    held = held_out(labels, file.contents())
+    by_name = np.argsort(file.names())[: held.sum()]
+    assert not np.array_equal(np.flatnonzero(held), np.sort(by_name))
 
 
 def test_without_a_second_image_of_a_class_nothing_is_held_out(tmp_path: Path, rank: Rank) -> None:

@@ -1,0 +1,113 @@
+"""Facts about images that were read, and the warning where much of them is lost.
+
+Sharding keeps them in the index, and every start of an experiment repeats the warning (nothing
+heavy is imported here); commands that read a user's files print it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from maect.core.errors import counted
+from maect.recipes import WHITE, Pixels
+
+if TYPE_CHECKING:  # it imports NumPy
+    from maect.data.convert import About
+
+Facts = dict[str, Any]
+"""Counts of images, JSON: `turned`, `unturned`, `transparent`, and of more than 8 bits `deep`."""
+FULL = 65535
+"""What is white of 16 bits where no range is stated."""
+FEW_LEVELS = 64
+"""Of 256: as many or fewer, of all deep images together, are few for a stated range."""
+
+
+def facts_of(image: About) -> Facts:
+    """Return the facts about an image; none about an ordinary one.
+
+    `transparent` is one without a background, so that the colours that its file hides are seen;
+    `unturned` is one whose EXIF orientation is ignored.
+    """
+    facts: Facts = {}
+    if image.turned:
+        facts["turned"] = 1
+    if image.unturned:
+        facts["unturned"] = 1
+    if image.lost:
+        facts["transparent"] = 1
+    if image.values is not None:
+        facts["deep"] = {"images": 1, "values": image.values, "levels": f"{image.levels:x}"}
+    return facts
+
+
+def merged(facts: Iterable[Facts]) -> Facts:
+    """Return the facts about many images, from those about each of them or about each part."""
+    facts = list(facts)
+    names = ("turned", "unturned", "transparent")
+    counts = {name: sum(one.get(name, 0) for one in facts) for name in names}
+    found: Facts = {name: n for name, n in counts.items() if n}
+    if deep := [one["deep"] for one in facts if "deep" in one]:
+        low, high = zip(*(one["values"] for one in deep), strict=True)
+        levels = functools.reduce(operator.or_, (int(one["levels"], 16) for one in deep))
+        images = sum(one["images"] for one in deep)
+        found["deep"] = {"images": images, "values": [min(low), max(high)], "levels": f"{levels:x}"}
+    return found
+
+
+def warning(found: Facts, pixels: Pixels, *, option: bool = False) -> str | None:
+    """Return what is lost of images that were read as `pixels`, and what to state; None: nothing.
+
+    Args:
+        option: whether `--pixels` states it, and not a data set of an experiment.
+    """
+    said = []
+    if deep := found.get("deep"):
+        levels, (low, high) = int(deep["levels"], 16).bit_count(), deep["values"]
+        black, white = pixels.range or (0, FULL)
+        better = full_scale(low, high)
+        # A range that somebody states may be wide on purpose, as long as much is left.
+        lost = pixels.range is None or levels <= FEW_LEVELS
+        if lost and better[1] - better[0] < (white - black) / 2:
+            become = "become" if deep["images"] > 1 else "becomes"
+            said.append(
+                f"{counted(deep['images'], 'image')} of more than 8 bits {become} {levels} of 256 "
+                f"grey levels: the values go from {low:g} to {high:g}, and {white:g} is white; "
+                f"state the range: {_stated('range', better, option)}"
+            )
+    if transparent := found.get("transparent"):
+        said.append(
+            f"{counted(transparent, 'image')} with transparent parts, of which the "
+            "colours that their files hide there are used, often black; state what is behind them: "
+            + _stated("background", WHITE, option)
+        )
+    if (unturned := found.get("unturned")) and not option:
+        are = "is" if unturned == 1 else "are"
+        said.append(
+            f"{counted(unturned, 'image')} {are} not turned as EXIF says and viewers do; to turn "
+            "them, state in the data set: pixels: {orientation: exif}"
+        )
+    return "; ".join(said) or None
+
+
+def _stated(key: str, values: Iterable[float], option: bool) -> str:
+    """Return how a key of `pixels` is stated, as an option or in an experiment."""
+    words = [f"{value:g}" for value in values]
+    if option:
+        return f"--pixels {key}={','.join(words)}"
+    return f"in the data set: pixels: {{{key}: [{', '.join(words)}]}}"
+
+
+def full_scale(low: float, high: float) -> tuple[float, float]:
+    """Return the range to propose for values from `low` to `high`.
+
+    That of their bits (0 to 4095), which suits other images of the same camera too; of values below
+    0, fractions, or in less than a quarter of it, their own.
+    """
+    if low >= 0 and float(high).is_integer():
+        span = 0.0, float((1 << max(8, int(high).bit_length())) - 1)
+        if high - low >= (span[1] - span[0]) / 4:
+            return span
+    return low, high if high > low else low + 1

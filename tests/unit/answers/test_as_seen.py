@@ -1,0 +1,488 @@
+"""Every command sees of a file what a person sees: upright, on white, of any depth."""
+
+import base64
+import io
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from safetensors.torch import save_file
+
+import maect
+from maect.answers import duplicates
+from maect.answers.public import PUBLIC, Public
+from maect.answers.vectors import Vectors, thumbnail
+from maect.cli import main
+from maect.core.errors import UserError
+from maect.core.files import sha256_file
+from maect.data.convert import picture_of
+from maect.data.decode import resample
+from maect.data.image_facts import full_scale, warning
+from maect.data.index import open_index
+from maect.data.retrieve import CATALOGUE, Remote
+from maect.data.sources import open_source
+from maect.data.transforms import center_crops
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.retrieval import pictures
+from maect.models.timm_encoder import create
+from maect.models.weights import load_encoder_weights, save_encoder
+from maect.recipes import Pixels
+from maect.records import RunRecord
+from maect.tools.own_images import inspect_images
+
+from .conftest import photograph
+
+SEEN = "orientation=exif background=255,255,255"
+"""What `new-experiment` writes for such images, and the other commands do without being told."""
+Picture = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A file, the picture that a viewer shows, and what has to be stated for it."""
+
+    data: bytes
+    suffix: str
+    picture: Picture
+    stated: str = ""
+    tolerance: int = 1
+
+    def folder(self, root: Path, others: int = 0) -> Path:
+        """Write the file, as the first, and others."""
+        root.mkdir(parents=True)
+        (root / f"000.{self.suffix}").write_bytes(self.data)
+        for number in range(1, others + 1):
+            photograph(number, 24, 20).save(root / f"{number:03d}.png")
+        return root
+
+    @property
+    def option(self) -> list[str]:
+        """The option of the commands that read files."""
+        return ["--pixels", self.stated] if self.stated else []
+
+    @property
+    def for_shards(self) -> list[str]:
+        """The option of sharding, which reads as the paper does where nothing is stated."""
+        return ["--pixels", f"{SEEN} {self.stated}".strip()]
+
+
+def scene() -> Image.Image:
+    """A photograph with all levels from black to white, wider than high and not symmetric."""
+    values = np.asarray(photograph(3, 60, 40)).astype(float)
+    values[:4, :30], values[-4:, 30:] = 0, 255
+    return Image.fromarray(values.astype(np.uint8))
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def rgb(image: Image.Image) -> Picture:
+    return np.asarray(image.convert("RGB"))
+
+
+def turned() -> Case:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(scene(), "JPEG", quality=95, exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert upright.size == (40, 60)
+    return Case(data, "jpg", rgb(upright), tolerance=3)
+
+
+def transparent() -> Case:
+    image = scene().convert("RGBA")
+    alpha = np.full((40, 60), 255, np.uint8)
+    alpha[:, 30:] = 0
+    image.putalpha(Image.fromarray(alpha))
+    shown = rgb(scene()).copy()
+    shown[:, 30:] = 255
+    return Case(encoded(image, "PNG"), "png", shown)
+
+
+def deep(bits: int) -> Case:
+    grey = np.asarray(scene().convert("L")).astype(np.uint16)
+    values = grey * 257 if bits == 16 else grey << (bits - 8)
+    stated = "" if bits == 16 else f"range=0,{(1 << bits) - 1}"
+    data = encoded(Image.fromarray(values), "TIFF")
+    return Case(data, "tif", np.repeat(grey[..., None], 3, 2).astype(np.uint8), stated)
+
+
+def cmyk() -> Case:
+    data = encoded(scene().convert("CMYK"), "JPEG", quality=95)
+    return Case(data, "jpg", rgb(Image.open(io.BytesIO(data))), tolerance=3)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "plain": lambda: Case(encoded(scene(), "PNG"), "png", rgb(scene())),
+    "rotated": turned,
+    "transparent": transparent,
+    **{f"bits{bits}": lambda bits=bits: deep(bits) for bits in (10, 12, 14, 16)},
+    "grey": lambda: Case(encoded(scene().convert("L"), "PNG"), "png", rgb(scene().convert("L"))),
+    "cmyk": cmyk,
+}
+
+
+def crop(picture: Picture, resize: int, size: int) -> Picture:
+    """The centre crop of a whole picture, [3, S, S]."""
+    height, width, _ = picture.shape
+    out = np.empty((1, 3, size, size), np.uint8)
+    resample(
+        Image.fromarray(picture),
+        center_crops(np.array([width]), np.array([height]), resize, size),
+        out,
+    )
+    return out[0]
+
+
+def assert_close(made: Picture, expected: Picture, tolerance: int) -> None:
+    assert made.shape == expected.shape
+    assert abs(made.astype(int) - expected).max() <= tolerance
+
+
+@pytest.fixture
+def encoded_images(monkeypatch: pytest.MonkeyPatch) -> list[Picture]:
+    """All images that encoders are given, uint8 [3, S, S]."""
+    own, given = Encoding.__call__, list[Picture]()
+
+    def call(self: Encoding, images: Any) -> Any:
+        given.extend(images.numpy())
+        return own(self, images)
+
+    monkeypatch.setattr(Encoding, "__call__", call)
+    return given
+
+
+Files = tuple[Path, Path]
+"""Vectors with labels, and a classifier that was fitted to them."""
+
+
+@pytest.fixture(scope="module")
+def files(run: Path, photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    root = tmp_path_factory.mktemp("files")
+    index, classifier = root / "l.parquet", root / "c.safetensors"
+    assert main(["embed", str(run), str(photographs), "--kind", "folder", "--out", str(index)]) == 0
+    words = [
+        "--labelled",
+        str(index),
+        "--classifier",
+        str(classifier),
+        "--out",
+        str(root / "p.csv"),
+    ]
+    assert main(["predict", str(run), str(photographs), *words]) == 0
+    return index, classifier
+
+
+def embed(case: Case, run: Path, root: Path, _: Files) -> list[str]:
+    return ["embed", str(run), str(case.folder(root / "i")), "--out", str(root / "v.parquet")]
+
+
+def search(case: Case, run: Path, root: Path, files: Files) -> list[str]:
+    image = case.folder(root / "i") / f"000.{case.suffix}"
+    return ["search", str(run), str(files[0]), str(image)]
+
+
+def predict(case: Case, run: Path, root: Path, files: Files) -> list[str]:
+    words = ["predict", str(run), str(case.folder(root / "i")), "--out", str(root / "p.csv")]
+    return [*words, "--classifier", str(files[1])]
+
+
+def compare(case: Case, run: Path, root: Path, _: Files) -> list[str]:
+    words = ["compare", str(run), "--images", str(case.folder(root / "i", 40))]
+    return [*words, "--out", str(root / "c"), "--threads", "1"]
+
+
+ENCODING = (embed, search, predict, compare)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("command", ENCODING, ids=lambda command: command.__name__)
+def test_encoders_see_what_a_person_sees(
+    command: Callable[..., list[str]],
+    name: str,
+    run: Path,
+    files: Files,
+    tmp_path: Path,
+    encoded_images: list[Picture],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    case = CASES[name]()
+    assert main([*command(case, run, tmp_path, files), *case.option]) == 0
+    assert_close(encoded_images[0], crop(case.picture, 20, 16), case.tolerance)
+    assert "--pixels" not in caplog.text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_python_and_pages_see_the_same(name: str, run: Path, tmp_path: Path) -> None:
+    case = CASES[name]()
+    pixels = Pixels.model_validate({"range": (0, (1 << int(name[4:])) - 1)} if case.stated else {})
+    encoder = maect.load(run, pixels={"range": pixels.range})
+    expected = crop(case.picture, 20, 16)
+    assert_close(encoder.pixels(case.data), expected, case.tolerance)
+    assert_close(encoder.pixels(Image.open(io.BytesIO(case.data))), expected, case.tolerance)
+    source = open_source("unlabelled", case.folder(tmp_path / "i"))
+    entry = source.listing().entries[0]
+    small = base64.b64decode(thumbnail(source, entry, pixels).partition(",")[2])
+    shown = rgb(Image.open(io.BytesIO(small))).astype(int)
+    assert shown.shape == case.picture.shape and abs(shown - case.picture).mean() < 10
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_duplicates_compare_what_a_person_sees(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, hashed = CASES[name](), list[Picture]()
+    own = duplicates.perceptual_hash
+
+    def spied(image: Image.Image) -> Any:
+        hashed.append(rgb(image))
+        return own(image)
+
+    monkeypatch.setattr(duplicates, "perceptual_hash", spied)
+    images = case.folder(tmp_path / "i", 2)
+    assert main(["duplicates", str(images), "--out", str(tmp_path / "d"), *case.option]) == 0
+    assert_close(hashed[0], case.picture, case.tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_have_what_a_person_sees(name: str, tmp_path: Path) -> None:
+    """And what reads them: training, features, `audit`, and people's own code."""
+    case, out = CASES[name](), tmp_path / "shards"
+    images = case.folder(tmp_path / "i")
+    assert main(["shard", str(images), str(out), "--kind", "unlabelled", *case.for_shards]) == 0
+    index = open_index(out)
+    assert "warning" not in index.record
+    expected = crop(case.picture, 20, 16)
+    (shown,) = pictures(index, np.array([0]), 20, 16)
+    assert_close(shown.transpose(2, 0, 1), expected, case.tolerance)
+    assert_close(rgb(maect.shards(out)[0]["image"]), case.picture, case.tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_new_experiments_read_what_a_person_sees(name: str, tmp_path: Path) -> None:
+    case = CASES[name]()
+    images = case.folder(tmp_path / "i")
+    pixels = inspect_images(images, 1).pixels
+    # The range is that of the images, from their darkest to their brightest.
+    assert_close(rgb(picture_of(case.data, pixels)), case.picture, case.tolerance + 1)
+    stated = {"range": full_scale(0, pixels.range[1])} if case.stated and pixels.range else {}
+    pixels = inspect_images(images, 1, stated=stated).pixels
+    assert_close(rgb(picture_of(case.data, pixels)), case.picture, case.tolerance)
+
+
+@pytest.mark.parametrize("bits", [10, 12, 14])
+@pytest.mark.parametrize("command", ENCODING, ids=lambda command: command.__name__)
+def test_a_missing_range_is_proposed(
+    command: Callable[..., list[str]],
+    bits: int,
+    run: Path,
+    files: Files,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    case = deep(bits)
+    assert main(command(case, run, tmp_path, files)) == 0
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert said.endswith(f"state the range: --pixels {case.stated}")
+    assert f"the values go from 0 to {255 << (bits - 8)}, and 65535 is white" in said
+
+
+@pytest.mark.parametrize("bits", [10, 12, 14])
+def test_sharding_and_duplicates_propose_it_too(
+    bits: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = deep(bits)
+    images = case.folder(tmp_path / "i", 2)
+    assert main(["duplicates", str(images), "--out", str(tmp_path / "d")]) == 0
+    assert f"state the range: --pixels {case.stated}" in caplog.text
+    assert main(["shard", str(images), str(tmp_path / "s"), "--kind", "unlabelled"]) == 0
+    hint = f"state the range: in the data set: pixels: {{range: [0, {(1 << bits) - 1}]}}"
+    assert hint in caplog.text and hint in open_index(tmp_path / "s").record["warning"]
+
+
+def test_what_is_proposed_fits_the_values() -> None:
+    assert full_scale(0, 16320) == (0, 16383) and full_scale(100, 4095) == (0, 4095)
+    assert full_scale(30000, 35000) == (30000, 35000)  # far from black
+    binary = {"deep": {"images": 3, "values": [0, 65535], "levels": f"{1 | 1 << 255:x}"}}
+    assert warning(binary, Pixels()) is None  # no range shows more of it
+    assert full_scale(-200, 900) == (-200, 900) and full_scale(0.1, 0.7) == (0.1, 0.7)
+
+
+def test_shards_of_turned_images_say_so(tmp_path: Path) -> None:
+    """As torchvision does, whose numbers are the paper's, but not in silence."""
+    case = turned()
+    images = case.folder(tmp_path / "i")
+    assert main(["shard", str(images), str(tmp_path / "s"), "--kind", "unlabelled"]) == 0
+    record = open_index(tmp_path / "s").record
+    assert record["unturned"] == 1 and "pixels" not in record
+    assert "1 image is not turned as EXIF says" in record["warning"]
+    assert "pixels: {orientation: exif}" in record["warning"]
+
+
+def test_a_resumed_command_repeats_the_warning(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was read before is not read again."""
+    words = compare(deep(12), run, tmp_path, (tmp_path, tmp_path))
+    for _ in range(2):
+        assert main(words) == 0
+        assert caplog.text.count("state the range: --pixels range=0,4095") == 1
+        caplog.clear()
+
+
+# --- Encoders of all kinds --------------------------------------------------------------------
+
+
+@pytest.fixture
+def every_encoder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, str]]:
+    """An imported run, an exported one, a public encoder, and a trained one that states pixels."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(run), "exported"]) == 0
+    tiny = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
+    monkeypatch.setitem(CATALOGUE, "tiny", (Remote("https://example.org/x", "tiny.safetensors"),))
+    monkeypatch.setitem(PUBLIC, "tiny", Public(tiny, 64))
+    Path("weights").mkdir()
+    save_file(create(tiny, img_size=64).state_dict(), "weights/tiny.safetensors")
+    trained = Path(shutil.copytree(run, "trained"))
+    module, settings, pooling = load_encoder_weights(run / "encoder.safetensors")
+    pixels = Pixels(background=(0, 0, 0), range=(0, 4095))
+    own = settings.model_copy(update={"pixels": pixels})
+    save_encoder(trained / "encoder.safetensors", module.state_dict(), own, pooling)
+    sums = {"encoder.safetensors": sha256_file(trained / "encoder.safetensors")}
+    record = RunRecord.of(trained).model_copy(update={"sha256": sums, "encoder": own})
+    record.write(RunRecord.path(trained))
+    yield {"imported": str(run), "exported": "exported", "public": "tiny", "trained": "trained"}
+
+
+def test_encoders_of_all_kinds_read_alike(every_encoder: dict[str, str]) -> None:
+    for kind, folder in every_encoder.items():
+        encoder = maect.load(folder)
+        for name in ("plain", "rotated", "grey", "cmyk", "bits16"):
+            case = CASES[name]()
+            stated = kind == "trained" and name == "bits16"
+            picture = np.full_like(case.picture, 255) if stated else case.picture
+            expected = crop(picture, encoder.resize, encoder.image_size)
+            made = encoder.pixels(case.data)
+            if not stated:  # brighter than the range of its data set
+                assert_close(made, expected, 2 * case.tolerance)
+        black = transparent().picture.copy()
+        black[:, 30:] = 0
+        shown = black if kind == "trained" else transparent().picture
+        expected = crop(shown, encoder.resize, encoder.image_size)
+        assert_close(encoder.pixels(transparent().data), expected, 1)
+        twelve = crop(deep(12).picture, encoder.resize, encoder.image_size)
+        if kind != "trained":  # whose data set states the range
+            assert encoder.pixels(deep(12).data).max() < 20
+            encoder = maect.load(folder, pixels={"range": (0, 4095)})
+        assert_close(encoder.pixels(deep(12).data), twelve, 1)
+
+
+def test_a_comparison_reads_deep_images_by_one_range(
+    every_encoder: dict[str, str],
+    tmp_path: Path,
+    encoded_images: list[Picture],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The range that one of them states is taken for the others."""
+    images = deep(12).folder(tmp_path / "i", 40)
+    both = [every_encoder["imported"], every_encoder["trained"]]
+    assert main(["compare", *both, "--images", str(images), "--out", "c", "--threads", "1"]) == 0
+    assert len(encoded_images) == 82
+    assert np.array_equal(encoded_images[0], encoded_images[41])
+    assert_close(encoded_images[0], crop(deep(12).picture, 20, 16), 1)
+    assert "reads images of more than 8 bits by the range 0 to 4095" in caplog.text
+    assert "by another background" in caplog.text and "--pixels background=" in caplog.text
+
+
+# --- What is recorded -------------------------------------------------------------------------
+
+
+def test_the_reading_is_recorded_and_followed(
+    run: Path, tmp_path: Path, encoded_images: list[Picture], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, out = deep(12), tmp_path / "v.parquet"
+    images = case.folder(tmp_path / "i", 3)
+    words = ["embed", str(run), str(images), "--out", str(out)]
+    assert main([*words, *case.option]) == 0
+    read = {"orientation": "exif", "background": (255, 255, 255), "range": (0, 4095)}
+    assert Vectors.read(out).pixels == Pixels.model_validate(read)
+    # Another reading makes other vectors, which are not mixed with these.
+    assert main(words) == 2
+    assert "made with pixels" in capsys.readouterr().err
+    # A search reads its image as the index was, and a classifier what it was fitted to.
+    encoded_images.clear()
+    assert main(["search", str(run), str(out), str(images / "000.tif"), "--count", "1"]) == 0
+    assert capsys.readouterr().out.startswith("1.0000  000.tif")
+    labelled = tmp_path / "l.parquet"
+    for number, kind in enumerate("ab"):
+        case.folder(tmp_path / "classes" / kind, 2 + number)
+    classes = str(tmp_path / "classes")
+    embedded = ["embed", str(run), classes, "--kind", "folder", "--out", str(labelled)]
+    assert main([*embedded, *case.option]) == 0
+    kept = ["--classifier", str(tmp_path / "c.safetensors"), "--out", str(tmp_path / "p.csv")]
+    assert main(["predict", str(run), classes, *kept, "--labelled", str(labelled)]) == 0
+    encoded_images.clear()
+    assert main(["predict", str(run), str(images), *kept]) == 0
+    assert_close(encoded_images[0], crop(case.picture, 20, 16), 1)
+
+
+def test_vectors_of_an_earlier_version_are_read_as_they_were_made(
+    run: Path, tmp_path: Path, encoded_images: list[Picture]
+) -> None:
+    case, out = turned(), tmp_path / "v.parquet"
+    images = case.folder(tmp_path / "i")
+    stored = ["--pixels", "orientation=stored background=none"]
+    words = ["embed", str(run), str(images), "--out", str(out)]
+    assert main([*words, *stored]) == 0
+    found = Vectors.read(out)
+    assert found.about["pixels"] == {}  # as nothing was said then
+    assert main(["search", str(run), str(out), str(images / "000.jpg"), "--count", "1"]) == 0
+    lying = np.asarray(Image.open(io.BytesIO(case.data)))
+    assert_close(encoded_images[-1], crop(lying, 20, 16), case.tolerance)
+    assert main([*words, *stored]) == 0  # what is there is kept
+
+
+def test_an_import_keeps_the_range(every_encoder: dict[str, str]) -> None:
+    name = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
+    words = ["import", "weights/tiny.safetensors", "deep", "--timm", name, "--image-size", "64"]
+    assert main([*words, "--pixels", "range=0,4095"]) == 0
+    encoder = maect.load("deep")
+    assert encoder.reading.range == (0, 4095)
+    assert_close(encoder.pixels(deep(12).data), crop(deep(12).picture, encoder.resize, 64), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("range", "write KEY=VALUE, such as range=0,4095"),
+        ("range=9,2", "range: 9.0 is not below 2.0"),
+        ("rnage=0,1", "unknown key 'rnage'; did you mean 'range'"),
+        ("orientation=up", "orientation: Input should be 'stored' or 'exif'"),
+        ("background=0,0,300", "background.2: Input should be less than or equal to 255"),
+        ("channels=1", "channels belongs to the encoder"),
+        ('{"range": [0', "--pixels"),
+    ],
+)
+def test_what_cannot_be_stated_is_said_in_a_line(
+    text: str, fault: str, run: Path, photographs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["embed", str(run), str(photographs), "--pixels", text, "--out", "x.parquet"]) == 2
+    error = capsys.readouterr().err
+    assert fault in error and error.count("\n") == 1
+
+
+def test_another_encoder_refuses_what_belongs_to_it(run: Path) -> None:
+    with pytest.raises(UserError, match=re.escape("pixels: mean belongs to the encoder")):
+        maect.load(run, pixels={"mean": (0.5,) * 3})
