@@ -40,7 +40,7 @@ LEAST = 0.95
 SHOWN = 200
 """Pairs on the page."""
 COPIES = "copies.txt"
-_SIDE = 32
+_SIDE, _FLAT = 32, 2
 _ROWS = 4096
 _AT_ONCE = 256
 _EVERY = 10.0
@@ -99,11 +99,14 @@ def perceptual_hash(image: Image.Image) -> Array:
     """The signs of the lowest 8 x 8 frequencies of an image in 32 x 32 grey pixels, [64] of ±1.
 
     As pHash (Zauner 2010, section 3.2): a discrete cosine transform, each frequency
-    compared with the median of all. Sizes, compression and brightness hardly change it.
+    compared with the median of all. Sizes, compression and brightness hardly change it. A picture
+    of one colour has no signs: zeros, which are unlike any hash.
     """
     from scipy.fft import dctn
 
     grey = np.asarray(image.convert("L").resize((_SIDE, _SIDE), Image.Resampling.LANCZOS), float)
+    if np.ptp(grey) < _FLAT:
+        return np.zeros(BITS, np.float32)
     low = dctn(grey, norm="ortho")[:8, :8].ravel()
     return np.where(low > np.median(low), 1, -1).astype(np.float32)
 

@@ -1,6 +1,7 @@
 """Inspection of somebody's own images: where splits lie, whether folders are classes, sizes."""
 
 import hashlib
+import logging
 import math
 import os
 import statistics
@@ -34,6 +35,8 @@ from maect.data.sources.base import (
 from maect.data.sources.image_files import Folder, Unlabelled
 from maect.evaluate import sampling
 from maect.recipes import WHITE, Pixels
+
+log = logging.getLogger(__name__)
 
 # Names of the folders of a split, in any case and with - or blanks for _; the first that is there.
 TRAIN = ("train", "training", "training_set", "train_set")
@@ -328,16 +331,16 @@ def check_same_classes(train: Images, val: Images) -> None:
     )
 
 
-def contents_of(images: Images) -> list[str]:
-    """Return what tells images apart: equal ones and near-duplicates have the same word.
+def contents_of(images: Images, near: bool) -> list[str]:
+    """Return what tells images apart: equal ones have the same word, the smallest SHA-256 of them.
 
-    It is the smallest SHA-256 of a group of them. Of more than `MOST_NEAR` images only equal files
-    are found; an image that cannot be read stands for itself.
+    Args:
+        near: near-duplicates, too. An image that cannot be read stands for itself.
     """
     source = open_source(images.kind, images.folder, pixels=images.pixels)
     listed = {entry.name: entry for entry in source.listing().entries}
     names = [entry.name for entry in images.entries]
-    if len(names) > MOST_NEAR:
+    if not near:
         found = {name: _sha256(source, listed[name]) for name in names}
     else:
         seen = read_images(source, images.pixels.as_seen, set(names))
@@ -368,14 +371,20 @@ def held_out(images: Images) -> set[str]:
     """
     names = [entry.name for entry in images.entries]
     labels = np.array([entry.label for entry in images.entries])
-    contents = contents_of(images)
-    for part in HELD_OUT:
-        chosen = set(compress(names, sampling.held_out(labels, contents, part)))
-        if len(chosen) >= FEWEST_VAL:
-            return chosen
+    for near in (True, False) if len(names) <= MOST_NEAR else (False,):
+        contents = contents_of(images, near)
+        for part in HELD_OUT:
+            chosen = set(compress(names, sampling.held_out(labels, contents, part)))
+            if len(chosen) >= FEWEST_VAL:
+                return chosen
+        if near:
+            log.warning(
+                "%s: so many images are nearly the same that they are on both sides of the split: "
+                "only equal files are on one; a folder val beside train says otherwise",
+                images.folder,
+            )
     raise UserError(
         f"{images.folder}: only {len(chosen)} images can be held out, since most of the "
-        f"{len(np.unique(labels))} classes have one image, or images that are nearly the same; "
-        f"{FEWEST_VAL} are needed: add a folder val beside train, or pass --ignore-folders to use "
-        "no classes"
+        f"{len(np.unique(labels))} classes have one image; {FEWEST_VAL} are needed: add a "
+        "folder val beside train, or pass --ignore-folders to use no classes"
     )

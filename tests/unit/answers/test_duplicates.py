@@ -188,6 +188,8 @@ def test_the_most_alike_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hash_is_of_what_is_seen() -> None:
+    flat = [perceptual_hash(Image.new("RGB", (9, 9), color)) for color in ("red", "blue")]
+    assert not np.any(flat)  # pictures of one colour are not alike for that
     one, other = perceptual_hash(scene(3)), perceptual_hash(scene(4))
     assert set(one.tolist()) == {-1.0, 1.0}
     assert one @ perceptual_hash(scene(3).resize((200, 160))) > 56 > one @ other + 20
