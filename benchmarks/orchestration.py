@@ -149,7 +149,7 @@ def latency(cluster: Cluster, shards: str) -> None:
     moments = {
         "Snakemake starts the rule": (PLACE / "started").stat().st_mtime,
         "the launcher starts, checks, writes its request": (run / "jobs").stat().st_mtime,
-        "sbatch accepts (Python, submitit, sbatch)": (place / "submitted.json").stat().st_mtime,
+        "sbatch accepts (Python, submitit, sbatch)": record.read_job(run).submitted,
         "SLURM starts the job (whole seconds)": time.mktime(
             time.strptime(started, "%Y-%m-%dT%H:%M:%S")
         ),

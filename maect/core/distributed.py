@@ -168,8 +168,7 @@ def _in_time(context: Context, store: dist.Store) -> Iterator[None]:
     error = NodeError(
         f"all {context.world_size} ranks have started, but they exchanged nothing within "
         f"{minutes:.3g} minutes; name the nodes' network interface in the setup script: "
-        "NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME",
-        ranks=(),
+        "NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
     )
     timer = Timer(FIRST_EXCHANGE.total_seconds(), lambda: context.fail(error))
     timer.daemon = True

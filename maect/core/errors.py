@@ -23,22 +23,11 @@ class OtherFormatError(ValueError):
 
 
 class NodeError(UserError):
-    """Error caused by a setting or, in a run that has worked elsewhere, by a node.
-
-    `ranks` are those to blame, as far as this one knows; None: this one itself.
-    """
-
-    def __init__(self, message: str, ranks: Iterable[int] | None = None) -> None:
-        super().__init__(message)
-        self.ranks = None if ranks is None else tuple(ranks)
+    """Error caused by a setting or, in a run that has worked elsewhere, by a node."""
 
 
 class RankError(RuntimeError):
-    """Another rank failed, and this one can only tell; `ranks` are to blame, as far as it knows."""
-
-    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
+    """Another rank failed, and this one can only tell."""
 
 
 class SupersededError(Exception):

@@ -5,11 +5,10 @@ import os
 import pwd
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from maect.core.errors import UserError
-from maect.core.owners import is_own, private_folder
+from maect.core.owners import private_folder
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +42,7 @@ def private_caches() -> None:
         log.warning("%s: what is compiled is not kept", error)
         folder = Path(tempfile.mkdtemp(prefix="maect-compiled-"))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        given = os.environ.get(name)
-        if given:
-            with suppress(OSError):
-                os.makedirs(given, exist_ok=True)
-        if not given or not is_own(given):
+        if not os.environ.get(name):
             os.environ[name] = str(private_folder(folder / name.partition("_")[0].lower()))
 
 

@@ -17,6 +17,7 @@ from isal import isal_zlib
 
 from maect.core.errors import UserError
 from maect.core.files import open_file, read_record, sha256_file, with_retries
+from maect.core.owners import refuse_public
 from maect.recipes import Pixels
 
 if TYPE_CHECKING:
@@ -231,6 +232,7 @@ def open_index(directory: str | Path) -> Index:
     directory = Path(directory)
     if not (directory / "index.json").exists():
         raise UserError(f"{directory}: no index.json; make it with maect shard")
+    refuse_public(directory)
     record = read_record(directory / "index.json")
     path = directory / "index.npy"
     try:

@@ -13,7 +13,7 @@ import yaml
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import PIPELINE
-from maect.core.owners import exposed
+from maect.core.owners import why_public
 from maect.core.yaml_files import read_mapping
 from maect.evaluate import PROTOCOLS
 from maect.stages import STAGES
@@ -41,7 +41,7 @@ def find_profile(name_or_path: str) -> Path:
     folders = (Path(name_or_path), PIPELINE / name_or_path) if "/" in name_or_path else (known,)
     for folder in folders:
         if (folder / "config.yaml").is_file():
-            if reason := exposed(folder / "config.yaml"):
+            if reason := why_public(folder / "config.yaml"):
                 raise UserError(f"--profile {name_or_path}: {reason}")
             if "config" in read_mapping(folder / "config.yaml", "profile"):
                 raise UserError(

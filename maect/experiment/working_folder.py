@@ -1,16 +1,14 @@
 """The folder that a pipeline is started in, where Snakemake has files of its own."""
 
 import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 import maect
 from maect.core.errors import UserError
 from maect.core.files import PIPELINE, check_literal_path
-from maect.core.owners import exposed, is_trusted, owner_name
+from maect.core.owners import why_public
 
-MEMORY = Path(".snakemake")
 DEFAULT_PROFILES = (Path("default"), Path("profiles/default"))
 """Where Snakemake searches for settings by default."""
 
@@ -19,14 +17,8 @@ def check_working_folder() -> None:
     """Refuse a working folder where others could put something in Snakemake's way (UserError)."""
     here = Path.cwd()
     check_literal_path(here)
-    if reason := exposed(here) or exposed(here / MEMORY):
+    if reason := why_public(here, sticky=True):
         raise UserError(f"{reason}; or start in a folder of your own")
-    found = MEMORY.lstat() if os.path.lexists(MEMORY) else None
-    if found and here.stat().st_mode & stat.S_IWOTH and not is_trusted(found.st_uid):
-        raise UserError(
-            f"{here / MEMORY}: made by {owner_name(found.st_uid)}, and Snakemake would use it; "
-            "start in a folder of your own"
-        )
 
 
 def check_profiles(words: Sequence[str]) -> None:

@@ -17,7 +17,6 @@ from submitit.local.local import LocalExecutor
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from maect.core.errors import UserError
-from maect.core.files import write_record
 from maect.launch import record, submit, worker
 from maect.launch.record import Job
 from maect.launch.slurm import command
@@ -48,8 +47,8 @@ class Sbatch(SlurmExecutor):
 
 
 def main(folder: Path, job: Job) -> None:
-    """Submit, and write the job's id or the error to `submitted.json`."""
-    name, known = job.name, record.read_job(folder, own=True)
+    """Submit, and print the job's id or the error as a line of JSON, the last one."""
+    name, known = job.name, record.read_job(folder)
     if known is None or known.name != name or known.state == "ended":
         raise UserError(f"{folder / 'job.json'}: no longer asks for {name}")
     jobs = record.make_job_folder(folder, name)
@@ -67,9 +66,9 @@ def main(folder: Path, job: Job) -> None:
         # What sbatch says comes as a RuntimeError; only the others need their type.
         kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
         refused = refused or isinstance(error, FailedJobError | TypeError | ValueError)
-        write_record(jobs / "submitted.json", {"error": f"{kind}{error}", "refused": refused})
+        print(json.dumps({"error": f"{kind}{error}", "refused": refused}))
         raise
-    write_record(jobs / "submitted.json", {"id": submitted.job_id})
+    print(json.dumps({"id": submitted.job_id}))
 
 
 if __name__ == "__main__":

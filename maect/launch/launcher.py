@@ -8,13 +8,22 @@ from functools import partial
 from pathlib import Path
 
 from maect.core.files import check_literal_path, make_folder, watch_folder, with_retries
+from maect.core.owners import refuse_public
 from maect.launch import progress, record, slurm, submit
 from maect.launch.local import Local
 from maect.launch.owner import Interruption, own
 from maect.launch.record import Job
 from maect.launch.resources import LaunchError, Resources, Task
 from maect.launch.slurm import Slurm
-from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, Notice, State, meaning, state_of
+from maect.launch.state import (
+    NOT_ACCEPTED_YET,
+    STOPPED,
+    Cluster,
+    Notice,
+    State,
+    classify_notice,
+    state_of,
+)
 
 TICK = 0.5  # seconds between two reads of the files
 ATTEMPTS = 3  # attempts without progress before giving up
@@ -57,7 +66,7 @@ def launch(
     if resources.cluster == "slurm":
         submit.check_shell()
     make_folder(folder)
-    record.check_folder(folder)
+    refuse_public(folder)
     with own(folder), watch_folder(folder) as is_there, Interruption(detach) as interruption:
         line = progress.ProgressLine(describe)
         try:
@@ -74,7 +83,7 @@ def launch(
 def _is_endangered(folder: Path, identity: str) -> bool:
     """Return whether a job of other settings may still write over what is there."""
     try:
-        job = record.read_job(folder, own=True)
+        job = record.read_job(folder)
     except LaunchError:  # damaged: nothing is asked of the job any more
         return False
     if job is None or job.state == "ended" or record.verdict(folder, job) == "done":
@@ -97,9 +106,7 @@ class _Launch:
     interruption: Interruption
     is_there: Callable[[], bool]  # whether the folder is the one that it was
     asked_at: float | None = field(default=None, init=False)
-    spare_nobody: bool = field(default=False, init=False)  # there are too few nodes to exclude any
-    shown: int = field(default=0, init=False)  # sentences of the job's rank 0 that were shown
-    speaker: tuple[str, int] = field(default=("", 0), init=False)  # host and process of that rank
+    shown: set[str] = field(default_factory=set, init=False)  # sentences of jobs, for people
     broken: int = field(default=0, init=False)  # submissions of which neither id nor refusal came
     refusal: str = field(default="", init=False)  # why SLURM last took no job
     refused_since: float | None = field(default=None, init=False)
@@ -108,7 +115,7 @@ class _Launch:
     clusters: dict[str, Cluster] = field(default_factory=clusters, init=False)
 
     def run(self) -> None:
-        job = record.read_job(self.folder, own=True)
+        job = record.read_job(self.folder)
         if job is not None and job.state != "ended" and not record.is_of(self.folder, job):
             self.line.say(f"{job} is that of {job.place}, and left alone")
             self.close(job, f"it is the job of {job.place}")
@@ -138,9 +145,6 @@ class _Launch:
                 last = progress.describe(job.progress)
                 self.line.say(f"done: {last}" if last else "done")
                 return
-            failure = end.failure if end.outcome in ("failed", "lost") else None
-            if failure is not None and failure.kind != "UserError":
-                job.suspects = self.clusters[job.cluster].suspects(self.folder, job, failure)
             self.close(job, end.notice.text)
             if ours or seen:  # how a job ended while nobody watched is not held against it
                 failures = self.judge(job, end, failures)
@@ -161,7 +165,7 @@ class _Launch:
             self.check_place()
             record.learn_id(self.folder, job)
             notice = state_of(self.folder, job, self.clusters).notice
-            self.obey(job, notice)
+            self.handle_interrupt(job, notice)
             how = self.stop(job, notice)
             time.sleep(TICK)
         self.asked_at = None
@@ -181,7 +185,7 @@ class _Launch:
             LaunchError: refused; or another launcher is at work, on a file system without locks.
         """
         self.check_place()
-        known = record.read_job(self.folder, own=True)
+        known = record.read_job(self.folder)
         if known is not None and (previous is None or known.name != previous.name):
             raise LaunchError(
                 f"{self.folder}: another launcher has submitted job {known.id or known.name}: "
@@ -189,10 +193,6 @@ class _Launch:
             )
         where = self.resources
         job = record.new_job(self.folder, where.cluster, where.ranks, previous, self.task.identity)
-        if self.spare_nobody:
-            job.excluded = []
-        elif job.excluded:
-            self.line.say(f"without {', '.join(job.excluded)}, which ended {record.BAD} jobs")
         job.site = self.clusters[job.cluster].site()
         job.place = os.path.realpath(self.folder)
         job.request = submit.request(job, self.folder, self.task, where)
@@ -209,7 +209,7 @@ class _Launch:
         error = answer["error"].strip()
         passes = job.cluster == "slurm" and slurm.passes(error)
         refused = answer.get("refused") and not passes
-        if refused and not job.excluded and self.may_be_taken_later(job, error):
+        if refused and self.may_be_taken_later(job, error):
             # There is no such job, nor will there be: the next one has another name.
             said = " ".join(error.split())
             self.close(job, f"{NOT_ACCEPTED_YET}: {said}")
@@ -225,10 +225,6 @@ class _Launch:
             self.line.say(f"{what}, searching for it: {' '.join(error.split())}")
             return job
         self.close(job, f"not accepted: {error}")
-        if job.excluded:
-            self.line.say(f"not accepted without {', '.join(job.excluded)}; trying with them")
-            self.spare_nobody = True
-            return self.submit(job)
         raise LaunchError(f"{self.line.title}: {job.cluster} job not accepted: {error}")
 
     def may_be_taken_later(self, job: Job, error: str) -> bool:
@@ -267,10 +263,9 @@ class _Launch:
         """Wait for the job's end: (its end or None when it is complete, whether it was live)."""
         cluster = self.clusters[job.cluster]
         notice, seen, next_poll, ended = Notice("unknown", "waiting"), False, 0.0, float("inf")
-        self.shown = 0
         while True:
             self.check_place()
-            self.tell(job)
+            self.show_job_messages(job)
             if self.is_done():
                 cluster.finish(self.folder, job)
                 return None, seen
@@ -286,34 +281,31 @@ class _Launch:
             if notice.hint and notice.hint != self.hint:
                 self.hint = notice.hint
                 self.line.say(notice.hint)
-            self.obey(job, notice)
+            self.handle_interrupt(job, notice)
             ended = min(ended, now) if notice.phase == "ended" else float("inf")
             # What is left of it must not run beside the next job.
             if now - ended >= notice.grace and cluster.end(self.folder, job):
-                self.tell(job)
-                return meaning(self.folder, job, notice), seen
+                self.show_job_messages(job)
+                return classify_notice(self.folder, job, notice), seen
             if self.line.is_due():
-                self.line.show(*self.present(job, notice))
+                self.line.show(*self.progress_line(job, notice))
             time.sleep(TICK)
 
-    def tell(self, job: Job) -> None:
-        """Show what the job says to people, once; SLURM may begin it again under its name."""
-        report = record.rank_0(self.folder, job)
-        speaker = report.host, report.pid
-        if report.host and speaker != self.speaker:
-            self.speaker, self.shown = speaker, 0
-        for sentence in report.said[self.shown :]:
-            self.shown += 1
-            self.line.say(sentence)
+    def show_job_messages(self, job: Job) -> None:
+        """Show what the job says to people, each sentence once."""
+        for sentence in record.rank_0(self.folder, job).said:
+            if sentence not in self.shown:
+                self.shown.add(sentence)
+                self.line.say(sentence)
 
-    def present(self, job: Job, notice: Notice) -> tuple[str, float | None]:
+    def progress_line(self, job: Job, notice: Notice) -> tuple[str, float | None]:
         """Return what to show, and the part of the steps that is done."""
         if notice.phase == "running" and self.asked_at is None:
             report = record.progress(self.folder, job)
             return progress.describe(report) or notice.text or "running", progress.part(report)
         return "saving and stopping" if self.asked_at else notice.text, None
 
-    def obey(self, job: Job, notice: Notice) -> None:
+    def handle_interrupt(self, job: Job, notice: Notice) -> None:
         """Leave the job running, or stop it, if that was asked for."""
         # A second interrupt cancels, also where Snakemake has gone by the first one.
         reason = self.interruption.reason_to_leave()

@@ -75,14 +75,14 @@ class Local(Cluster):
 
     def _from_outside(self, folder: Path, job: Job) -> Notice:
         """Look at a job of another container: by the locks of its ranks, which one kernel keeps."""
-        live, ranks = record.live_ranks(folder, job), record.ranks(folder, job)
-        if live is None:
+        lives = record.lives(folder, job)
+        if lives is None:
             raise _elsewhere(folder, job)
-        if not live and not ranks and time.time() - job.submitted < START:
+        if lives:
+            return Notice("running", "in another container")
+        if not record.ranks(folder, job) and time.time() - job.submitted < START:
             return Notice("unknown", "starting in another container")
-        if not live:
-            return Notice("ended", "its processes have ended")
-        return Notice("running", "in another container")
+        return Notice("ended", "its processes have ended")
 
     def finish(self, folder: Path, job: Job) -> None:
         """Let the ranks of a job leave that has returned."""
@@ -91,7 +91,7 @@ class Local(Cluster):
     def end(self, folder: Path, job: Job) -> bool:
         """Kill a job's processes, data loaders included; False if they are out of sight."""
         _end(job.name, 0.0)
-        if job.namespace != record.namespace() and record.live_ranks(folder, job):
+        if job.namespace != record.namespace() and record.lives(folder, job):
             return False
         remove_folder(folder, job.name)
         return True

@@ -1,21 +1,16 @@
 """One launcher per run folder, and when it leaves: on a signal, or once its Snakemake is gone."""
 
-import errno
 import fcntl
 import json
 import logging
 import os
 import signal
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
-
-import psutil
 
 from maect.core.files import make_folder
 from maect.launch.resources import LaunchError
@@ -34,7 +29,7 @@ def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
     """Hold `folder/owner.lock`, which the kernel frees; LaunchError if another launcher has it."""
     make_folder(folder)
     lock = folder / "owner.lock"
-    with _open(lock) as file:
+    with lock.open("a+", encoding="utf-8") as file:
         deadline = time.monotonic() + patience
         warned = False
         while not _lock(file.fileno(), folder):
@@ -55,22 +50,6 @@ def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
-
-
-def _open(path: Path) -> TextIO:
-    """Open a lock file, to be emptied: not where somebody else's link leads to (LaunchError)."""
-    hint = "delete it, or ask its owner to `chmod g+w` it"
-    try:
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.ELOOP):
-            raise
-        raise LaunchError(f"{path}: {error.strerror}; {hint}") from None
-    file = open(number, "r+", encoding="utf-8")  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        file.close()
-        raise LaunchError(f"{path}: not a file; {hint}")
-    return file
 
 
 def _lock(descriptor: int, folder: Path) -> bool:
@@ -94,53 +73,28 @@ def _owner(path: Path) -> str:
         return "another launcher"
 
 
-class Ancestors:
-    """The Snakemake processes that this launcher works for, if any."""
-
-    def __init__(self) -> None:
-        # is_running() compares creation times, so a reused process id does not deceive it.
-        self._above = [parent for parent in psutil.Process().parents() if _is_snakemake(parent)]
-        # It may have been killed before we checked: then it is no ancestor any more.
-        self._named = os.environ.get(SNAKEMAKE, "")
-
-    def are_alive(self) -> bool:
-        """False once any of them has died."""
-        return _is_named_alive(self._named) and all(map(_is_alive, self._above))
-
-
-def _is_snakemake(process: psutil.Process) -> bool:
-    try:
-        words = process.cmdline()[:3]
-    except psutil.Error:
-        return False
-    return any(Path(word).name == "snakemake" for word in words)
-
-
 def this_process() -> str:
     """This process as `MAECT_SNAKEMAKE` names it."""
     return f"{os.getpid()} {_began(os.getpid())}"
 
 
-def _began(pid: int) -> str:
-    """Return when a process began (else OSError), in ticks, whatever becomes of the clock."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
-
-
-def _is_named_alive(named: str) -> bool:
-    pid, _, began = named.partition(" ")
+def is_snakemake_alive() -> bool:
+    """Return whether the Snakemake that `MAECT_SNAKEMAKE` names lives; True if it names none."""
+    pid, _, began = os.environ.get(SNAKEMAKE, "").partition(" ")
     if not (pid.isdecimal() and began.isdecimal()):  # somebody else's variable of this name
         return True
     try:
-        return _began(int(pid)) == began and _is_alive(psutil.Process(int(pid)))
-    except (OSError, psutil.Error):
+        return _began(int(pid)) == began
+    except OSError:
         return False
 
 
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+def _began(pid: int) -> str:
+    """Return when a live process began (else OSError), in ticks, whatever becomes of the clock."""
+    state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    if state == "Z":
+        raise ProcessLookupError(f"process {pid} has ended")
+    return rest[18]
 
 
 class Interruption(AbstractContextManager["Interruption"]):
@@ -154,7 +108,6 @@ class Interruption(AbstractContextManager["Interruption"]):
         self._stopped_at = -TOGETHER  # when that was
         self._detached = False
         self._detach = detach
-        self._ancestors = Ancestors()
 
     def __enter__(self) -> "Interruption":
         handlers = {
@@ -176,7 +129,7 @@ class Interruption(AbstractContextManager["Interruption"]):
         """Return why to leave the job running and end, or None."""
         if self._detached:
             return "detached"
-        return None if self._ancestors.are_alive() else "Snakemake is gone"
+        return None if is_snakemake_alive() else "Snakemake is gone"
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._detach:

@@ -2,19 +2,16 @@
 
 A file has one writer; what would have two, on machines without a lock in common, is two files:
 
-    job.json                  the launcher, which holds owner.lock: what is asked for, this job and
-                              those before it, the request to stop, progress and verdict at its end
-    owner.lock                the launcher; the kernel's lock on it says who may write job.json
-    jobs/NAME/submitted.json  the process that submits, which outlives a launcher that is killed
-    jobs/NAME/submission.log  what that process says
-    jobs/NAME/rank-N.json     rank N: since when, where it runs, how it ended; rank 0 also its last
-                              report, the last step saved, the verdict
-    jobs/NAME/alive-N         rank N of a local job: the kernel's lock on it says whether it lives
-    jobs/NAME/rendezvous-N.json  rank 0 of attempt N: where its ranks meet
-    jobs/NAME/*.pkl, *.out    submitit: what the ranks unpickle, and their logs
+    job.json               the launcher: what is asked for, this job and those before it, the
+                           request to stop, progress and verdict at its end
+    owner.lock             the launcher; the kernel's lock on it says who may write job.json
+    jobs/NAME/rank-N.json  rank N: since when, where it runs, how it ended; rank 0 also its last
+                           report, the last step saved, the verdict, where the ranks meet
+    jobs/NAME/alive        ranks of a local job hold a lock on it for as long as they live
+    jobs/NAME/*.pkl, *.sh  submitit: what the ranks unpickle, and what sbatch is given
+    jobs/NAME/*.out        their logs
 
-`jobs` is its owner's alone: whoever could write there would decide what the ranks execute. A run's
-folder is, too: others copy it.
+`jobs` is its owner's alone: it has the secret by which the ranks of several nodes know each other.
 """
 
 import fcntl
@@ -22,27 +19,23 @@ import os
 import re
 import shutil
 import socket
-import stat
 import time
 import uuid
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypedDict, cast
 
-from maect.core.errors import UserError
 from maect.core.files import (
-    check_literal_path,
     make_folder,
     parsed,
+    read_text,
     seek_record,
     verified,
     with_retries,
     write_record,
 )
-from maect.core.owners import exposed, is_trusted, owner_name, private_folder, read_own
 from maect.launch.progress import Report
 from maect.launch.resources import LaunchError
 
@@ -55,8 +48,6 @@ LOST_PEER = re.compile(
 )  # fmt: skip
 """What gloo and NCCL say on a rank whose other one has ended."""
 LONGEST_NAME = 200  # bytes of a folder's name in a job's: a file may be called so, too
-BAD = 2  # failures after which a node is excluded
-COPIED = "others copy the run's folder without `jobs` and `job.json`"
 
 
 def boot() -> str:
@@ -96,7 +87,6 @@ class Past(TypedDict):
     step: int
     ending: str | None
     verdict: str | None
-    suspects: list[str]
 
 
 @dataclass
@@ -124,8 +114,6 @@ class Job:
         saved: last step that was saved, once it is over.
         held: seconds x ranks for which the jobs before it held their devices; once it is over, it,
             too.
-        suspects: nodes that seem to have ended it, once it is over.
-        excluded: nodes that it was submitted without: they ended two jobs before it.
         earlier: the jobs before this one that the cluster took.
     """
 
@@ -149,8 +137,6 @@ class Job:
     progress: Report = field(default_factory=Report)
     saved: int | None = None
     held: float = 0.0
-    suspects: list[str] = field(default_factory=list)
-    excluded: list[str] = field(default_factory=list)
     earlier: list[Past] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -171,31 +157,29 @@ class RankReport:
 
     Attributes:
         id: of its job.
-        node: as SLURM calls it.
         time: when it began or, once it is over, ended.
         end: how its function returned, or "error".
-        kind, message, traceback, blames: of the error, as in `Failure`.
+        kind, message, traceback: of the error, as in `Failure`.
         held: seconds x ranks for which this run's jobs have held their devices so far.
         progress, said, saved, saving: of rank 0: its last report, its sentences for people, the
             last step that is saved, whether a state is being written.
+        meeting: of rank 0: where the ranks of this attempt meet (`rendezvous.Address`).
     """
 
     rank: int
     id: str | None = None
     pid: int = 0
-    host: str = ""
-    node: str | None = None
     time: float = 0.0
     end: str | None = None
     kind: str = ""
     message: str = ""
     traceback: str = ""
-    blames: Sequence[int] | None = None
     held: float | None = None
     progress: Report | None = None
     said: list[str] = field(default_factory=list)
     saved: int | None = None
     saving: bool = False
+    meeting: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -212,11 +196,11 @@ class Failure:
 
     Attributes:
         rank: which one said so.
-        kind: of the error: "UserError", "NodeError" or another's name; "": none was raised.
+        kind: of the error: "UserError", "NodeError", "RankError" (another rank failed) or its own
+            name; "": none was raised.
         message: of the error.
         text: the end of its traceback, or of the rank's log.
         log: of the rank.
-        blames: the ranks that it failed of, where that is not itself.
     """
 
     rank: int
@@ -224,7 +208,6 @@ class Failure:
     message: str
     text: str
     log: Path
-    blames: tuple[int, ...] | None = None
 
 
 def new_job(
@@ -242,11 +225,7 @@ def new_job(
         last = cast(Past, {key: getattr(previous, key) for key in Past.__annotations__})
         earlier = [*previous.earlier, *([last] if previous.id is not None else [])]
     name = unique_name(folder)
-    failures = Counter(node for old in earlier for node in old.get("suspects", ()))
-    excluded = sorted(node for node, count in failures.items() if count >= BAD)
-    return Job(
-        cluster, name, ranks, step, attempt=attempt, held=held, excluded=excluded, earlier=earlier
-    )
+    return Job(cluster, name, ranks, step, attempt=attempt, held=held, earlier=earlier)
 
 
 def unique_name(folder: Path) -> str:
@@ -271,18 +250,15 @@ def is_of(folder: Path, job: Job) -> bool:
     return False
 
 
-def read_job(folder: Path, own: bool = False) -> Job | None:
+def read_job(folder: Path) -> Job | None:
     """The job of this folder, or None if there was none.
-
-    Args:
-        own: refuse a record that another user has written, who would decide what is done.
 
     Raises:
         LaunchError: the record is damaged; it is never taken for one that is not there.
     """
     path = folder / "job.json"
     try:
-        value = verified(parsed(with_retries(read_own, path, not own)))
+        value = verified(parsed(with_retries(read_text, path)))
         # Of another revision it may say more.
         job = Job(**{one.name: value[one.name] for one in fields(Job) if one.name in value})
         if not (isinstance(job.name, str) and job.state in STATES and isinstance(job.step, int)):
@@ -291,8 +267,6 @@ def read_job(folder: Path, own: bool = False) -> Job | None:
             raise ValueError("it has no list of earlier jobs")
     except FileNotFoundError:
         return None
-    except UserError as error:
-        raise LaunchError(f"{error}: {COPIED}") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise LaunchError(
             f"{path}: damaged ({error}); if no job of this folder runs any more "
@@ -311,12 +285,8 @@ def learn_id(folder: Path, job: Job) -> None:
     """Complete a job whose launcher died in between, although its submission went through."""
     if job.id is not None or job.state == "ended":
         return
-    # The job knows its own id, once it runs.
-    for file in ("submitted.json", "rank-0.json"):
-        answer = seek_record(job_folder(folder, job.name) / file)
-        if "id" in answer:
-            job.accepted(answer["id"])
-            return
+    if known := rank_0(folder, job).id:  # the job knows its own id, once it runs
+        job.accepted(known)
 
 
 def job_folder(folder: Path, name: str) -> Path:
@@ -324,37 +294,11 @@ def job_folder(folder: Path, name: str) -> Path:
     return folder / "jobs" / name
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a folder where others could exchange what is executed for a run.
-
-    Raises:
-        UserError: what is executed would not even lie there.
-        LaunchError: others may write there.
-    """
-    check_literal_path(folder)
-    found = folder.stat()
-    if not is_trusted(found.st_uid):
-        raise LaunchError(
-            f"{folder}: {owner_name(found.st_uid)}'s, who could exchange what your job executes; "
-            f"only that user starts jobs there: {COPIED}"
-        )
-    if reason := exposed(folder):
-        raise LaunchError(f"{reason}; or put `storage` into a folder of your own")
-    if found.st_mode & stat.S_IWOTH:
-        raise LaunchError(f"{folder}: every user may write there; run `chmod o-w {folder}`")
-
-
 def make_job_folder(folder: Path, name: str) -> Path:
-    """Make a job's folder, in `jobs`, which nobody else can enter (else LaunchError)."""
+    """Make a job's folder, in `jobs`, where only this user can look."""
     make_folder(folder)
-    check_folder(folder)
-    try:
-        private_folder(folder / "jobs")
-    except UserError as error:
-        mine = (folder / "jobs").lstat().st_uid == os.geteuid()
-        why = "" if mine else f": only the user who began this run can resume it; {COPIED}"
-        raise LaunchError(f"{error}{why}") from None
     path = job_folder(folder, name)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
     return path
 
@@ -375,46 +319,41 @@ def rank_file(folder: Path, name: str, rank: int) -> Path:
 
 
 @contextmanager
-def alive(folder: Path, job: Job, rank: int) -> Iterator[None]:
-    """Hold the lock that says that a rank lives, in whichever container: the kernel frees it.
+def alive(folder: Path, job: Job) -> Iterator[None]:
+    """Hold a lock that says that a rank lives, in whichever container: the kernel frees it.
 
-    Only of a local job, which nobody else asks for. One of SLURM's begins again under its name, and
-    would wait for an attempt before it that is stuck on a lost node.
+    Only of a local job: SLURM says it of its own.
     """
     if job.cluster != "local":
         yield
         return
-    with (job_folder(folder, job.name) / f"alive-{rank}").open("w") as file:
+    with (job_folder(folder, job.name) / "alive").open("a") as file:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
 
-def live_ranks(folder: Path, job: Job) -> set[int] | None:
-    """The ranks that live on this machine, in whichever container; None if unknown."""
-    live = set()
-    for path in _files(folder, job, "alive-*"):
-        with path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                live.add(int(path.name.removeprefix("alive-")))
-            except OSError:  # a file system without locks
-                return None
-    return live
+def lives(folder: Path, job: Job) -> bool | None:
+    """Return whether a rank lives on this machine, in whichever container; None if unknown."""
+    try:
+        with (job_folder(folder, job.name) / "alive").open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:  # a file system without locks
+        return None
+    return False
 
 
 def ranks(folder: Path, job: Job) -> dict[int, RankReport]:
-    """Return what each rank that has started says."""
-    found = map(RankReport.read, _files(folder, job, "rank-*.json"))
-    return {report.rank: report for report in found if report}
-
-
-def _files(folder: Path, job: Job, pattern: str) -> list[Path]:
-    """Return a job's files of a name; none where only their owner can look."""
+    """Return what each rank that has started says; nothing where only their owner can look."""
+    files: list[Path] = []
     with suppress(PermissionError):
-        return list(job_folder(folder, job.name).glob(pattern))
-    return []
+        files = list(job_folder(folder, job.name).glob("rank-*.json"))
+    found = map(RankReport.read, files)
+    return {report.rank: report for report in found if report}
 
 
 def is_hidden(folder: Path) -> bool:
@@ -474,17 +413,15 @@ def failure(folder: Path, job: Job, suspect: int | None = None) -> Failure:
     """
     errors = [report for report in ranks(folder, job).values() if report.end == "error"]
     if errors:
-        kinds = {"UserError": 0, "NodeError": 1}
+        kinds = {"UserError": 0, "NodeError": 1, "RankError": 3}
 
-        def order(error: RankReport) -> tuple[int, bool, bool, float]:
+        def order(error: RankReport) -> tuple[int, bool, float]:
             lost = LOST_PEER.search(error.message) is not None
-            return kinds.get(error.kind, 2), error.blames is not None, lost, error.time
+            return kinds.get(error.kind, 2), lost, error.time
 
         first = min(errors, key=order)
         text = "\n".join(first.traceback.strip().splitlines()[-LOG_TAIL:])
-        blames = None if first.blames is None else tuple(first.blames)
-        where = log(folder, job, first.rank)
-        return Failure(first.rank, first.kind, first.message, text, where, blames)
+        return Failure(first.rank, first.kind, first.message, text, log(folder, job, first.rank))
     rank = suspect or 0
     return Failure(rank, "", "", tail(log(folder, job, rank)), log(folder, job, rank))
 

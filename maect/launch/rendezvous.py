@@ -17,14 +17,13 @@ import shutil
 import socket
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maect.core.errors import NodeError, UserError
-from maect.core.files import seek_record, write_record
-from maect.launch.record import job_folder
+from maect.launch.record import RankReport, rank_file
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -40,11 +39,13 @@ class Address:
     """Address and secret that rank 0 publishes.
 
     Attributes:
+        attempt: of the job (restarts by SLURM): ranks of the last one may be alive.
         host: the first node: loopback, where there is only one.
         secret: stands before every key.
         file, port: of the store, on one node and on several.
     """
 
+    attempt: int
     host: str
     secret: str
     file: str = ""
@@ -52,22 +53,20 @@ class Address:
 
 
 class Rendezvous:
-    """One rank's way to the others, on these hosts, at the job's attempt (restarts by SLURM)."""
+    """One rank's way to the others, on these hosts, at the job's attempt (restarts by SLURM).
+
+    Rank 0 publishes its address in its own file, where the others look for it.
+    """
 
     def __init__(
-        self, folder: Path, name: str, attempt: int, rank: int, size: int, hosts: list[str]
+        self, published: Path, attempt: int, rank: int, size: int, hosts: list[str]
     ) -> None:
         self.rank, self.size = rank, size
         self._listener: socket.socket | None = None
         self._folder = ""
         self._base: Store | None = None
         self._groups = 0
-        file = _file(folder, name, attempt)
-        if rank == 0:
-            self.address = self._open(hosts)
-            write_record(file, asdict(self.address))
-        else:
-            self.address = _find(file)
+        self.address = self._open(attempt, hosts) if rank == 0 else _find(published, attempt)
 
     def store(self, timeout: timedelta) -> "Store":
         """The store in which the next process group meets; on every rank as often."""
@@ -100,29 +99,24 @@ class Rendezvous:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _open(self, hosts: list[str]) -> Address:
+    def _open(self, attempt: int, hosts: list[str]) -> Address:
         secret = secrets.token_hex(16)
         if len(hosts) == 1:
             if self.size > 1:
                 _check_loopback()
             self._folder = tempfile.mkdtemp(prefix="maect-")  # for this user alone
-            return Address("127.0.0.1", secret, file=f"{self._folder}/store")
+            return Address(attempt, "127.0.0.1", secret, file=f"{self._folder}/store")
         # A site's script may name the fast interface.
         address = os.environ.get("MASTER_ADDR") or hosts[0]
         self._listener = _listen(address)
-        return Address(address, secret, port=self._listener.getsockname()[1])
+        return Address(attempt, address, secret, port=self._listener.getsockname()[1])
 
 
 def remove_folder(folder: Path, name: str) -> None:
     """Remove the folder in which the ranks of a job on this machine met, if rank 0 could not."""
-    address = seek_record(_file(folder, name, 0))
-    if address.get("file"):
-        shutil.rmtree(Path(address["file"]).parent, ignore_errors=True)
-
-
-def _file(folder: Path, name: str, attempt: int) -> Path:
-    """Return where rank 0 publishes: another file each attempt, as the last may be alive."""
-    return job_folder(folder, name) / f"rendezvous-{attempt}.json"
+    report = RankReport.read(rank_file(folder, name, 0))
+    if report and report.meeting and report.meeting.get("file"):
+        shutil.rmtree(Path(report.meeting["file"]).parent, ignore_errors=True)
 
 
 def _check_loopback() -> None:
@@ -153,14 +147,14 @@ def _listen(address: str) -> socket.socket:
     return listener
 
 
-def _find(file: Path) -> Address:
+def _find(published: Path, attempt: int) -> Address:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        if address := seek_record(file):
-            return Address(**address)
+        report = RankReport.read(published)
+        if report and report.meeting and report.meeting["attempt"] == attempt:
+            return Address(**report.meeting)
         time.sleep(0.05)
     raise NodeError(
-        f"waited {PATIENCE:.0f} s for rank 0 ({file}): "
-        "is the folder on a file system that all nodes share?",
-        ranks=(),  # rank 0 may not have said yet where it is
+        f"waited {PATIENCE:.0f} s for rank 0 ({published}): "
+        "is the folder on a file system that all nodes share?"
     )

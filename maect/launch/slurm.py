@@ -114,27 +114,6 @@ class Slurm(Cluster):
         notice = self._seldom(self._ask_controller, job)
         return notice is not None and notice.phase == "pending"
 
-    def suspects(self, folder: Path, job: Job, failure: record.Failure) -> list[str]:
-        """The node of the rank that failed, that others blame, or that srun says was lost.
-
-        Else a job's only one.
-        """
-        ranks = record.ranks(folder, job)
-        nodes = {report.node for report in ranks.values() if report.node}
-        lost = TASK_ENDED.search(_attempt_log(folder, job))
-        # What a signal ended says nothing; those who waited for it raise.
-        if lost and not (failure.kind and lost["how"].startswith(b"Exited")):
-            nodes = {lost["node"].decode(errors="replace")}
-        elif failure.blames is not None:
-            nodes &= {ranks[rank].node for rank in failure.blames if rank in ranks}
-        elif failure.kind:
-            nodes &= {ranks[failure.rank].node}
-        elif not nodes and job.id:
-            known, _ = _controllers(job)
-            listed = re.fullmatch(r"[\w.-]+", known.get("NodeList", ""))
-            nodes = {listed[0]} if listed else set()
-        return sorted(nodes) if len(nodes) == 1 else []
-
     def finish(self, folder: Path, job: Job) -> None:
         """Wait for a job that has its completion record to return; cancel it if it does not.
 

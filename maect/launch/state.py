@@ -45,10 +45,6 @@ class Cluster(ABC):
         """Return what the cluster calls itself, if it has a name."""
         return None
 
-    def suspects(self, folder: Path, job: Job, failure: record.Failure) -> list[str]:
-        """Nodes that seem to have ended a job that failed."""
-        return []
-
     @abstractmethod
     def poll(self, folder: Path, job: Job) -> Notice:
         """Return what the cluster says about a job."""
@@ -90,13 +86,15 @@ def state_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> State:
     whatever became of the processes. A question that the cluster does not answer is no end.
     """
     if job.state == "ended":
-        return meaning(folder, job, Notice("ended", job.ending or "", final=job.ending == STOPPED))
+        return classify_notice(
+            folder, job, Notice("ended", job.ending or "", final=job.ending == STOPPED)
+        )
     if not record.is_of(folder, job):
-        return meaning(folder, job, Notice("ended", f"it is the job of {job.place}"))
-    return meaning(folder, job, clusters[job.cluster].poll(folder, job))
+        return classify_notice(folder, job, Notice("ended", f"it is the job of {job.place}"))
+    return classify_notice(folder, job, clusters[job.cluster].poll(folder, job))
 
 
-def meaning(folder: Path, job: Job, notice: Notice) -> State:
+def classify_notice(folder: Path, job: Job, notice: Notice) -> State:
     """Return what a notice about a job means, with what its ranks say by now."""
     if notice.phase != "ended":
         return State(notice)

@@ -7,15 +7,15 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 import maect
 from maect.core import processes
-from maect.core.files import read_record
 from maect.core.processes import SAFE_PATH
 from maect.launch import record
 from maect.launch.owner import SNAKEMAKE
@@ -42,7 +42,7 @@ def request(job: Job, folder: Path, task: Task, resources: Resources) -> Request
     if resources.cluster == "local":
         parameters, gpus = local(resources), gpus_here() > 0
     else:
-        parameters = slurm(resources, job.name, folder, job.excluded)
+        parameters = slurm(resources, job.name, folder)
         gpus = _asks_for_gpus(parameters)
     return {
         "function": task.function,
@@ -83,32 +83,38 @@ def submit(folder: Path, job: Job, watch: Callable[[], None]) -> Submission:
     through with the submission even if the launcher ends meanwhile.
     `watch` is called while it works.
     """
-    jobs = record.make_job_folder(folder, job.name)
-    # In memory: nobody else can put another request in its place.
-    descriptor = os.memfd_create(job.name)
-    with (jobs / "submission.log").open("ab") as log, open(descriptor, "w+b") as request:
+    record.make_job_folder(folder, job.name)
+    # Files without a name, not pipes: the process may outlive this one, and a local job has them.
+    with (
+        tempfile.TemporaryFile() as request,
+        tempfile.TemporaryFile() as answer,
+        tempfile.TemporaryFile() as messages,
+    ):
         request.write(json.dumps(asdict(job)).encode())
         request.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "maect.launch", str(folder)],
             env=environment(job.name, job.request["cpus"]),
             stdin=request,
-            stdout=log,
-            stderr=log,
+            stdout=answer,
+            stderr=messages,
             start_new_session=True,
         )
-    deadline = time.monotonic() + PATIENCE
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return {"error": f"{NO_ANSWER} {PATIENCE:.0f} s"}
-        watch()
-        time.sleep(0.02)
-    try:
-        return cast(Submission, read_record(jobs / "submitted.json"))
-    except Exception:
-        return {"error": f"the submission broke off:\n{record.tail(jobs / 'submission.log')}"}
+        deadline = time.monotonic() + PATIENCE
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return {"error": f"{NO_ANSWER} {PATIENCE:.0f} s"}
+            watch()
+            time.sleep(0.02)
+        answer.seek(0)
+        messages.seek(0)
+        for line in reversed(answer.read().decode(errors="replace").splitlines()):
+            if line.startswith("{"):
+                return cast(Submission, json.loads(line))
+        last = messages.read().decode(errors="replace").strip().splitlines()[-record.LOG_TAIL :]
+        return {"error": "\n".join(["the submission broke off:", *last])}
 
 
 def environment(name: str, cpus: int) -> dict[str, str]:
@@ -156,16 +162,12 @@ def local(resources: Resources) -> dict[str, Any]:
     }
 
 
-def slurm(
-    resources: Resources, name: str, folder: Path, excluded: Sequence[str] = ()
-) -> dict[str, Any]:
+def slurm(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
     """Parameters of submitit's SLURM executor."""
     extra: dict[str, Any] = {"requeue": True}
     for argument in resources.sbatch:
         key, _, value = argument.partition("=")
         extra[key.strip().lstrip("-")] = value.strip() or True
-    if excluded:
-        extra["exclude"] = ",".join([*filter(None, [extra.get("exclude")]), *excluded])
     if not any(key.startswith("gpus") or key == "gres" for key in extra):
         extra["gres"] = f"gpu:{resources.devices}"
     ours = environment(name, resources.cpus)

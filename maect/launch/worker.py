@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 
 from maect.core.context import Context
-from maect.core.errors import NodeError, RankError
 from maect.core.files import sealed, watch_folder, write_record
 from maect.core.log import rank_log
 from maect.launch import record
@@ -55,10 +53,7 @@ class RankFile:
         self._path = record.rank_file(folder, name, rank)
         # The thread that saves states reports here, too, beside the main thread.
         self._lock = threading.Lock()
-        self._report = RankReport(
-            rank, job_id, os.getpid(), socket.gethostname(), os.environ.get("SLURMD_NODENAME"),
-            time.time(),
-        )  # fmt: skip
+        self._report = RankReport(rank, job_id, os.getpid(), time.time())
 
     def held(self) -> float:
         """Seconds x ranks for which this run's jobs have held their devices so far."""
@@ -85,13 +80,11 @@ class RankFile:
         names = [cls.__name__ for cls in type(error).__mro__]
         if "SupersededError" in names:  # whoever took the folder over may have this job's name
             return
-        known = [name for name in names if name in ("NodeError", "UserError")]
-        blames = error.ranks if isinstance(error, NodeError | RankError) else None
+        known = [name for name in names if name in ("NodeError", "RankError", "UserError")]
         self.note(
             end="error",
             kind=known[0] if known else names[0],
             message=str(error),
-            blames=blames,
             traceback="".join(traceback.format_exception(error)),
             time=time.time(),
         )
@@ -104,7 +97,6 @@ class Rank(Context):
     Attributes:
         attempt: how often SLURM has restarted the job under the same id.
         file: what this rank's file says about it; that of rank 0 holds the verdict.
-        is_there: whether the run's folder is still the one that it was.
         rendezvous: the way to the other ranks, once it has joined them.
         said: what the launcher's terminal has to show.
     """
@@ -120,7 +112,6 @@ class Rank(Context):
     name: str
     attempt: int
     file: RankFile
-    is_there: Callable[[], bool]
     rendezvous: Rendezvous | None = None
     said: list[str] = field(default_factory=list)
     reasons: set[str] = field(default_factory=set)
@@ -142,14 +133,15 @@ class Rank(Context):
         return bool(self.reasons)
 
     def is_current(self) -> bool:
-        """Return whether the launcher's record still names this job, as far as that can be read."""
-        if not self.is_there():
-            return False
+        """Return whether the launcher's record still names this job, as far as that can be read.
+
+        A folder that was moved has none any more.
+        """
         try:
-            job = record.read_job(self.folder, own=True)
+            job = record.read_job(self.folder)
         except (OSError, LaunchError):
             return True
-        return job is None or (job.name == self.name and job.state != "ended")
+        return job is not None and job.name == self.name and job.state != "ended"
 
     def report(self, progress: dict[str, Any]) -> None:
         """Tell people how far the job is; cheap, and ignored on ranks other than 0.
@@ -223,16 +215,17 @@ def run(folder_name: str, name: str) -> None:
     logging.getLogger("submitit").handlers.clear()  # ours has its messages, with time and rank
     # Only the job that `job.json` names may run: one submitted twice by a crash ends here, and one
     # that was given up while nobody could cancel it.
-    job = record.read_job(folder, own=True)
+    job = record.read_job(folder)
     if job is None or job.name != name or job.state == "ended":
         why = f"over: {job.ending}" if job and job.name == name else "replaced by another one"
         log.warning("job %s was %s; nothing to do", name, why)
         return
-    with watch_folder(folder) as is_there, record.alive(folder, job, rank):
-        _run(environment, job, folder, is_there)
+    # Should the folder be moved, it is not made again in its old place.
+    with watch_folder(folder), record.alive(folder, job):
+        _run(environment, job, folder)
 
 
-def _run(environment: Any, job: Job, folder: Path, is_there: Callable[[], bool]) -> None:
+def _run(environment: Any, job: Job, folder: Path) -> None:
     # What an attempt before this one has saved, under the same id, is still saved.
     before, seconds = record.saved_step(folder, job), record.held_seconds(folder, job)
     number, size = environment.global_rank, environment.num_tasks
@@ -250,7 +243,6 @@ def _run(environment: Any, job: Job, folder: Path, is_there: Callable[[], bool])
         name=job.name,
         attempt=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         file=file,
-        is_there=is_there,
     )
     _listen(rank)
     try:
@@ -280,8 +272,11 @@ def _run(environment: Any, job: Job, folder: Path, is_there: Callable[[], bool])
 
 def _join(rank: Rank, environment: Any, job: Job) -> None:
     """Meet the other ranks of this attempt, and let libraries know all of them."""
-    place, hosts = (rank.folder, rank.name, rank.attempt), list(environment.hostnames)
-    rank.rendezvous = Rendezvous(*place, rank.rank, rank.world_size, hosts)
+    hosts = list(environment.hostnames)
+    published = record.rank_file(rank.folder, rank.name, 0)
+    rank.rendezvous = Rendezvous(published, rank.attempt, rank.rank, rank.world_size, hosts)
+    if rank.rank == 0:
+        rank.file.note(meeting=asdict(rank.rendezvous.address))
     os.environ |= {
         "RANK": str(rank.rank),
         "LOCAL_RANK": str(rank.local_rank),
@@ -329,10 +324,10 @@ def _listen(rank: Rank) -> None:
     def watch() -> None:
         gone = 0
         while not _is_asked_to_stop(rank):
-            gone = 0 if rank.is_there() else gone + 1
+            # Nobody could save, or say so to the ranks that wait for this one.
+            gone = 0 if rank.folder.is_dir() else gone + 1
             if gone == CHECKS:
-                # What would be saved would lie in an empty folder in the old one's place.
-                log.error("%s was moved, removed or replaced: this job ends", rank.folder)
+                log.error("%s was moved or removed: this job ends", rank.folder)
                 rank.exit()
             # A thousand ranks asking twice a second would be a load on a shared file system.
             time.sleep(0.5 if rank.rank == 0 else max(0.5, rank.world_size / 64))
@@ -343,7 +338,7 @@ def _listen(rank: Rank) -> None:
 
 def _is_asked_to_stop(rank: Rank) -> bool:
     try:
-        job = record.read_job(rank.folder, own=True)
+        job = record.read_job(rank.folder)
     except (OSError, LaunchError):  # the launcher that owns the record says so
         return False
     return job is not None and job.name == rank.name and job.stop

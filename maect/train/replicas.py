@@ -20,10 +20,9 @@ def compare_replicas(step: int, weights: Iterable[Tensor], buffers: dict[str, Te
         ReplicaError: they do; the state before it was sound.
     """
     if ranks := differing_ranks(chain(weights, buffers.values())):
-        few = 2 * len(ranks) < (size := rank_and_size()[1])
+        size = rank_and_size()[1]
         raise ReplicaError(
             f"after step {step} the weights or buffers of rank {', '.join(map(str, ranks))} of "
             f"{size} differ from the others': a flipped bit, or a fault of a device; the state "
-            "before is sound",
-            ranks if few else (),
+            "before is sound"
         )

@@ -126,16 +126,16 @@ class Watchdog:
             if silent >= limit / 2:
                 who = value.get("who", f"rank {rank}")
                 fault = f"{who} has given no sign of life for {silent:.0f} s; {waits}"
-                return StalledError(fault, [rank])
+                return StalledError(fault)
         # How long a save or an evaluation takes, nobody knows: there only silence is a fault.
         activities = [activity, *(value.get("activity") for value in others.values())]
         if self._longest is None or any(one not in ORDER for one in activities):
             return None
-        for rank, value in others.items():
+        for value in others.values():
             behind = (value["step"], ORDER.index(value["activity"])) < (step, ORDER.index(activity))
             if behind and value["seconds"] >= limit / 2:
                 where = f"{value['activity']} step {value['step']} for {value['seconds']:.0f} s"
-                return StalledError(f"{value['who']} has been {where}; {waits}", [rank])
+                return StalledError(f"{value['who']} has been {where}; {waits}")
         if waited < 2 * limit:
             return None
         all_of_them = f"all ranks have been {activity} step {step} for {waited:.0f} s"

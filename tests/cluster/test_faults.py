@@ -12,8 +12,6 @@ from counting import expected
 from launching import MAECT_RUN, finish, kill, wait_for
 from slurm_run import SlurmRun
 
-from maect.launch.record import job_folder
-
 pytestmark = pytest.mark.cluster
 
 
@@ -104,7 +102,6 @@ def test_job_whose_id_was_never_noted_is_found_by_its_name(run):
     run.kill(launcher)
     # What a crash leaves after sbatch has accepted the job and before its answer is written.
     run.change_job(state="submitting", id=None)
-    (job_folder(run.folder, run.read("job.json")["name"]) / "submitted.json").unlink()
     launcher = run.start(steps=50)
     wait_for(lambda: run.read("job.json")["id"])
     words = run.wait(launcher)

@@ -179,24 +179,24 @@ def test_the_terminal_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     nothing: Any = None
     rank = Rank(
         rank=0, local_rank=0, world_size=1, local_world_size=1, node=0, cpus=1, gpus=False,
-        folder=tmp_path, name=job.name, attempt=0, file=file, is_there=nothing,
+        folder=tmp_path, name=job.name, attempt=0, file=file,
     )  # fmt: skip
     shown: list[str] = []
     line: Any = SimpleNamespace(say=shown.append)
     launcher = _Launch(nothing, tmp_path, nothing, nothing, line, nothing, nothing)
-    launcher.tell(job)
+    launcher.show_job_messages(job)
     rank.say("resumes with threads 1, it was 2")
-    launcher.tell(job)
+    launcher.show_job_messages(job)
     rank.say("resumes with revision b, it was a")
-    launcher.tell(job)
-    launcher.tell(job)
+    launcher.show_job_messages(job)
+    launcher.show_job_messages(job)
     assert shown == ["resumes with threads 1, it was 2", "resumes with revision b, it was a"]
     monkeypatch.setattr(os, "getpid", lambda: 1)
     file = RankFile(tmp_path, job.name, 0, "1", 0.0, 1)
     rank = replace(rank, attempt=1, file=file, said=[])
     rank.say("resumes with device H200, it was A100")
-    launcher.tell(job)
-    launcher.tell(job)
+    launcher.show_job_messages(job)
+    launcher.show_job_messages(job)
     assert shown[2:] == ["resumes with device H200, it was A100"]
 
 

@@ -90,7 +90,7 @@ def test_a_network_that_leads_nowhere_is_found_in_minutes(short: float) -> None:
     with distributed._in_time(rank, store):
         assert rank.told.wait(60)
     (error,) = rank.failed
-    assert isinstance(error, NodeError) and error.ranks == () and "\n" not in str(error)
+    assert isinstance(error, NodeError) and "\n" not in str(error)
     assert "NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME" in str(error)
 
 

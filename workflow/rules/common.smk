@@ -15,7 +15,7 @@ sys.path.sort(key=str(workflow.basedir).__eq__)
 from maect import experiment as experiments
 from maect.core.errors import UserError
 from maect.core.kept import restore, tidy
-from maect.core.owners import exposed
+from maect.core.owners import why_public
 from maect.core.processes import SAFE_PATH
 from maect.data import shard_name
 from maect.data.sources import open_source
@@ -295,7 +295,7 @@ def start():
     for fault in starting.faults(experiment, jobs)[:1]:
         stop(fault)
     try:
-        if reason := exposed(ROOT):
+        if reason := why_public(ROOT):
             stop(f"{reason}; or put `storage` into a folder of your own")
         ownership.enter_context(own(Path(ROOT), patience=15))
     except UserError as error:

@@ -15,9 +15,9 @@ import psutil
 from maect.core.files import write_record
 from maect.launch.record import (
     Job,
-    job_folder,
     make_job_folder,
     progress,
+    rank_0,
     read_job,
     verdict,
     write_job,
@@ -86,7 +86,10 @@ class Run:
         command += (
             f' 2>> "{folder}/log" && touch out || {{{{ echo $? > "{folder}/status"; exit 1; }}}}'
         )
-        rule = f'rule count:\n    output: "out"\n    shell: """{command}"""\n'
+        # As the pipeline's rules do: launchers leave once this process is gone.
+        rule = "import os\nfrom maect.launch.owner import SNAKEMAKE, this_process\n"
+        rule += "os.environ.setdefault(SNAKEMAKE, this_process())\n"
+        rule += f'rule count:\n    output: "out"\n    shell: """{command}"""\n'
         (folder / "Snakefile").write_text(rule)
         options = ["--cores", "1", "--quiet", "all", "--nolock", "--rerun-incomplete"]
         return subprocess.Popen(
@@ -135,9 +138,9 @@ class Run:
 
     def rendezvous(self) -> dict:
         """Where rank 0 says that the ranks meet."""
-        return json.loads(
-            (job_folder(self.folder, self.job().name) / "rendezvous-0.json").read_text()
-        )
+        report = rank_0(self.folder, self.job())
+        assert report.meeting is not None
+        return report.meeting
 
     def progress(self) -> dict:
         """The last report."""

@@ -14,7 +14,7 @@ from counting import expected
 from launching import MAECT_RUN, Run, finish, kill, wait_for
 
 from maect.launch import owner
-from maect.launch.owner import TOGETHER, Ancestors, Interruption, own, this_process
+from maect.launch.owner import TOGETHER, Interruption, is_snakemake_alive, own, this_process
 from maect.launch.resources import LaunchError
 
 
@@ -150,7 +150,7 @@ def test_job_that_was_replaced_or_given_up_runs_nothing(run, change):
     late.chmod(0o755)
     run.resources["python"] = str(late)
     launcher = run.start()
-    wait_for(lambda: list(run.folder.glob("jobs/*/submitted.json")))
+    wait_for(lambda: run.state() == "submitted")
     run.kill(launcher)
     name = run.job().name
     run.change_job(**change)
@@ -368,16 +368,21 @@ def test_snakemake_killed_before_its_launcher_looked(run, tmp_path, monkeypatch)
     assert len(run.starts()) == 1
 
 
-@pytest.mark.parametrize("seconds", [-3600, -1, 1, 3600])
-def test_a_clock_that_is_set_ends_nobody(monkeypatch, seconds):
-    """psutil adds the time of boot, which follows the clock, to when a process began."""
+def test_the_snakemake_of_a_launcher(monkeypatch):
+    """It is known by its number and its beginning, whatever becomes of the clock."""
     monkeypatch.setenv("MAECT_SNAKEMAKE", this_process())
-    before = psutil._pslinux.boot_time
-    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: before() + seconds)
-    assert Ancestors().are_alive()
+    assert is_snakemake_alive()
     pid, began = this_process().split()
     monkeypatch.setenv("MAECT_SNAKEMAKE", f"{pid} {int(began) + 1}")
-    assert not Ancestors().are_alive()
+    assert not is_snakemake_alive()
+    with subprocess.Popen(["true"]) as child:
+        wait_for(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+        began = Path(f"/proc/{child.pid}/stat").read_text().split()[21]
+        monkeypatch.setenv("MAECT_SNAKEMAKE", f"{child.pid} {began}")
+        assert not is_snakemake_alive(), "it has ended, and nobody has asked how"
+    for text in ("abc", "", "1", "1 2 3", "-1 5"):  # somebody else's variable of this name
+        monkeypatch.setenv("MAECT_SNAKEMAKE", text)
+        assert is_snakemake_alive(), text
 
 
 def test_a_hang_up_that_snakemake_ignores(run, monkeypatch):

@@ -9,6 +9,8 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from launching import HERE, Run, finish, wait_for
 
 from maect.core.context import Context
 from maect.core.errors import NodeError, UserError
-from maect.launch.record import Job, job_folder, make_job_folder, rank_file, write_job
+from maect.launch.record import Job, make_job_folder, rank_file, write_job
 from maect.launch.rendezvous import Rendezvous
 from maect.launch.worker import RankFile
 
@@ -65,6 +67,17 @@ def test_one_node_has_no_port_to_attack(tmp_path: Path) -> None:
         run.end()
 
 
+def met(
+    folder: Path, attempt: int, rank: int, size: int, hosts: Sequence[str] = ("here",)
+) -> Rendezvous:
+    """A rank's way to the others; rank 0 publishes it, as the worker does."""
+    file = rank_file(folder, "job", 0)
+    rendezvous = Rendezvous(file, attempt, rank, size, list(hosts))
+    if rank == 0:
+        RankFile(folder, "job", 0, "7", 0.0, size).note(meeting=asdict(rendezvous.address))
+    return rendezvous
+
+
 class Rank(Context):
     """One of two ranks on two nodes that both are this machine."""
 
@@ -72,7 +85,7 @@ class Rank(Context):
         super().__init__()
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         self.folder, self.rank, self.world_size = folder, rank, 2
-        self.rendezvous = Rendezvous(folder, "job", 0, rank, 2, ["n1", "n2"])
+        self.rendezvous = met(folder, 0, rank, 2, ["n1", "n2"])
 
     def store(self, timeout: timedelta) -> object:
         return self.rendezvous.store(timeout)
@@ -98,9 +111,9 @@ def test_on_several_nodes_nothing_is_executed_and_nobody_misled(tmp_path: Path) 
     for process in ranks:
         process.start()
     try:
-        file = job_folder(tmp_path, "job") / "rendezvous-0.json"
+        file = rank_file(tmp_path, "job", 0)
         wait_for(file.exists)
-        published = json.loads(file.read_text())
+        published = json.loads(file.read_text())["meeting"]
         with pytest.raises(OSError), socket.create_connection(("127.0.0.2", published["port"]), 5):
             pass
         wait_for((tmp_path / "met").exists)
@@ -119,7 +132,7 @@ def test_on_several_nodes_nothing_is_executed_and_nobody_misled(tmp_path: Path) 
 
 def test_a_group_does_not_meet_in_what_one_before_it_left(tmp_path: Path) -> None:
     make_job_folder(tmp_path, "job")
-    rendezvous = Rendezvous(tmp_path, "job", 0, 0, 1, ["here"])
+    rendezvous = met(tmp_path, 0, 0, 1)
     first = rendezvous.store(timedelta(hours=12))
     assert first.timeout == timedelta(hours=12), "a file store had five minutes, whatever was asked"
     first.set("key", "value")
@@ -146,8 +159,8 @@ def test_a_rank_that_fails_leaves_no_folder_to_meet_in(tmp_path: Path, function:
     environment = Run(tmp_path / "run").environment() | submitit
     assert subprocess.run([*words, str(tmp_path), "job"], env=environment, timeout=120).returncode
     rank = json.loads(rank_file(tmp_path, "job", 0).read_text())
-    published = json.loads((job_folder(tmp_path, "job") / "rendezvous-0.json").read_text())
-    assert rank["message"] == "no such file" and published["file"].startswith(str(tmp_path))
+    assert rank["message"] == "no such file"
+    assert rank["meeting"]["file"].startswith(str(tmp_path))
     assert list(tmp_path.glob("maect-*")) == []
 
 
@@ -160,15 +173,13 @@ def test_rank_0_that_does_not_come_is_said(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("maect.launch.rendezvous.PATIENCE", 0.2)
     make_job_folder(tmp_path, "job")
     # What an attempt before this one has written under the same id is not taken for this one's.
-    old = Rendezvous(tmp_path, "job", 0, 0, 1, ["here"])
-    assert Rendezvous(tmp_path, "job", 0, 1, 2, ["here"]).address == old.address
-    with pytest.raises(NodeError, match="all nodes share") as caught:
-        Rendezvous(tmp_path, "job", 1, 1, 2, ["here"])
-    assert caught.value.ranks == ()  # whoever waited is not to blame
+    old = met(tmp_path, 0, 0, 1)
+    assert met(tmp_path, 0, 1, 2).address == old.address
+    with pytest.raises(NodeError, match="all nodes share"):
+        met(tmp_path, 1, 1, 2)
     # Nor is it in the way of this one's: the attempt before may live on, cut off from SLURM.
-    new = Rendezvous(tmp_path, "job", 1, 0, 1, ["here"])
-    RankFile(tmp_path, "job", 0, "7", 0.0, 2).hint(progress={"step": 3})
-    assert Rendezvous(tmp_path, "job", 1, 1, 2, ["here"]).address == new.address != old.address
+    new = met(tmp_path, 1, 0, 1)
+    assert met(tmp_path, 1, 1, 2).address == new.address != old.address
     old.close()
     new.close()
 
@@ -180,34 +191,8 @@ def test_ranks_of_a_node_without_its_loopback_interface_do_not_wait(tmp_path: Pa
     make_job_folder(tmp_path, "job")
     code = f"from {Rendezvous.__module__} import Rendezvous as R; from pathlib import Path; "
     for size, said in ((1, ""), (2, "which is down (ip link set lo up)")):
-        meet = code + f"R(Path({str(tmp_path)!r}), 'job', 0, 0, {size}, ['here']).close()"
+        meet = code + f"R(Path({str(tmp_path)!r}), 0, 0, {size}, ['here']).close()"
         done = subprocess.run(
             [*alone, sys.executable, "-c", meet], capture_output=True, text=True, check=False
         )
         assert said in done.stderr and bool(said) == bool(done.returncode), done.stderr
-
-
-def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
-    """The ranks unpickle what submitit leaves there."""
-    open_, linked = tmp_path / "open", tmp_path / "linked"
-    open_.mkdir()
-    open_.chmod(0o777)
-    with pytest.raises(UserError, match="every user may write there; run `chmod o-w"):
-        make_job_folder(open_, "job")
-    (linked / "elsewhere").mkdir(parents=True)
-    (linked / "jobs").symlink_to(linked / "elsewhere")
-    with pytest.raises(UserError, match="not a folder of yours"):
-        make_job_folder(linked, "job")
-    mine = tmp_path / "mine/jobs"
-    mine.mkdir(parents=True, mode=0o755)
-    write_job(mine.parent, Job("local", "job", 1, 0))
-    make_job_folder(mine.parent, "job")
-    assert stat.S_IMODE(mine.stat().st_mode) == 0o700
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
-def test_another_user_s_job_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "jobs").mkdir()
-    os.chown(tmp_path / "jobs", 65534, 65534)
-    with pytest.raises(UserError, match="not a folder of yours"):
-        make_job_folder(tmp_path, "job")

@@ -9,7 +9,7 @@ from launching import finish, wait_for
 from slurm_commands import UNKNOWN
 
 from maect.core.errors import UserError
-from maect.core.files import sealed, write_record
+from maect.core.files import sealed
 from maect.launch import Resources, Task, launcher, record, slurm
 from maect.launch.record import Job
 from maect.launch.slurm import Slurm
@@ -374,31 +374,6 @@ def take_over(run) -> None:
     record.write_job(run.folder, job)
 
 
-def on_a_bad_node(run, commands, refuse="never") -> list[str]:
-    """Every job fails on node n7; what the scripts that sbatch was given exclude."""
-    run.resources |= {"cluster": "slurm", "devices": 1, "sbatch": ["exclude=n1,n2"]}
-    name = f"name=$(grep -o 'maect-{run.folder.name}-[0-9a-f]*' {run.folder}/job.json | head -1)\n"
-    count = f"$(ls {commands.folder} | grep -c script-)"
-    (commands.folder / "sbatch").write_text(
-        f'#!/bin/sh\n{name}cp "$2" {commands.folder}/script-{count}\n'
-        f'grep -q "{refuse}" "$2" && echo "no such nodes left" >&2 && exit 1\n'
-        f'id={count}\necho "$id|FAILED|None|$name" > {commands.folder}/squeue.says\necho $id\n'
-    )
-    (commands.folder / "scontrol").write_text(
-        f'#!/bin/sh\n{name}echo "JobId=$4 JobName=$name JobState=FAILED NodeList=n7 BatchHost=n7"\n'
-    )
-    words = finish(run.start())
-    assert "gave up after 3 attempts" in words, words
-    scripts = sorted(commands.folder.glob("script-*"))
-    return [line for s in scripts for line in s.read_text().splitlines() if "--exclude" in line]
-
-
-def test_node_that_failed_twice_is_excluded(run, commands):
-    given = "#SBATCH --exclude=n1,n2"
-    assert on_a_bad_node(run, commands) == [given, given, f"{given},n7"]
-    assert [job["suspects"] for job in run.read("job.json")["earlier"]] == [["n7"], ["n7"]]
-
-
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_fault_of_a_node_ends_only_what_has_not_worked_elsewhere(run, commands, step):
     """As without a GPU: a setting's fault at first, this node's in a run that has saved a step."""
@@ -420,8 +395,6 @@ def test_a_fault_of_a_node_ends_only_what_has_not_worked_elsewhere(run, commands
         assert len(scripts) == 1 and "gave up" not in words
         return
     assert "gave up after 3 attempts" in words and len(scripts) == 4  # the first saved a step
-    excluded = [line for s in scripts for line in s.read_text().splitlines() if "exclude" in line]
-    assert excluded == ["#SBATCH --exclude=n7"] * 2
 
 
 def test_a_limit_on_submitted_jobs_is_waited_for(run, commands):
@@ -513,55 +486,6 @@ def test_each_wait_for_a_limit_is_longer(tmp_path, monkeypatch, clock):
         waited.append(round(clock.now - began))
         began = clock.now
     assert waited == [30, 60, 120, 240, 480, 600, 600]
-
-
-def test_too_few_nodes_to_exclude_any(run, commands):
-    given = "#SBATCH --exclude=n1,n2"
-    assert on_a_bad_node(run, commands, "n2,n7") == [given, given, f"{given},n7", given]
-
-
-@pytest.mark.parametrize(
-    "ranks, log, nodes",
-    [
-        ({0: "error", 1: None}, "", ["n0"]),
-        ({0: None, 1: "error"}, "", ["n1"]),
-        ({0: None, 1: None}, "srun: error: n1: task 1: Killed\n", ["n1"]),
-        ({0: "error", 1: None}, "srun: error: n1: task 1: Killed\n", ["n1"]),
-        ({0: "error", 1: None}, "srun: error: n1: task 1: Exited with exit code 1\n", ["n0"]),
-        ({0: None, 1: None}, "", []),  # nobody knows which of the two
-        ({0: None}, "", ["n0"]),
-    ],
-)
-def test_which_node_is_suspected(tmp_path, commands, job, ranks, log, nodes):
-    assert suspected(tmp_path, job, ranks, log) == nodes
-
-
-@pytest.mark.parametrize(
-    "ranks, nodes",
-    [
-        ({0: [1], 1: None, 2: [1]}, ["n1"]),  # it hangs, and those that waited raise
-        ({0: [2], 1: [2], 2: [2]}, ["n2"]),  # all know whose weights differ
-        ({0: [], 1: [], 2: []}, []),  # nobody knows
-        ({0: [1], 1: "error", 2: [1]}, ["n1"]),  # its own word, although later
-        ({0: [1, 2], 1: None, 2: None}, []),
-    ],
-)
-def test_those_who_waited_are_not_suspected(tmp_path, commands, job, ranks, nodes):
-    log = "srun: error: n0: task 0: Exited with exit code 1\n"
-    assert suspected(tmp_path, job, ranks, log) == nodes
-
-
-def suspected(tmp_path, job, ranks, log):
-    """`ranks`: what each has ended with; a list: an error that blames these."""
-    record.make_job_folder(tmp_path, job.name)
-    for rank, end in ranks.items():
-        about = {"kind": "OSError", "message": "", "traceback": "", "time": float(rank)}
-        if isinstance(end, list):
-            about["blames"], end = end, "error"
-        value = {"rank": rank, "node": f"n{rank}", "end": end} | (about if end else {})
-        write_record(record.rank_file(tmp_path, job.name, rank), value)
-    record.log(tmp_path, job, 0).write_text(f"maect: attempt 0 on n[0-1]\n{log}")
-    return Slurm().suspects(tmp_path, job, record.failure(tmp_path, job))
 
 
 @pytest.mark.parametrize("word", ["NODE_FAIL", pytest.param("PREEMPTED", marks=pytest.mark.slow)])
