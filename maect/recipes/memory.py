@@ -58,7 +58,6 @@ class Footprint:
         inputs: bytes of the images.
         prepared: bytes of the next batch, whose images are changed meanwhile.
         activations: bytes at the worst moment of the passes, with copies of weights that learn.
-        captured: whether the passes keep their memory.
     """
 
     weights: float
@@ -68,7 +67,6 @@ class Footprint:
     inputs: float
     prepared: float
     activations: float
-    captured: bool = False
 
     @property
     def passes(self) -> float:
@@ -88,8 +86,6 @@ class Footprint:
             exchanged = FLOAT * min(BUCKET, 2 * self.trained) * (1 + computing.overlap_comm)
         if ranks > 1 and computing.zero_stage > 1:
             exchanged -= FLOAT * self.trained * (1 - 1 / ranks)
-        elif ranks > 1 and self.captured:  # its gradients in one piece, for the update
-            exchanged += FLOAT * self.trained / ranks
         rest = self.prepared + self.states(ranks) + exchanged + 2 * self.buffers
         return (self.passes + rest) * FRAGMENTS + CONTEXT
 
@@ -124,9 +120,7 @@ def footprint(
         activations += FLOAT * own * (len(sizes) - 1) + inputs
     passes = [memory for part in others for memory in part.passes]
     activations += copied * sum(part.trained for part in others) + images * _worst(passes)
-    return Footprint(
-        weights, trained, averaged, buffers, inputs, prepared, activations, bool(captured)
-    )
+    return Footprint(weights, trained, averaged, buffers, inputs, prepared, activations)
 
 
 def _worst(passes: Sequence[Activations]) -> float:
