@@ -245,8 +245,11 @@ def find_alike(seen: Hashed, vectors: Vectors | None = None, count: int = COUNT)
         said = counted(len(files), "readable image")
         raise UserError(f"{said}{linked}: two are needed to compare")
     first: dict[bytes, int] = {}
-    exact = [(first.setdefault(seen.digests[i], i), i) for i in files]
-    exact = [(i, j) for i, j in exact if i != j]
+    linked_to = {i for i, _ in seen.links.values()}
+    # The file behind a link comes first: the others can go without breaking it.
+    in_order = sorted(files, key=lambda i: (i not in linked_to, i))
+    exact = [(first.setdefault(seen.digests[i], i), i) for i in in_order]
+    exact = sorted((i, j) for i, j in exact if i != j)
     kept = np.array(sorted(first.values()))  # of equal files one is compared with the others
     hashes, mirrored = seen.hashes[kept], seen.mirrored[kept]
     rows = None if vectors is None else _rows(vectors, names)
@@ -334,7 +337,8 @@ def duplicates(
     plain = [{key: getattr(pair, key) for key in header} for pair in found.pairs]
     write_json(out / "pairs.json", plain)
     write_rows(out / "pairs.csv", header, ([*pair.values()] for pair in plain))
-    copies = [pair.b for pair in found.pairs if pair.exact]
+    behind_links = {pair.a for pair in found.pairs if pair.link}
+    copies = [pair.b for pair in found.pairs if pair.exact and pair.b not in behind_links]
     write_text(out / COPIES, "".join(f"{name}\n" for name in copies))
     entries = {entry.name: entry for entry in seen.entries}
     shown = [

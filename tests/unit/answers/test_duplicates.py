@@ -83,9 +83,10 @@ def test_links_are_named_and_are_no_copies(
     os.link(images / "z/0.png", images / "b-hard.png")
     shutil.copy(images / "z/0.png", images / "copy.png")
     (images / "y").symlink_to("z")  # a folder, too
+    shutil.copy(images / "z/0.png", images / "a-copy.png")  # before the file behind the link
     assert main(["duplicates", str(images), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
-    assert "4 images, 5 links to one of them, 0 left out: 1 pair of equal files" in said
+    assert "5 images, 5 links to one of them, 0 left out: 2 pairs of equal files" in said
     pairs = json.loads((tmp_path / "out/pairs.json").read_text())
     links = {(pair["a"], pair["b"], pair["link"]) for pair in pairs if pair["link"]}
     assert links == {
@@ -96,8 +97,8 @@ def test_links_are_named_and_are_no_copies(
         ("z/2.png", "y/2.png", "symbolic link"),
     }
     exact = [(pair["a"], pair["b"]) for pair in pairs if pair["exact"]]
-    assert exact == [("b-hard.png", "copy.png")]
-    assert (tmp_path / "out/copies.txt").read_text() == "copy.png\n"
+    assert exact == [("b-hard.png", "a-copy.png"), ("b-hard.png", "copy.png")]
+    assert (tmp_path / "out/copies.txt").read_text() == "a-copy.png\ncopy.png\n"
     page = (tmp_path / "out/index.html").read_text()
     assert "the same file: symbolic link" in page and "the same file: hard link" in page
     assert "A link is\nno copy" in page and "never both files of a pair" in page
