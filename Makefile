@@ -68,7 +68,7 @@ tests:
 # start inherit the variable. Left out: files in which nothing hangs on a sum.
 NUMERIC := tests/unit/train tests/unit/models tests/unit/evaluate tests/unit/data/test_native.py
 ANY_CPU := train/test_computed train/test_damage train/test_effective train/test_engine_resources \
-	train/test_fence train/test_flops train/test_kills \
+	train/test_run_lock train/test_flops train/test_kills \
 	train/test_memory train/test_paper_tables train/test_second_writing train/test_staged train/test_watchdog \
 	evaluate/test_explore evaluate/test_fine_tune_recipes evaluate/test_lists evaluate/test_needs evaluate/test_run \
 	evaluate/test_store evaluate/test_throughput
@@ -82,7 +82,7 @@ test-cpus: install
 
 # The first two audits' trials lie beside what they attack.
 FAULTS := tests/faults tests/unit/launch tests/unit/test_power_loss.py tests/unit/test_files.py tests/unit/test_run_folder.py \
-	tests/unit/test_changed_images.py tests/unit/test_kept.py tests/unit/train/test_damage.py tests/unit/train/test_fence.py \
+	tests/unit/test_changed_images.py tests/unit/test_kept.py tests/unit/train/test_damage.py tests/unit/train/test_run_lock.py \
 	tests/unit/train/test_kills.py tests/unit/train/test_resume.py tests/unit/data/test_odd_images.py
 test-faults: install
 	$(PYTEST) $(FAULTS) --audit docs/results/fault_audit.md

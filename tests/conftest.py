@@ -25,7 +25,7 @@ TOGETHER = {
     "trainings compared with the same three": (
         "tests/unit/train/test_computed.py",
         "tests/unit/train/test_damage.py",
-        "tests/unit/train/test_fence.py",
+        "tests/unit/train/test_run_lock.py",
         "tests/unit/train/test_plain_loop.py",
         "tests/unit/train/test_replicas.py",
         "tests/unit/train/test_resume.py",
