@@ -8,7 +8,7 @@
 # job is told is in one file, such as runs/RUN/config.yaml, written when Snakemake starts.
 from snakemake.utils import min_version
 
-min_version("9.15")
+min_version("9.20")
 
 
 report: "workflow/report/workflow.rst"
