@@ -119,11 +119,11 @@ def search(
     device: Device = None,
     pixels: StatedPixels = None,
 ) -> None:
-    """Find the images that are most like a given one, which is read as those of the index were.
+    """Find the images that are most like a given one.
 
     Args:
         index: a .parquet that maect embed wrote with it.
-        image: images to find similar ones for.
+        image: images to find similar ones for, read as those of the index were.
         count: images to print of each (default 10).
     """
     from maect import load

@@ -49,7 +49,7 @@ def words(left: float) -> str:
 
 @dataclass
 class LogHandlerSettings(LogHandlerSettingsBase):
-    """What the command line says, as `--logger-maect-terminal`; Snakemake finds it by its name."""
+    """Settings of the plugin, `--logger-maect-…`; Snakemake finds the class by its name."""
 
     terminal: int = field(
         default=2, metadata={"help": "file descriptor to print to", "type": int, "required": False}

@@ -50,7 +50,9 @@ def test_what_a_run_leaves(undisturbed: Pipeline) -> None:
         assert steps == sorted(set(steps)) and steps
         assert (folder / "head.safetensors").exists() == (run != "mae_tiny")
     knn = json.loads((undisturbed.results / "evaluations/ct_min_tiny/knn.json").read_text())
-    assert set(knn) == {"format", "metrics", "settings", "provenance", "checksum"}
+    assert set(knn) == {
+        "format", "metrics", "outcomes", "settings", "provenance", "checksum"
+    }  # fmt: skip
     assert 50 < knn["metrics"]["knn"] <= 100
 
 

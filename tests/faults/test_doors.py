@@ -41,6 +41,7 @@ from maect.launch import Resources, Task, clusters, launch, local, record, submi
 from maect.launch.owner import SNAKEMAKE  # noqa: E402
 from maect.launch.record import Job  # noqa: E402
 from maect.launch.state import STOPPED, state_of  # noqa: E402
+from maect.tools.job_commands import Launching  # noqa: E402
 from maect.tools.status import status_of  # noqa: E402
 
 B = 12345  # another user, without a name
@@ -237,15 +238,19 @@ def test_a_working_folder_that_everybody_may_write(trap: Callable[[], list[str]]
     working_folder.check_working_folder()
 
 
-def test_another_clone_of_maect_is_not_what_runs(tmp_path: Path, trap: object) -> None:
+def test_another_clone_of_maect_is_not_what_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trap: object
+) -> None:
     """Started in another clone: its code is not used, and a line says so."""
     Path("maect").mkdir()
     Path("maect/__init__.py").write_text("raise SystemExit(9)")
     Path("Snakefile").touch()
     said = f"{Path.cwd()} is another clone of maect: its code is not used, but that of {ROOT}"
     assert working_folder.notes(ROOT, ["maect", "run"]) == [said]
-    done = maect("train", str(tmp_path / "none/config.yaml"))
-    assert f"warning: {said}" in done.stderr
+    monkeypatch.delenv(SNAKEMAKE, raising=False)
+    caplog.set_level("WARNING")
+    Launching().where()
+    assert said in caplog.messages
 
 
 def test_numba_is_not_configured_by_the_working_folder(

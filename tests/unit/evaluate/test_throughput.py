@@ -11,7 +11,7 @@ from maect.evaluate.base import EvaluationJob
 from maect.evaluate.throughput import (
     METHODS,
     PUBLISHED,
-    Passes,
+    MethodPasses,
     Published,
     Throughput,
     method_seconds,
@@ -229,12 +229,12 @@ def test_a_method_passes_the_views_it_says(monkeypatch: pytest.MonkeyPatch) -> N
         return found
 
     monkeypatch.setattr(VisionEncoder, "forward", counted)
-    method_seconds(Passes(2, 10, 1, mask_ratio=0.15), SMALL, CPU, 3, 1)
+    method_seconds(MethodPasses(2, 10, 1, mask_ratio=0.15), SMALL, CPU, 3, 1)
     # Teacher: 49 patches; learning views: 41 of them; local views: 12 of 28 pixels, 9 patches.
     assert seen == [(3, 49, False), (6, 41, True), (30, 9, True)]
     pixels = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5)
     shape = SMALL.model_copy(update={"pixels": pixels})
-    assert len(method_seconds(Passes(2, 10, 1), shape, CPU, 3, 2)) == 2
+    assert len(method_seconds(MethodPasses(2, 10, 1), shape, CPU, 3, 2)) == 2
 
 
 def test_the_largest_power_of_two_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
