@@ -23,7 +23,7 @@ from maect.core.errors import UserError, counted
 from maect.core.files import seek_record, write_json, write_text
 from maect.data.index import SIZE, Index, open_index
 from maect.data.shard_plan import image_names
-from maect.data.sources.shared import taken
+from maect.data.shared import taken
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.clusters import comparable, scale_of
 from maect.evaluate.retrieval import pictures

@@ -21,7 +21,7 @@ from maect.data.index import Index
 from maect.data.sources import open_source
 from maect.data.sources.archives import WebDataset
 from maect.data.sources.base import Entry, text_lines
-from maect.data.sources.changes import note_files
+from maect.data.sources.noted import note_files
 from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)

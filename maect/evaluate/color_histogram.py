@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.evaluate.trained import ByEpochs, Trainee, Trial
+from maect.evaluate.trained import ByEpochs, Trainee, Trial, full
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +86,6 @@ class _Blocks(Trainee):
 
     def metrics(self) -> dict[str, Any]:
         import numpy as np
-
-        from maect.evaluate.probing import full
 
         self.kept = {key: full(self.heads, key) for key in ("weight", "bias", "mean", "var")}
         errors, uniform = _errors(self.trial, self.kept)

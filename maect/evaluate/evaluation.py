@@ -15,7 +15,7 @@ from maect.core.files import sha256_file
 from maect.core.kept import keep
 from maect.core.settings import digest
 from maect.data.index import open_index
-from maect.data.sources.shared import index_digest, shards_of
+from maect.data.shared import index_digest, shards_of
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import (
     EvaluationJob,

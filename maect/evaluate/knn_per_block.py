@@ -63,14 +63,14 @@ class KnnPerBlock(Encodes):
 
         from maect.core import distributed
         from maect.evaluate.encoding import Encoding
-        from maect.evaluate.probing import check
         from maect.evaluate.sampling import held_out, held_out_share
         from maect.evaluate.store import in_memory, moments
+        from maect.evaluate.trained import check_splits
         from maect.measures import vote
         from maect.train.scores import BATCH
 
         train, test = open_index(job.path("train")), open_index(job.path("test"))
-        check(train, test)
+        check_splits(train, test)
         chosen = evenly(train.n, self.train_images)
         if self.k > len(chosen):
             raise UserError(

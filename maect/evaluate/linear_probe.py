@@ -17,7 +17,7 @@ from maect.core.files import sha256_file
 from maect.data.index import Index
 from maect.evaluate.base import EvaluationJob, Positive
 from maect.evaluate.real import RealLabels
-from maect.evaluate.trained import ByEpochs, Trainee, Trial
+from maect.evaluate.trained import ByEpochs, Trainee, Trial, full
 
 if TYPE_CHECKING:
     import torch
@@ -216,7 +216,6 @@ class _Forms(Trainee):
         return [100 * count / len(labels) for count in hits.tolist()]
 
     def _keep(self, name: str, rate: int) -> None:
-        from maect.evaluate.probing import full
         from maect.evaluate.stacked_heads import Heads
 
         one, heads = slice(rate, rate + 1), self.groups[name]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from maect.evaluate.dense import MaskSplit
 
 if TYPE_CHECKING:
     from maect.core.context import Context
-    from maect.evaluate.patch_linear import PatchLinear
 
 NOTHING = 255
 """In targets: a pixel that does not count."""
@@ -40,6 +39,16 @@ _DRAWS = 1 + 2 * TRIES + 1 + 1 + 8
 _LUMA = np.array([0.2989, 0.587, 0.114], np.float32)
 
 Pixels = NDArray[np.uint8]
+
+
+class Cropping(Protocol):
+    """Settings of crops, which are those of `PatchLinear`."""
+
+    seed: int
+    batch_size: int
+    size: int
+    ratios: tuple[float, float]
+    flip: float
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ def resized_mask(mask: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 def crop(
-    image: Image.Image, mask: Pixels, draws: NDArray[np.float64], settings: PatchLinear
+    image: Image.Image, mask: Pixels, draws: NDArray[np.float64], settings: Cropping
 ) -> tuple[Pixels, Pixels]:
     """Resize, by a ratio that is uniform between two, crop, flip and recolour one image.
 
@@ -159,7 +168,7 @@ def _scaled(pixels: Pixels, factor: float, more: float) -> Pixels:
 def crops(
     split: MaskSplit,
     places: Pixels,
-    settings: PatchLinear,
+    settings: Cropping,
     context: Context,
     start: int,
     steps: int,

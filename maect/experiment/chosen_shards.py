@@ -1,6 +1,6 @@
 """Choice of a split's shards: its own, or those that another experiment made of the same images.
 
-`maect.data.sources.shared` says which files of a split's folder tell.
+`maect.data.shared` says which files of a split's folder tell.
 """
 
 import json
@@ -10,10 +10,10 @@ from typing import Any
 
 from maect.core.files import seek_record, sha256_file, write_record
 from maect.core.settings import digest
+from maect.data.changes import may_differ
 from maect.data.config import CONFIG, LISTS, ShardsConfig, made_by
-from maect.data.sources.changes import may_differ
-from maect.data.sources.shared import TAKEN, index_digest, taken
-from maect.data.sources.shared import finished as all_finished
+from maect.data.shared import TAKEN, index_digest, taken
+from maect.data.shared import finished as all_finished
 from maect.data.sources.view import CLASS_LISTS
 from maect.experiment.schema import Split, fill_path
 from maect.recipes import Pixels

@@ -15,8 +15,8 @@ from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.files import PIPELINE, check_literal_path
 from maect.core.settings import validated
 from maect.core.yaml_files import read_mapping, read_yaml
+from maect.data.changes import Changes, changes
 from maect.data.config import ShardsConfig
-from maect.data.sources.changes import Changes, changes
 from maect.data.sources.image_files import Unlabelled
 from maect.evaluate import EvaluationConfig, evaluation_names, load_evaluation
 from maect.evaluate.base import Protocol

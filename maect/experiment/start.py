@@ -11,10 +11,10 @@ from maect.core.errors import UserError
 from maect.core.files import seek_record
 from maect.core.kept import forget, keep, restore, set_aside, standing, tidy
 from maect.core.settings import SettingsFile
+from maect.data.changes import advice
 from maect.data.config import CONFIG
 from maect.data.image_facts import warning
 from maect.data.sources.base import is_there
-from maect.data.sources.changes import advice
 from maect.evaluate import PROTOCOLS
 from maect.evaluate.base import Features, Shards
 from maect.experiment import resolve

@@ -10,16 +10,13 @@ size that is not among them has the value of the size which it is `like` (`encod
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from maect.core.errors import UserError, did_you_mean, entry
 from maect.core.settings import Settings, validated
 from maect.core.yaml_files import read_mapping, read_yaml
-
-if TYPE_CHECKING:  # it imports this module
-    from maect.recipes.cost import Cost, HeadInputs
 
 FOLDER = Path(__file__).parent
 OTHERS = ("encoders", "evaluations", "flops", "views")
@@ -294,10 +291,6 @@ class HeadSettings(InWeights):
         """Part of the lookups that are not to be wrong."""
         return 1.0
 
-    def cost(self, given: "HeadInputs") -> "Cost":
-        """Return what it takes on the views of an image that it reads."""
-        raise NotImplementedError
-
 
 class Contrastive(HeadSettings):
     """The NNCLR head (paper, section 3 and A.2): shape, lookup and loss."""
@@ -323,12 +316,6 @@ class Contrastive(HeadSettings):
     def right(self) -> float:
         """An oracle's; all of others."""
         return self.oracle_right
-
-    def cost(self, given: "HeadInputs") -> "Cost":
-        """Return what it takes on the views of an image that it reads."""
-        from maect.recipes.cost import nnclr_cost
-
-        return nnclr_cost(self, given)
 
     @model_validator(mode="before")
     @classmethod
@@ -375,12 +362,6 @@ class Refiner(HeadSettings):
     """How the weights in the loss of all heads but the last fall, epoch by epoch; none: all are 1
     to the end."""
     usual: ClassVar[tuple[str, ...]] = ("precision", "weights")
-
-    def cost(self, given: "HeadInputs") -> "Cost":
-        """Return what all of them take on the views of an image."""
-        from maect.recipes.cost import refiner_cost
-
-        return refiner_cost(self, given)
 
     @property
     def heads(self) -> int:

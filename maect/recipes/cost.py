@@ -21,8 +21,17 @@ and of the hidden layer, 4 D + 5 c D. Softmax statistics, indices and the like a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 
-from maect.recipes import Contrastive, Encoder, Refiner, View, views_by_size, visible_patches
+from maect.recipes import (
+    Contrastive,
+    Encoder,
+    HeadSettings,
+    Refiner,
+    View,
+    views_by_size,
+    visible_patches,
+)
 from maect.recipes.timm_encoders import find_timm
 
 FLOAT = 4
@@ -224,6 +233,13 @@ class HeadInputs:
     encoder_learns: bool
 
 
+@singledispatch
+def head_cost(head: HeadSettings, given: HeadInputs) -> Cost:
+    """Return what a head takes on the views of an image that it reads, by the class of settings."""
+    raise NotImplementedError(f"{type(head).__name__} registers no cost")
+
+
+@head_cost.register
 def nnclr_cost(head: Contrastive, given: HeadInputs) -> Cost:
     """The NNCLR head on the first views of an image; others pass projector and predictor only.
 
@@ -264,6 +280,7 @@ def nnclr_cost(head: Contrastive, given: HeadInputs) -> Cost:
     )
 
 
+@head_cost.register
 def refiner_cost(head: Refiner, given: HeadInputs) -> Cost:
     """MIM-Refiner's heads on global and local views.
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from maect.core.errors import UserError
 from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, HeadSettings, View, views_by_size
 from maect.recipes.computing import PLAIN, Computing
-from maect.recipes.cost import Cost, HeadInputs, encoder_cost, view_groups
+from maect.recipes.cost import Cost, HeadInputs, encoder_cost, head_cost, view_groups
 from maect.recipes.few_labels import FewLabels
 from maect.train.stage import RunInputs, Stage, Training, Updates
 
@@ -127,7 +127,7 @@ class WithoutLabels(Training):
         learns = self.reaches_encoder and trained > 0
         passes = self.passes(computing)
         given = HeadInputs(passes, encoder.width, groups, self.batch_size, learns)
-        heads = {name: head.cost(given) for name, head in self.heads.items()}
+        heads = {name: head_cost(head, given) for name, head in self.heads.items()}
         return {"encoder": encoder_cost(passes, encoder, groups, trained), **heads}
 
     @property
@@ -189,11 +189,17 @@ class WithoutLabels(Training):
 
     def export(self, run: RunInputs, reader: "StateReader", index: "Index") -> dict[str, Any]:
         """Write the encoder, or its running average, and each head."""
-        from maect.stages.run_weights import copy_encoder, export_encoder, export_heads
+        import torch
+
+        from maect.stages.run_weights import copy_encoder, export_encoder, export_head
         from maect.train.checkpoint import AVERAGE, PARAM
 
         if self.heads:
-            export_heads(run.folder, self, run.encoder, reader)
+            with torch.device("meta"):
+                objective = self.objective(run.encoder, 0)
+        for name, settings in self.heads.items():
+            about = {"head": settings.header, "width": str(run.encoder.width)}
+            export_head(run.folder / head_file(name), name, objective, about, reader)
         if not self.trains_encoder:
             return {"pooling": copy_encoder(self.need(run.source), run.folder)}
         pooling = self.pooling(run.encoder)

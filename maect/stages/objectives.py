@@ -20,8 +20,6 @@ from maect.models.refiner import RefinerHeads, head_weights
 from maect.models.vit import Pooling, VisionEncoder
 from maect.recipes import views_by_size, visible_patches
 from maect.stages.base import WithoutLabels
-from maect.stages.pretrain import Pretrain
-from maect.stages.refine import RefineHeads
 from maect.train.captured import Passes
 from maect.train.collapse import collapse, spread
 from maect.train.objective import Gathered, Objective
@@ -167,17 +165,26 @@ class MaskedAutoencoder(ViewsObjective):
 
     def __init__(
         self,
-        stage: Pretrain,
+        stage: WithoutLabels,
         encoder: VisionEncoder,
         decoder: Decoder,
         head: NNCLRHead | None,
         seed: int,
+        *,
+        normalize_pixels: bool,
+        weight: float,
     ) -> None:
+        """Join encoder, decoder and head.
+
+        Args:
+            normalize_pixels: whether each patch is reconstructed with mean 0 and variance 1.
+            weight: of the NNCLR loss, where it reaches the encoder.
+        """
         super().__init__(stage, encoder, seed)
         # In this order: DeepSpeed lays parameters out as modules list them.
         self.decoder, self.head = decoder, head
-        self.normalize_pixels, self.detached = stage.normalize_pixels, not stage.reaches_encoder
-        self.weight = 1.0 if self.detached else stage.contrastive_weight
+        self.normalize_pixels, self.detached = normalize_pixels, not stage.reaches_encoder
+        self.weight = 1.0 if self.detached else weight
         self.passes = Passes(self.compute, [encoder, decoder])
 
     def compute(self, images: Tensor, order: Tensor) -> tuple[Tensor, ...]:
@@ -282,7 +289,7 @@ class RefinerObjective(ViewsObjective):
     """MIM-Refiner: the sum of the losses of heads on several blocks."""
 
     def __init__(
-        self, stage: RefineHeads, encoder: VisionEncoder, heads: RefinerHeads, seed: int
+        self, stage: WithoutLabels, encoder: VisionEncoder, heads: RefinerHeads, seed: int
     ) -> None:
         super().__init__(stage, encoder, seed)
         self.pooling, self.heads = stage.pooling(encoder.settings), heads

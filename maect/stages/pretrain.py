@@ -43,7 +43,15 @@ class Pretrain(SelfSupervised):
         with seeded(seed):
             vit, decoder = build_encoder(encoder), Decoder(encoder)
             head = NNCLRHead(encoder.width, self.head) if self.head else None
-        return MaskedAutoencoder(self, vit, decoder, head, seed)
+        return MaskedAutoencoder(
+            self,
+            vit,
+            decoder,
+            head,
+            seed,
+            normalize_pixels=self.normalize_pixels,
+            weight=self.contrastive_weight,
+        )
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
         """The same for all of encoder and decoder."""

@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from maect.core.errors import UserError
@@ -17,7 +16,6 @@ from maect.models.weights import (
     save_tensors,
 )
 from maect.recipes import Encoder
-from maect.stages.base import WithoutLabels, head_file
 from maect.train.checkpoint import PARAM, StateReader
 
 
@@ -69,13 +67,10 @@ def copy_encoder(source: Path, folder: Path) -> Pooling:
     return load_encoder_weights(target)[2]
 
 
-def export_heads(folder: Path, stage: WithoutLabels, encoder: Encoder, reader: StateReader) -> None:
-    """Write each head, in the shapes that it has in the stage's objective."""
-    with torch.device("meta"):
-        objective = stage.objective(encoder, 0)
-    for name, settings in stage.heads.items():
-        head = objective.get_submodule(name)
-        assert isinstance(head, QueueHead)
-        metadata = {"head": settings.header, "width": str(encoder.width)}
-        tensors = reader.part(PARAM, f"{name}.", head.exported())
-        save_tensors(folder / head_file(name), tensors, metadata)
+def export_head(
+    path: Path, name: str, objective: nn.Module, about: dict[str, str], reader: StateReader
+) -> None:
+    """Write the head of a name, in the shapes that it has in the stage's objective."""
+    head = objective.get_submodule(name)
+    assert isinstance(head, QueueHead)
+    save_tensors(path, reader.part(PARAM, f"{name}.", head.exported()), about)

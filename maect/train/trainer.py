@@ -182,6 +182,21 @@ def train(
     metrics = Metrics(folder, step, steps) if context.rank == 0 else None
     watchdog, least = Watchdog(folder, context), max(8, log_interval(steps))
     clock = DeviceTime(context, record, metrics.device_seconds if metrics else 0.0, least)
+    evaluations = TrainingEvaluations(
+        context=context,
+        device=device,
+        objective=objective,
+        engine=engine,
+        watchdog=watchdog,
+        clock=clock,
+        metrics=metrics,
+        image_size=run.encoder.image_size,
+        batch_size=stage.batch_size,
+        images=images.n,
+        steps=steps,
+        scores=scores,
+        online=evaluator,
+    )
     trainer = Trainer(
         context=context,
         stage=stage,
@@ -202,8 +217,8 @@ def train(
         trace=window,
         accumulation=computing.accumulation,
         labelled=bool(images.labels.min() >= 0),
+        evaluations=evaluations,
     )
-    trainer.evaluations = TrainingEvaluations(trainer, scores, evaluator)
     try:
         if step < steps:
             near = split

@@ -17,9 +17,9 @@ from maect.core.context import Context
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError
 from maect.core.files import read_record, read_table_text, sha256_file, write_record
+from maect.data.changes import changes, may_differ
 from maect.data.index import LABEL, open_index
 from maect.data.shards import shard
-from maect.data.sources.changes import changes, may_differ
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.features import extract

@@ -33,7 +33,7 @@ from maect.core.files import read_record, sha256_file, watch_folder, write_json,
 from maect.data.config import CONFIG, ShardsConfig  # noqa: E402
 from maect.data.index import LABEL, open_index  # noqa: E402
 from maect.data.shards import shard  # noqa: E402
-from maect.data.sources.shared import finished  # noqa: E402
+from maect.data.shared import finished  # noqa: E402
 from maect.data.staging import stage  # noqa: E402
 from maect.experiment import working_folder  # noqa: E402
 from maect.experiment.profile import by_rule, find_profile  # noqa: E402

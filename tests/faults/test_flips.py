@@ -21,13 +21,13 @@ from maect.cli import main
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import read_record
+from maect.data.changes import changes
 from maect.data.index import open_index
 from maect.data.pixels import open_pixels
 from maect.data.shard_plan import image_names
-from maect.data.sources.changes import changes
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.evaluation import Completion, evaluate
-from maect.evaluate.probing import STATE
+from maect.evaluate.trained import STATE
 from maect.records import RunRecord
 from maect.train.checkpoint import check_files, saved, state_record
 from maect.train.run_folder import is_finished, take_over_folder

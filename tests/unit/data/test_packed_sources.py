@@ -15,12 +15,12 @@ from pyarrow import ipc, parquet
 from sample_images import image_folder
 
 from maect.core.errors import UserError
+from maect.data.changes import advice, changes
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_parts
 from maect.data.shard_check import verify
 from maect.data.shards import finish_index, plan_shards, shard
 from maect.data.sources import kind_of, open_source
-from maect.data.sources.changes import advice, changes
 from maect.data.subsets import class_view
 from maect.experiment import load
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.transforms import normalize
-from maect.evaluate import probing
+from maect.evaluate import trained
 from maect.evaluate.base import Interrupted
 from maect.evaluate.efficient_probe import EfficientProbe, Probe
 from maect.evaluate.encoding import Encoding
@@ -167,7 +167,7 @@ def test_a_restart_ends_with_the_same_bits(
     assert SETTINGS.evaluate(again, job) == whole
     kept = [tmp_path / f"{name}.safetensors" for name in ("whole", "efficient_probe")]
     assert kept[0].read_bytes() == kept[1].read_bytes()
-    states = [tmp_path / f".{n}.state" / probing.STATE for n in ("whole", "efficient_probe")]
+    states = [tmp_path / f".{n}.state" / trained.STATE for n in ("whole", "efficient_probe")]
     assert states[0].read_bytes() == states[1].read_bytes()
     assert all(report["step"] > patience for report in again.reports)
 

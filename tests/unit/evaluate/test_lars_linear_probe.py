@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from maect.data.index import open_index
 from maect.data.transforms import normalize
-from maect.evaluate import load_evaluation, probing
+from maect.evaluate import load_evaluation, trained
 from maect.evaluate.base import Interrupted
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.lars import LarsProbe
@@ -83,7 +83,7 @@ def test_protocol_reads_cls_before_the_norm_and_survives_a_kill(
     assert metrics["by_epoch"] == pytest.approx(history, abs=100 / 70 + 1e-6)
     assert metrics["lars_linear_probe"] == max(metrics["by_epoch"])
     assert metrics["lars_linear_probe_last"] == metrics["by_epoch"][-1]
-    states = load_file(job.state / probing.STATE)
+    states = load_file(job.state / trained.STATE)
     weight = plain.parts["weight"].detach()
     torch.testing.assert_close(states["probe.weight"].double(), weight, rtol=1e-3, atol=1e-4)
     assert set(load_file(job.out.with_suffix(".safetensors"))) == {"weight", "bias", "mean", "var"}

@@ -9,10 +9,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from maect.answers.classes import read_classifier
+from maect.core import distributed
 from maect.core.errors import UserError
 from maect.data.index import ID, open_index
 from maect.data.transforms import normalize
-from maect.evaluate import load_evaluation, probing
+from maect.evaluate import load_evaluation, trained
 from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
@@ -100,7 +101,7 @@ def test_a_restart_ends_with_the_same_numbers(
     kept = [tmp_path / f"{name}.safetensors" for name in ("whole", "linear_probe")]
     assert kept[0].read_bytes() == kept[1].read_bytes()
     first, second = (
-        tmp_path / f".{name}.state" / probing.STATE for name in ("whole", "linear_probe")
+        tmp_path / f".{name}.state" / trained.STATE for name in ("whole", "linear_probe")
     )
     assert first.read_bytes() == second.read_bytes()
     steps = [report["step"] for report in again.reports]
@@ -147,7 +148,7 @@ def test_a_kill_loses_what_follows_the_last_save(
     whole = SETTINGS.evaluate(rank, job_of(images, tmp_path / "whole.json"))
     job = job_of(images, tmp_path / "linear_probe.json")
     plain, steps = Heads.step, []
-    monkeypatch.setattr(probing, "monotonic", lambda: seconds * len(steps))
+    monkeypatch.setattr(trained, "monotonic", lambda: seconds * len(steps))
 
     def killed(self, *arguments):
         steps.append(arguments)
@@ -170,7 +171,7 @@ def refuses_broken_features(job: EvaluationJob, settings, monkeypatch: pytest.Mo
     """From the second training batch on one image's features are not finite: nothing is saved."""
     with pytest.raises(Interrupted):
         settings.evaluate(Rank(patience=6), job)
-    state = job.state / probing.STATE
+    state = job.state / trained.STATE
     saved, seen = state.read_bytes(), []
 
     def broken(plain):
@@ -205,9 +206,7 @@ def test_every_rank_refuses_what_one_finds(
     images: Path, tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(
-        probing.distributed, "any_rank", lambda flag: asked.append(flag) or len(asked) == 6
-    )
+    monkeypatch.setattr(distributed, "any_rank", lambda flag: asked.append(flag) or len(asked) == 6)
     with pytest.raises(UserError, match=r"mae: after 5 updates"):
         SETTINGS.evaluate(rank, job_of(images, tmp_path / "linear_probe.json"))
     assert not any(asked)
@@ -224,9 +223,9 @@ def test_another_probes_state_is_not_taken(
     assert not caplog.messages
     assert other.evaluate(rank, job) == fresh
     with monkeypatch.context() as newer:
-        newer.setattr(probing, "FORMAT", probing.FORMAT + 1)
+        newer.setattr(trained, "FORMAT", trained.FORMAT + 1)
         other.evaluate(rank, job)
-    (job.state / probing.STATE).write_bytes(b"half")
+    (job.state / trained.STATE).write_bytes(b"half")
     assert other.evaluate(rank, job) == fresh
     reasons = ["of another encoder", "saved by another version", "damaged"]
     for message, reason in zip(caplog.messages, reasons, strict=True):
@@ -381,7 +380,7 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
                 logits = model.eval()(read_[key[1]]).detach()
                 right = (logits.argmax(1) == labels).sum()
                 history[key].append(100 * int(right) / len(labels))
-    forms, state = list(scored[""][0]), job.state / probing.STATE
+    forms, state = list(scored[""][0]), job.state / trained.STATE
     tensors = load_file(state)
     with safe_open(state, "pt") as file:
         own = json.loads(file.metadata()["record"])["own"]

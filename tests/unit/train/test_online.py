@@ -136,7 +136,15 @@ def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
 
     torch.manual_seed(0)
     settings, stage = load_encoder("tiny"), load_recipe("mae", "tiny")
-    objective = MaskedAutoencoder(stage, build_encoder(settings), Decoder(settings), None, 0)
+    objective = MaskedAutoencoder(
+        stage,
+        build_encoder(settings),
+        Decoder(settings),
+        None,
+        0,
+        normalize_pixels=stage.normalize_pixels,
+        weight=stage.contrastive_weight,
+    )
     raw = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
     images = normalize(raw, PAPER)
     assert torch.equal(denormalize(images, PAPER), raw)

@@ -1,67 +1,21 @@
 """Changes of images since they were sharded: added, removed, edited, relabelled."""
 
 import json
-import logging
-import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError, counted
-from maect.core.files import read_record, seek_record, write_record
+from maect.core.files import seek_record
 from maect.data.sources import find_source, open_source
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, as_utf8
+from maect.data.sources.noted import file_stats, read_noted
 from maect.recipes import Pixels
 
-log = logging.getLogger(__name__)
-
-FILES = "files.json"
-MOST = 50_000
-"""Files that are compared again: more would delay every start."""
 COMPARED = 200
 """Images whose content is compared again, where the time of their file has changed."""
-
-Stat = tuple[int, int]
-"""Bytes of a file and when it was changed, in nanoseconds; -1 and 0 of one that is gone."""
-
-
-def note_files(out: Path, source: ImageSource, entries: Sequence[Entry]) -> None:
-    """Write beside shards names, sizes and times of the files with the images.
-
-    Of more than `MOST` files only the names of their class folders.
-    """
-    if len({source.file_of(entry) for entry in entries}) <= MOST:
-        write_record(out / FILES, {"files": dict(sorted(_stats(source, entries).items()))})
-    elif folders := source.folder_names():
-        write_record(out / FILES, {"folders": [*folders]})
-
-
-def _stats(source: ImageSource, entries: Iterable[Entry]) -> dict[str, Stat]:
-    """Return the size and time of each file that images are in."""
-    stats = {}
-    for name in {source.file_of(entry) for entry in entries}:
-        try:
-            status = os.stat(source.root / name)
-            stats[as_utf8(name)] = status.st_size, status.st_mtime_ns
-        except OSError:
-            stats[as_utf8(name)] = -1, 0
-    return stats
-
-
-def _noted(out: Path) -> tuple[dict[str, Stat] | None, list[str] | None]:
-    """Return what `note_files` wrote: of files, or of class folders."""
-    if not (out / FILES).exists():
-        return None, None
-    try:
-        noted = read_record(out / FILES)
-    except UserError as error:
-        log.warning("%s", error)
-        raise
-    files = noted.get("files")
-    stats = None if files is None else {name: (size, time) for name, (size, time) in files.items()}
-    return stats, noted.get("folders")
 
 
 def _opened(plan: dict[str, Any], images: Path) -> ImageSource:
@@ -121,13 +75,13 @@ def changes(out: Path, images: Path | None = None) -> Changes | None:
     try:
         before = Path(plan["source"])
         source = _opened(plan, before if images is None else images.resolve())
-        noted, folders = _noted(out)
+        noted, folders = read_noted(out)
         if noted is None:
             if source.known_classes() == source.folder_names():
                 folders = plan["class_names"]  # also of shards in whose time nothing was noted
             return _other_folders(before, source, folders)
         listing = source.listing()
-        now = _stats(source, listing.entries)
+        now = file_stats(source, listing.entries)
         if [*now] == [source.path.name] and [*noted] == [before.name]:  # one file, called otherwise
             now = {before.name: now[source.path.name]}
         both = now.keys() & noted.keys()
@@ -203,9 +157,9 @@ def may_differ(out: Path, images: Path) -> bool:
     if changes(out, images) is not None:
         return True
     try:
-        noted, _ = _noted(out)
+        noted, _ = read_noted(out)
         source = _opened(plan, images)
-        return noted is not None and _stats(source, source.listing().entries) != noted
+        return noted is not None and file_stats(source, source.listing().entries) != noted
     except (UserError, KeyError, ValueError, OSError):
         return False
 
