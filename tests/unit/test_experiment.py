@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from maect.experiment.chosen_shards import last_changes, note_own, note_taken
 from maect.experiment.expand import names
 from maect.experiment.load import EXPERIMENTS
 from maect.experiment.resolve import run_config
+from maect.experiment.schema import one_of
 from maect.experiment.start import missing_images
 from maect.records import RunRecord
 from maect.report.configs import Row
@@ -1140,3 +1142,15 @@ def test_how_a_run_is_computed_stands_beside_its_settings(tmp_path: Path) -> Non
     ):
         with pytest.raises(UserError, match=message):
             load(write(tmp_path, **changes))
+
+
+def test_a_wildcard_is_one_of_the_names() -> None:
+    """Names that begin with others, or hold what has a meaning in an expression, and no others."""
+    for seed in range(200):
+        draw = random.Random(seed)
+        names = ["".join(draw.choices("ab._-{", k=draw.randint(1, 5))) for _ in range(seed % 12)]
+        others = ["".join(draw.choices("ab._-{", k=draw.randint(0, 5))) for _ in range(100)]
+        pattern = re.compile(one_of(names))
+        for word in [*names, *others]:
+            assert (pattern.fullmatch(word) is not None) == (word in names), (word, names)
+    assert one_of(["mae_tiny", "mae_base", "x"]) == "mae_(tiny|base)|x"

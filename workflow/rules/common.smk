@@ -25,7 +25,7 @@ from maect.experiment import outdated, resolve
 from maect.experiment import start as starting
 from maect.experiment import working_folder
 from maect.experiment.pages import PAGES, report_inputs
-from maect.experiment.schema import fill_path
+from maect.experiment.schema import fill_path, one_of
 from maect.launch.owner import SNAKEMAKE, own, this_process
 from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS
 from maect.stages import STAGES
@@ -106,11 +106,6 @@ def on_devices(command, also=()):
         for key, (option, _) in {**PROFILE, **dict(also)}.items()
     ]
     return " ".join([command, *told, "--log {log:q}"])
-
-
-def one_of(names):
-    """A wildcard constraint: exactly these names, or nothing at all."""
-    return "|".join(map(re.escape, names)) or "(?!)"
 
 
 wildcard_constraints:
