@@ -3,7 +3,8 @@
 #   snakemake --profile cluster_profiles/local --config experiment=digits     on this machine
 #   snakemake --profile cluster_profiles/SITE [--config experiment=NAME]      on a cluster
 #
-# Targets: shards encoders evaluations tables figures report, or any file below the results folder.
+# Targets: shards encoders evaluations tables figures report, a table or figure by its file, any other
+# result by its stamp, such as runs/RUN/done or evaluations/RUN/NAME.done.
 # Every stage (maect/stages) and every protocol (maect/evaluate) has a rule of its name; everything a
 # job is told is in one file, such as runs/RUN/config.yaml, written when Snakemake starts.
 from snakemake.utils import min_version
@@ -37,7 +38,3 @@ onstart:
 
 onsuccess:
     finish()
-
-
-onerror:
-    give_back()

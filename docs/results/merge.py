@@ -20,8 +20,7 @@ from maect.core.files import read_json, seek_record, write_text
 from maect.core.settings import digest
 from maect.evaluate.base import OutputOf, Trained
 from maect.experiment import Experiment
-from maect.experiment.outdated import Differences
-from maect.experiment.resolve import evaluation_config, input_path, run_config
+from maect.experiment.resolve import evaluation_config, input_path, is_current, run_config
 from maect.records import EvaluationRecord, Outcome, RunRecord
 from maect.stages.run import RunConfig
 
@@ -64,18 +63,18 @@ class Here:
 def what_is_here(experiment: Experiment) -> Here:
     """Runs and results of this machine that count.
 
-    A run counts if its config is what the experiment says today and started from the weights of one
-    that counts, with the same images. A result counts if its config is the same, and if its run and
-    all that it was made from do.
+    A run or a result counts if its stamp is current (`maect.core.stamps`) and so are those of all
+    that it was made from.
     """
-
-    differences = Differences(experiment)
 
     @cache
     def record(name: str) -> RunRecord | None:
         """A run's completion record; none if the run does not count."""
         found, source = RunRecord.find(experiment.folder(name)), experiment.runs[name].source
-        if not found or differences.is_another_run(name, found) or (source and not record(source)):
+        path = experiment.folder(name) / "config.yaml"
+        if not found or not is_current(experiment, path, run_config(experiment, name)):
+            return None
+        if source and not record(source):
             return None
         return found
 
@@ -83,9 +82,11 @@ def what_is_here(experiment: Experiment) -> Here:
     def result(pair: Pair) -> EvaluationRecord | None:
         """An evaluation's result; none if it does not count."""
         found, made_by = EvaluationRecord.seek(result_file(experiment, pair)), record(pair[0])
-        if not found or not made_by or differences.is_another_evaluation(*pair, found):
+        config = evaluation_config(experiment, *pair)
+        path = result_file(experiment, pair).with_suffix(".yaml")
+        if not found or not made_by or not is_current(experiment, path, config):
             return None
-        for kind in evaluation_config(experiment, *pair).settings.inputs().values():
+        for kind in config.settings.inputs().values():
             if isinstance(kind, OutputOf) and not result((pair[0], kind.evaluation)):
                 return None
             if isinstance(kind, Trained):

@@ -1,12 +1,14 @@
 """Commands that write shards and download data."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any
 
-from maect.core.commands import Log, Word, command
+from maect.core.commands import Log, Positive, Word, command
 from maect.core.errors import UserError
+from maect.core.stamps import stamped
 
 StatedPixels = Annotated[
     str | None,
@@ -41,6 +43,7 @@ def shard(
     pixels: StatedPixels = None,
     classes: str | None = None,
     only: str | None = None,
+    threads: Positive | None = None,
     verify: bool = False,
     log: Log = None,
 ) -> None:
@@ -57,16 +60,18 @@ def shard(
         shorter_side: recompress larger images to this shorter side.
         classes: for a view: dogs15, or a file of class names, one a line.
         only: do one step: plan, the number of a shard, or index.
+        threads: to read images with (default: one for each core that it may use).
         verify: check shards that were written.
     """
     from maect.core.settings import validated
     from maect.data import shard_check
     from maect.data import shards as work
-    from maect.data.config import ShardsConfig, stated_pixels
+    from maect.data.config import CONFIG, ShardsConfig, stated_pixels
     from maect.data.sources import find_source
     from maect.data.sources.view import read_classes
     from maect.data.subsets import class_view
 
+    resolved = out is None
     if out is not None:
         find_source(kind)
         given = {
@@ -80,13 +85,15 @@ def shard(
         config, out = ShardsConfig.read(source), source.parent
     else:
         raise UserError(f"{source}: name the folder of the shards, too")
-    threads = len(os.sched_getaffinity(0))
+    threads = threads or len(os.sched_getaffinity(0))
+    stamp = stamped(out / CONFIG, config) if resolved else nullcontext()
     if verify:
         print(f"{out}: {shard_check.verify(out, threads=threads)} samples, all intact")
     elif not find_source(config.kind).sharded:
         if not config.classes:
             raise UserError(f"--kind {config.kind}: name the classes with --classes")
-        count = class_view(config.images, out, read_classes(config.classes))
+        with stamp:
+            count = class_view(config.images, out, read_classes(config.classes))
         print(f"{out}: {count} samples of {config.images}")
     elif only == "plan":
         work.plan_shards(config.images, config.kind, out, config.shards, **config.options)
@@ -97,10 +104,15 @@ def shard(
             raise UserError(f"--only {only}: must be plan, the number of a shard, or index")
         work.write_shard(out, int(only), threads=1)
     else:
-        count = work.shard(
-            config.images, out, config.kind, config.shards, threads=threads, **config.options
-        )
-        print(f"{out}: {count} samples")
+        how = config.options
+        with stamp:
+            # What is finished needs its images no more.
+            finished = resolved and work.finished_samples(out, config.kind, config.shards, **how)
+            count = finished or work.shard(
+                config.images, out, config.kind, config.shards, threads=threads, **how
+            )
+        again = f"; to read the images again: rm -r {out}" if finished else ""
+        print(f"{out}: {count} samples{again}")
 
 
 def _for_files(stated: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.core.settings import LocalPath, SettingsFile, digest, validated
+from maect.core.settings import LocalPath, digest, validated
+from maect.core.stamps import Checksums, StampedFile, known_record
 from maect.data.sources.image_files import Folder
 from maect.recipes import Pixels
 
@@ -18,7 +19,7 @@ LISTS = ("labels", "only", "exclude", "classes")
 """Settings that may name files, whose content counts and not where they are."""
 
 
-class ShardsConfig(SettingsFile):
+class ShardsConfig(StampedFile):
     """All settings of a split's shards."""
 
     depth: ClassVar[int] = 3
@@ -54,8 +55,25 @@ class ShardsConfig(SettingsFile):
         return {key: value for key, value in (given | self.lists_sha256).items() if value}
 
     @property
-    def made_of(self) -> str:
-        """Digest of the content and of where the images are and when they were changed."""
+    def asked(self) -> str:
+        """Return the identity of the content."""
+        return digest(self.content)
+
+    def made_of(self) -> Checksums:
+        """Return the checksum of the shards that a view shows a part of."""
+        if self.classes is None:
+            return {}
+        index = self.images / "index.json"
+        return {index: known_record(index).get("digest")}
+
+    def result(self, path: Path) -> str | None:
+        """Return the digest of the samples, if the index beside the file at `path` is whole."""
+        whole = path.with_name("index.npy").exists()
+        return known_record(path.with_name("index.json")).get("digest") if whole else None
+
+    @property
+    def source_identity(self) -> str:
+        """Return the identity of the content and of where the images are and when they changed."""
         return digest(self.content, str(self.images.resolve()), self.changed)
 
 

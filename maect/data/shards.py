@@ -38,7 +38,6 @@ from maect.core.files import (
     write_record,
     write_text,
 )
-from maect.core.kept import forget, put_back
 from maect.data import shard_name
 from maect.data.convert import Ready, make_ready, upright_rgb
 from maect.data.decode import UnreadableError
@@ -88,9 +87,7 @@ def plan_shards(source: Path, kind: str, out: Path, shards: int, **options: Any)
     """
     plan, listings, note = planned(source, kind, out, shards, **options)
     with _locked(out, alone=True):
-        put_back([out / "plan.json"], lambda: read_plan(out) == plan)
         store_plan(out, plan, listings, note)
-    forget([out / "plan.json"])
     return plan
 
 
@@ -102,12 +99,10 @@ def write_shard(out: Path, number: int, *, threads: int = 1) -> Path:
     tar = out / shard_name(read_plan(out)["split"], number)
     try:
         with _locked(out, alone=False):
-            put_back([tar], lambda: is_finished(out, number))
             _write(out, number, threads)
     except _FaultyError as error:
         # A file of its own: other jobs may be writing theirs.
         raise _refusal(out, f"unreadable-{number:06d}.txt", error.faults) from None
-    forget([tar])
     return tar
 
 
@@ -117,14 +112,46 @@ def finish_index(out: Path, *, threads: int = 1) -> int:
     Tars that are indexed where they lie are read here, those that were not yet. Small images are
     decoded once, into pixels.npy (`maect.data.pixels`).
     """
-    plan, index = read_plan(out), [out / "index.json", out / "index.npy"]
+    plan = read_plan(out)
     with _locked(out, alone=True):
-        put_back(index, lambda: _is_indexed(out, plan))
         if "tars" in plan:
             _write_all(out, plan["shards"], threads)
-        n = _index(out)
-    forget(index)
-    return n
+        return _index(out)
+
+
+def finished_samples(
+    out: Path,
+    kind: str,
+    shards: int,
+    *,
+    only: Path | None = None,
+    skip_unreadable: bool = False,
+    shorter_side: int | None = None,
+    pixels: Pixels | None = None,
+    **_: Any,
+) -> int | None:
+    """Return how many samples a split has that is finished by such settings; else None.
+
+    Images and lists are not read: finished shards do without.
+    """
+    if not all((out / name).exists() for name in ("plan.json", "index.json")):
+        return None
+    plan = read_plan(out)
+    made = {} if pixels is None else pixels.files
+    side = {} if shorter_side is None else {"shorter_side": shorter_side}
+    asked = (kind, side | ({"pixels": made} if made else {}), only is not None)
+    if asked != (plan["kind"], plan["options"], "only" in plan):
+        return None
+    if "tars" not in plan and plan["shards"] != shards:
+        return None
+    if skip_unreadable != ("skip_unreadable" in plan) and read_record(out / "index.json").get(
+        "unreadable"
+    ):
+        return None
+    if not all(is_finished(out, number) for number in range(plan["shards"])):
+        return None
+    with _locked(out, alone=True):
+        return _index(out)
 
 
 def _write_all(out: Path, shards: int, threads: int) -> None:

@@ -20,7 +20,7 @@ def taken(own: Path) -> Path | None:
     noted = seek_record(own / TAKEN)
     for folder, made in finished(own).items() if noted else ():
         # Those of images that were edited in place are made of the same by their configs.
-        if (made.made_of, index_digest(folder)) == (noted["made_of"], noted["digest"]):
+        if (made.source_identity, index_digest(folder)) == (noted["made_of"], noted["digest"]):
             return folder
     return None
 

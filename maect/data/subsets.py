@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, sha256_file, write_record, write_text
-from maect.core.kept import forget
 from maect.data import key_of, random
 from maect.data.index import CHECKSUMS, ID, LABEL, Index, open_index
 from maect.data.sources.base import read_list
@@ -69,7 +68,6 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
             "shards": files,
         },
     )
-    forget([out / "index.json", out / "index.npy"])
     return len(rows)
 
 

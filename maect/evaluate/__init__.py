@@ -5,6 +5,7 @@ An evaluation is a protocol, or a variant of one with settings of its own; its r
 """
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, Self
@@ -13,10 +14,12 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.packages import make_callable
-from maect.core.settings import LocalPath, SettingsFile, digest, validated
-from maect.evaluate.base import Protocol, check_blocks
+from maect.core.settings import LocalPath, digest, validated
+from maect.core.stamps import Checksums, StampedFile, known_record, record_checksum, size_and_time
+from maect.evaluate.base import Features, Protocol, Shards, Trained, check_blocks
+from maect.evaluate.real import RealLabels
 from maect.recipes import variant_names, variant_values
-from maect.records import EvaluationRecord
+from maect.records import ENCODER, EvaluationRecord, RunRecord, weights_checksum
 
 make_callable(__name__)
 
@@ -61,7 +64,7 @@ def load_evaluation(
     return protocol, validated(PROTOCOLS[protocol], values, name)
 
 
-class FeaturesConfig(SettingsFile):
+class FeaturesConfig(StampedFile):
     """Features of a split. They go beside the file, as `.safetensors`."""
 
     run: LocalPath
@@ -84,8 +87,27 @@ class FeaturesConfig(SettingsFile):
         """Everything but the encoder and the images, as the header of the features says it."""
         return self.model_dump(exclude={"run", "shards"})
 
+    def made_of(self) -> Checksums:
+        """Return the checksums of the encoder and of the images."""
+        return {
+            RunRecord.path(self.run): _encoder_sha256(self.run),
+            self.shards / "index.json": known_record(self.shards / "index.json").get("digest"),
+        }
 
-class EvaluationConfig(SettingsFile):
+    def result(self, path: Path) -> str | None:
+        """Return the identity of the features beside the file at `path`."""
+        return features_identity(path.with_suffix(".safetensors"))
+
+    @property
+    def identity_to_be(self) -> str | None:
+        """Return the identity that the features have if they are made now, as far as known."""
+        encoder, index = self.made_of().values()
+        if encoder is None or index is None:
+            return None
+        return _identity(self.how | {"encoder_sha256": encoder, "index_digest": index})
+
+
+class EvaluationConfig(StampedFile):
     """One evaluation. `NAME.json` and the other outputs of the protocol lie beside the file."""
 
     evaluation: str
@@ -115,7 +137,65 @@ class EvaluationConfig(SettingsFile):
         """Identity of the evaluation's settings; where its inputs are is not part of it."""
         return digest(self.protocol, self.settings, self.resize)
 
+    def made_of(self) -> Checksums:
+        """Return the checksums of the encoder and of all that the protocol reads."""
+        found = {RunRecord.path(self.run): _encoder_sha256(self.run)}
+        for name, kind in self.settings.inputs().items():
+            for path in self.paths(name) if name in self.inputs else ():
+                if isinstance(kind, Features):
+                    found[path] = features_identity(path)
+                elif isinstance(kind, Shards):
+                    found[path / "index.json"] = known_record(path / "index.json").get("digest")
+                elif isinstance(kind, Trained):
+                    found[RunRecord.path(path)] = weights_checksum(path)
+                else:
+                    left = known_record(path.with_suffix(".json"))
+                    found[path] = left.get("left_sha256")
+        if isinstance(self.settings, RealLabels) and (labels := self.settings.labels_file):
+            found[labels] = size_and_time(labels)
+        return found
+
+    def result(self, path: Path) -> str | None:
+        """Return the checksum of the result, if the tensors that it names are there."""
+        record = path.with_suffix(".json")
+        left = known_record(record).get("left_sha256")
+        if left is not None and not path.with_suffix(".safetensors").exists():
+            return None
+        return record_checksum(record)
+
+    def path(self, name: str) -> Path:
+        """Return an input that is one path."""
+        (path,) = self.paths(name)
+        return path
+
     def paths(self, name: str) -> list[Path]:
         """An input as a list, whether it is one path or many."""
         value = self.inputs[name]
         return value if isinstance(value, list) else [value]
+
+
+def features_identity(path: Path) -> str | None:
+    """Return the identity of a features file, by what it says of its making; None without one."""
+    try:
+        status = path.stat()
+        return _read_identity(path, status.st_mtime_ns, status.st_size)
+    except (OSError, UserError):
+        return None
+
+
+@cache
+def _read_identity(path: Path, changed: int, size: int) -> str:
+    from maect.evaluate.store import open_record  # it imports NumPy
+
+    return _identity(open_record(path))
+
+
+def _identity(record: Mapping[str, Any]) -> str:
+    """Return the identity of features, of what decides them."""
+    said = {"norm": True, "blocks": 1, **record}
+    names = ("encoder_sha256", "index_digest", "precision", "resize", "norm", "blocks")
+    return digest({name: said.get(name) for name in names})
+
+
+def _encoder_sha256(run: Path) -> str | None:
+    return known_record(RunRecord.path(run)).get("sha256", {}).get(ENCODER)

@@ -16,11 +16,10 @@ from pydantic import Field, model_validator
 from maect.core.context import Context
 from maect.core.errors import SupersededError, UserError
 from maect.core.files import atomic_write, seek_record, write_record
-from maect.core.kept import need_encoder
 from maect.core.settings import Settings
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
-from maect.records import Outcome, checked_sha256
+from maect.records import Outcome, checked_sha256, need_encoder
 
 if TYPE_CHECKING:
     import numpy as np

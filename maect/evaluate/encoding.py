@@ -10,8 +10,8 @@ from torch import Tensor
 
 from maect.core import distributed
 from maect.core.errors import UserError
-from maect.core.kept import need_encoder
 from maect.models.precision import Precision, mixed_precision
+from maect.records import need_encoder
 
 if TYPE_CHECKING:
     from maect.models.vit import EncoderOutput

@@ -12,7 +12,6 @@ from maect import __version__
 from maect.core.context import Context
 from maect.core.errors import MissingFileError, UserError
 from maect.core.files import sha256_file
-from maect.core.kept import keep
 from maect.core.settings import digest
 from maect.data.index import open_index
 from maect.data.shared import index_digest, shards_of
@@ -83,14 +82,8 @@ def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
             left_sha256=sha256_file(tensors) if protocol.writes_tensors else None,
             outcomes=job.outcomes or None,
         ).write(job.out)
-        keep(outputs(job.out, protocol))
         shutil.rmtree(job.state, ignore_errors=True)
     return "done"
-
-
-def outputs(out: Path, protocol: Protocol) -> list[Path]:
-    """The outputs of an evaluation, the JSON `out` last."""
-    return [out.with_suffix(".safetensors"), out] if protocol.writes_tensors else [out]
 
 
 class Completion:

@@ -20,7 +20,6 @@ from maect.core import distributed
 from maect.core.arrays import read_kept, seek_kept, write_kept
 from maect.core.context import Context
 from maect.core.errors import SupersededError, UserError
-from maect.core.kept import keep
 from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_parts
@@ -122,7 +121,6 @@ def extract(
             out, parts, width=width, labels=labels, keys=keys, record=record,
             contents=index.contents,
         )  # fmt: skip
-        keep([out])
         shutil.rmtree(folder)
     return "done"
 

@@ -31,6 +31,11 @@ class RealLabels(Settings):
     real_labels: ContentPath | None = None
     """ReaL's `real.json`: a list of classes for each of ImageNet's 50,000 validation images."""
 
+    @property
+    def labels_file(self) -> Path | None:
+        """Return where the labels are; None if they are not asked for."""
+        return None if self.real_labels is None else _path(self.real_labels)
+
     def real_sha256(self) -> str | None:
         """Checksum of the labels, or a UserError: no such file; None if they are not asked for."""
         if self.real_labels is None:

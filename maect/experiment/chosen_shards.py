@@ -56,7 +56,9 @@ def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
     begun = taken(own)
     if begun in finished and finished[begun].content == asked.content:
         return begun
-    same = (folder for folder, made in finished.items() if made.made_of == asked.made_of)
+    same = (
+        folder for folder, made in finished.items() if made.source_identity == asked.source_identity
+    )
     # A file that is edited in place leaves the times of folders as they are.
     return next((folder for folder in same if not may_differ(folder, where)), own)
 
@@ -78,7 +80,7 @@ def note_own(own: Path, config: ShardsConfig) -> None:
 def note_taken(own: Path, folder: Path) -> None:
     """Write down that a split has begun with another experiment's shards."""
     made = made_by(folder)
-    noted = {"made_of": made and made.made_of, "digest": index_digest(folder)}
+    noted = {"made_of": made and made.source_identity, "digest": index_digest(folder)}
     write_record(own / TAKEN, noted)
 
 

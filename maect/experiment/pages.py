@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from maect.core.errors import UserError
-from maect.core.settings import SettingsFile
+from maect.core.stamps import stamped
 from maect.core.yaml_files import read_yaml
 from maect.evaluate.explore import Explore
 from maect.experiment.load import Experiment
@@ -35,8 +36,9 @@ class Page:
         name: of the kind and of its rule.
         title: of a page, with `{page}` for its name.
         make: `MODULE:FUNCTION` that makes a page of the path of its resolved file.
+        kind: class of the resolved files.
         names: names of an experiment's pages of this kind.
-        config: settings of a page.
+        settings: of a page, without the files that it reads.
         inputs: files that a page reads, of those that the experiment makes.
         category: where the report's menu lists them.
         endings: of the files that are written; the last one is shown in the report.
@@ -46,8 +48,9 @@ class Page:
     name: str
     title: str
     make: str
+    kind: type[configs.PageConfig]
     names: Callable[[Experiment], Sequence[str]]
-    config: Callable[[Experiment, str], SettingsFile]
+    settings: Callable[[Experiment, str], configs.PageConfig]
     inputs: Callable[[Experiment, str], Sequence[Path]]
     category: str = "Summary"
     endings: tuple[str, ...] = ("html",)
@@ -57,6 +60,15 @@ class Page:
         """Files that are written for a page."""
         folder = experiment.root / self.folder
         return [folder / f"{name}.{ending}" for ending in self.endings]
+
+    def config(self, experiment: Experiment, name: str) -> configs.PageConfig:
+        """Return what is in a page's resolved file."""
+        settings = self.settings(experiment, name)
+        return settings.model_copy(update={"reads": (*self.inputs(experiment, name),)})
+
+    def config_path(self, experiment: Experiment, name: str) -> Path:
+        """Return where a page's resolved file is."""
+        return experiment.root / self.folder / f"{name}.yaml"
 
     def label(self, experiment: Experiment, name: str) -> dict[str, str]:
         """Return how the report's menu names a page."""
@@ -232,7 +244,7 @@ def _images_config(experiment: Experiment, name: str) -> configs.ImagesConfig:
 
 
 def _summary_config(experiment: Experiment, name: str) -> configs.SummaryConfig:
-    given = _summary_inputs(experiment)
+    given: dict[str, Any] = dict(_summary_inputs(experiment))
     split = _tested(experiment)
     if split and not experiment.datasets[experiment.default_dataset].splits[split].source.in_place:
         given["shards"] = given["tested"].parent
@@ -317,28 +329,38 @@ def report_inputs(experiment: Experiment) -> list[Path]:
     ]
 
 
-def pages(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile, list[Path]]]:
-    """The resolved file of each page, with its path and what is made by it."""
+def report_config(experiment: Experiment) -> configs.ReportConfig:
+    """Return what is in the resolved file of the report."""
+    return configs.ReportConfig(reads=tuple(report_inputs(experiment)))
+
+
+def pages(experiment: Experiment) -> Iterator[tuple[Path, configs.PageConfig]]:
+    """The resolved file of each page, by its path."""
     for page in PAGES.values():
         for name in page.names(experiment):
-            outputs = page.outputs(experiment, name)
-            yield outputs[0].with_suffix(".yaml"), page.config(experiment, name), outputs
-    shows = configs.ReportConfig(shown=report_inputs(experiment))
-    yield experiment.root / "report.yaml", shows, [experiment.root / "report.html"]
+            yield page.config_path(experiment, name), page.config(experiment, name)
+    yield experiment.root / "report.yaml", report_config(experiment)
 
 
-def make_page(config: Path) -> None:
-    """Make the page of a resolved file, which is known by its folder or its name."""
+def make_page(path: Path) -> None:
+    """Make the page of a resolved file, which is known by its folder or its name, and its stamp.
+
+    The report itself is made by Snakemake, and only stamped here.
+    """
+    if path.stem == "report":
+        with stamped(path, configs.ReportConfig.read(path)):
+            return
     for page in PAGES.values():
-        place = config.absolute().parent.name if page.folder else config.stem
+        place = path.absolute().parent.name if page.folder else path.stem
         if place == (page.folder or page.name):
-            resolve_name(page.make)(config)
+            with stamped(path, page.kind.read(path)):
+                resolve_name(page.make)(path)
             return
     places = ", ".join(
         f"{p.folder}/NAME.yaml" if p.folder else f"{p.name}.yaml" for p in PAGES.values()
     )
     raise UserError(
-        f"{config}: not the resolved file of a page; they are {places} of a results folder"
+        f"{path}: not the resolved file of a page; they are {places} of a results folder"
     )
 
 
@@ -347,30 +369,36 @@ PAGES = {
     for page in (
         Page(
             "table", "Table {page}", "maect.report.render:make_table",
+            configs.ShownConfig,
             tables, partial(shown_config, figure=False), partial(inputs_of_shown, figure=False),
             "Tables", ("csv", "md", "tex", "html"), "tables",
         ),
         Page(
             "figure", "Figure {page}", "maect.report.figures:make_figure",
+            configs.ShownConfig,
             figures, partial(shown_config, figure=True), partial(inputs_of_shown, figure=True),
             "Figures", ("pdf", "png"), "figures",
         ),
         Page(
             "claims", "Claims", "maect.report.claims:make_claims",
+            configs.ClaimsConfig,
             lambda e: ["claims"] if compares(e) else [], claims_config, _claims_inputs,
             endings=("csv", "html"),
         ),
         Page(
             "datasets", "Data sets", "maect.report.datasets:make_datasets",
+            configs.DatasetsConfig,
             lambda e: ["datasets"] if _several(e) else [], _datasets_config, _datasets_inputs,
             endings=("csv", "md", "html"),
         ),
         Page(
             "images", "Page of images", "maect.report.images:make_images",
+            configs.ImagesConfig,
             lambda e: ["images"] if explored(e) else [], _images_config, _images_inputs,
         ),
         Page(
             "summary", "First page of the report", "maect.report.summary:make_summary",
+            configs.SummaryConfig,
             lambda _: ["summary"], _summary_config,
             lambda e, _: [*dict.fromkeys([*_summary_inputs(e).values(), *_headline_tables(e)])],
         ),

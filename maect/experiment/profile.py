@@ -22,7 +22,7 @@ PROFILES = PIPELINE / "cluster_profiles"
 SLURM = PROFILES / "slurm/config.yaml"
 # From large to small: each asks for what the one before it does, unless the profile says otherwise.
 KINDS = ("training", "node", "device", "cpu")
-HERE = ("write_shard", "import")
+HERE = ("write_shards", "import")
 """Rules that run where Snakemake does, of which a profile may say `threads`."""
 Jobs = Mapping[str, Mapping[str, Any]]
 

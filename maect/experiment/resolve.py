@@ -1,17 +1,25 @@
-"""The jobs of an experiment: the config, inputs and outputs of each."""
+"""The jobs of an experiment: the config and inputs of each, and whether it is finished."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from maect.core.settings import SettingsFile
-from maect.evaluate import EvaluationConfig, FeaturesConfig
+from maect.core import stamps
+from maect.core.stamps import StampedFile, stamp_path
+from maect.data.config import CONFIG, made_by
+from maect.evaluate import PROTOCOLS, EvaluationConfig, FeaturesConfig
 from maect.evaluate.base import Features, Input, OutputOf, Shards, Trained
 from maect.experiment.expand import Run, run_to_score
 from maect.experiment.load import Experiment
-from maect.experiment.pages import pages
+from maect.experiment.pages import PAGES, pages, report_config
 from maect.records import RunRecord
+from maect.stages import STAGES
 from maect.stages.run import RunConfig
+
+WRITE_SHARDS = "write_shards"
+REPORT = "report_html"
+"""Names of rules, beside those of stages, protocols and pages."""
 
 
 def run_config(experiment: Experiment, name: str) -> RunConfig:
@@ -161,35 +169,80 @@ def inputs_of_run(experiment: Experiment, name: str) -> list[Path]:
         shards.append(scored_on(experiment, run) / "index.json")
     if run.source is None:
         return shards
-    source = experiment.runs[run.source]
-    sure = outputs_of(experiment, source.stage)
-    files = [file for file in run.settings.inputs(source.settings) if file in sure]
-    folder = experiment.folder(run.source)
-    return [*shards, *(folder / file for file in files), RunRecord.path(folder)]
+    return [*shards, RunRecord.path(experiment.folder(run.source))]
 
 
-def outputs_of(experiment: Experiment, stage: str) -> list[str]:
-    """Files beside its record that all runs of a stage leave; some pre-trainings have no head."""
-    leave = [experiment.runs[name].settings.outputs for name in experiment.runs_of(stage)]
-    return [file for file in leave[0] if all(file in other for other in leave)] if leave else []
+def stamp_of(experiment: Experiment, file: Path) -> Path:
+    """Return the stamp of the job that makes a file; of a page or a user's file, the file itself.
+
+    Shards that another experiment has are not made here.
+    """
+    match file.relative_to(experiment.root).parts if file.is_relative_to(experiment.root) else ():
+        case ("runs", _, _):
+            return file.with_name(stamps.STAMP)
+        case ("shards", dataset, split, _) if experiment.shards(dataset, split) == file.parent:
+            return file.with_name(stamps.STAMP)
+        case ("evaluations" | "features", _, _):
+            return stamp_path(file)
+    return file
 
 
 def inputs_of_evaluation(experiment: Experiment, run: str, name: str) -> list[Path]:
     """Files that an evaluation needs before it can start."""
     settings = experiment.evaluation(run, name)
-    files = [experiment.folder(run) / "encoder.safetensors"] if settings.encoder_input else []
+    files = [RunRecord.path(experiment.folder(run))] if settings.encoder_input else []
     for kind in settings.inputs().values():
         path = input_path(experiment, run, name, kind)
         if isinstance(path, list):
             for folder in path:
-                outputs = experiment.runs[folder.name].settings.outputs
-                files += [*(folder / file for file in outputs), RunRecord.path(folder)]
+                files.append(RunRecord.path(folder))
         else:
             files.append(path / "index.json" if isinstance(kind, Shards) else path)
     return files
 
 
-def files(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile]]:
+def targets(experiment: Experiment, words: Iterable[str]) -> list[str]:
+    """Return words for Snakemake, with a result's stamp for each file of a result.
+
+    So an encoder or an evaluation is asked for by its own name.
+    """
+    root = f"{experiment.root}/"
+    return [
+        str(stamp_of(experiment, Path(word))) if word.startswith(root) else word for word in words
+    ]
+
+
+def is_current(experiment: Experiment, path: Path, config: StampedFile) -> bool:
+    """Return whether the stamp of a job says what is asked for, and what its files are now.
+
+    Features that are gone are known by what they would be.
+    """
+    if not isinstance(config, EvaluationConfig):
+        return stamps.is_current(path, config)
+    run, dataset = config.run.name, experiment.dataset_of(config.evaluation)
+    features = {
+        config.path(name): features_config(experiment, run, dataset, kind).identity_to_be
+        for name, kind in config.settings.inputs().items()
+        if isinstance(kind, Features)
+    }
+    return stamps.is_current(path, config, features)
+
+
+def shards_are_current(experiment: Experiment, dataset: str, split: str) -> bool:
+    """Return whether a split's own shards are what their stamp says.
+
+    Those of other settings than the experiment's are current, too: a start warns of them, and never
+    makes finished shards again. A view is.
+    """
+    own = experiment.own_shards(dataset, split)
+    made = made_by(own)
+    if experiment.datasets[dataset].splits[split].of is not None:
+        with suppress(OSError):  # its list of classes is gone
+            made = experiment.shards_config(dataset, split)
+    return made is not None and stamps.is_current(own / CONFIG, made)
+
+
+def files(experiment: Experiment) -> Iterator[tuple[Path, StampedFile]]:
     """The resolved file of every run, evaluation, page and features that are read, by path."""
     for run in experiment.runs:
         yield experiment.folder(run) / "config.yaml", run_config(experiment, run)
@@ -199,5 +252,18 @@ def files(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile]]:
     for one in features_read(experiment):
         path = features_file(experiment, *one).with_suffix(".yaml")
         yield path, features_config(experiment, *one)
-    for path, config, _ in pages(experiment):
-        yield path, config
+    yield from pages(experiment)
+
+
+def job_config(experiment: Experiment, rule: str, given: Mapping[str, str]) -> StampedFile:
+    """Return what is in the resolved file of a job, by the name and the wildcards of its rule."""
+    if rule in PROTOCOLS:
+        return evaluation_config(experiment, given["run"], given["evaluation"])
+    if rule in STAGES:
+        return run_config(experiment, given["run"])
+    if rule == "features":
+        kind = of_ending(given["split"], given["norm"])
+        return features_config(experiment, given["run"], given["dataset"], kind)
+    if rule == REPORT:
+        return report_config(experiment)
+    return PAGES[rule].config(experiment, given.get("page", rule))

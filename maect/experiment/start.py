@@ -1,16 +1,15 @@
 """Before the first job: what it would miss, and what is written down for it."""
 
+import os
 import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from maect.core.errors import UserError
 from maect.core.files import seek_record
-from maect.core.kept import forget, keep, restore, set_aside, standing, tidy
-from maect.core.settings import SettingsFile
 from maect.data.changes import advice
 from maect.data.config import CONFIG
 from maect.data.image_facts import warning
@@ -20,17 +19,12 @@ from maect.evaluate.base import Features, Shards
 from maect.experiment import resolve
 from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.load import Experiment
-from maect.experiment.pages import PAGES, pages
+from maect.experiment.pages import PAGES
+from maect.experiment.resolve import WRITE_SHARDS
 from maect.recipes import Pixels
 from maect.recipes.few_labels import OFFICIAL, FewLabels, checksum
-from maect.records import is_finished
+from maect.records import RunRecord, is_finished
 from maect.stages import STAGES
-from maect.stages.run import RunConfig
-
-SHARDING = ("plan_shards", "write_shard", "index_shards")
-KEPT = {*STAGES, *PROTOCOLS, "features", *SHARDING}
-"""Rules whose outputs have backups: their jobs check whether what Snakemake deleted is what they
-are asked for, and what was imported is put back if a new import fails."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +35,21 @@ class PendingJob:
         rule: its rule's name.
         wildcards: their values by their names.
         files: inputs and outputs of its command; none if it only names files.
-        outputs: of these its own.
         config: the resolved file that it reads, if it reads one.
-        forced: whether it is to run though nothing asks for it.
+        forced: whether the user wants it to compute though its result is finished.
     """
 
     rule: str
     wildcards: Mapping[str, str]
     files: Sequence[str]
-    outputs: Sequence[Path]
     config: Path | None
     forced: bool
 
 
 def faults(experiment: Experiment, jobs: Sequence[PendingJob]) -> list[str]:
     """Return what jobs would miss or read wrongly: a sentence each, empty if all is well."""
-    planned = _sharded(jobs, ["plan_shards"])
-    evaluations = [
-        (job.wildcards["run"], job.wildcards["evaluation"]) for job in jobs if job.rule in PROTOCOLS
-    ]
+    sharded = _sharded(experiment, jobs)
+    imports = [job for job in jobs if job.rule in STAGES]
     return [
         *(
             f"{experiment.file}: asks for nothing that the page {job.rule} would show; leave it out"
@@ -72,36 +62,34 @@ def faults(experiment: Experiment, jobs: Sequence[PendingJob]) -> list[str]:
                 pair
                 for pair in shards_of(experiment, [file for job in jobs for file in job.files])
                 # One that is planned again before it was finished is refused by its plan.
-                if pair not in planned or _is_finished(experiment.shards(*pair))
+                if pair not in sharded or _is_finished(experiment.shards(*pair))
             ],
         ),
-        *missing_images(experiment, _read_again(jobs), again=True),
+        *missing_images(experiment, sharded, again=True),
+        *missing_weights(experiment, [job.wildcards["run"] for job in imports if not job.forced]),
         *missing_weights(
-            experiment, [job.wildcards["run"] for job in jobs if job.rule in STAGES], again=True
+            experiment, [job.wildcards["run"] for job in imports if job.forced], again=True
         ),
-        *missing_lists(experiment, evaluations),
+        *missing_lists(
+            experiment,
+            [
+                (job.wildcards["run"], job.wildcards["evaluation"])
+                for job in jobs
+                if job.rule in PROTOCOLS and (job.forced or not _has_result(job))
+            ],
+        ),
     ]
 
 
 def prepare(experiment: Experiment, jobs: Sequence[PendingJob]) -> None:
-    """Write the configs of jobs, and keep what they may find to be done; for the folder's owner."""
-    refresh_runs(experiment)
-    restore(experiment.root)
-    tidy(experiment.root)
+    """Write the configs of jobs, and give up the results of forced ones; for the folder's owner."""
     for job in jobs:
-        if job.config is not None:
-            _config(experiment, job).write(job.config)
-        # What Snakemake deletes now, the job may find to be what it is asked for.
-        if job.rule in KEPT:
-            if job.forced and job.rule in STAGES:
-                set_aside(job.outputs)
-            (forget if job.forced else keep)(job.outputs)
-    planned = _sharded(jobs, ["plan_shards"])
-    for pair in _sharded(jobs):
-        own, (dataset, split) = experiment.own_shards(*pair), pair
-        is_view = not experiment.datasets[dataset].splits[split].source.sharded
-        if pair in planned or is_view or not (own / CONFIG).exists():
-            note_own(own, experiment.shards_config(*pair))
+        if job.forced:
+            _give_up(experiment, job)
+        if job.rule == WRITE_SHARDS:
+            _note_shards(experiment, job.wildcards["dataset"], job.wildcards["split"])
+        elif job.config is not None:
+            resolve.job_config(experiment, job.rule, job.wildcards).write(job.config)
     for dataset, split in experiment.splits:
         folder = experiment.shards(dataset, split)
         if experiment.root not in folder.parents:
@@ -110,38 +98,60 @@ def prepare(experiment: Experiment, jobs: Sequence[PendingJob]) -> None:
             note_taken(experiment.own_shards(dataset, split), folder)
 
 
-def _config(experiment: Experiment, job: PendingJob) -> SettingsFile:
-    """The job's config."""
-    rule, given = job.rule, job.wildcards
-    if rule in PROTOCOLS:
-        return resolve.evaluation_config(experiment, given["run"], given["evaluation"])
-    if rule in STAGES:
-        return resolve.run_config(experiment, given["run"])
-    if rule == "features":
-        kind = resolve.of_ending(given["split"], given["norm"])
-        return resolve.features_config(experiment, given["run"], given["dataset"], kind)
-    return next(config for path, config, _ in pages(experiment) if path == job.config)
+def _note_shards(experiment: Experiment, dataset: str, split: str) -> None:
+    """Write what shards are made of, unless they are finished: then their file says what it was."""
+    own = experiment.own_shards(dataset, split)
+    is_view = experiment.datasets[dataset].splits[split].of is not None
+    if is_view or not ((own / CONFIG).exists() and _is_finished(own)):
+        note_own(own, experiment.shards_config(dataset, split))
 
 
-def _sharded(jobs: Iterable[PendingJob], rules: Sequence[str] = SHARDING) -> list[tuple[str, str]]:
-    """(dataset, split) that are to be sharded, or go through some of the steps."""
+def _give_up(experiment: Experiment, job: PendingJob) -> None:
+    """Remove what says that the result of a forced job is finished, so that it is made again.
+
+    A run's weights stay, linked into `before-forcerun`.
+    """
+    if job.rule in STAGES:
+        folder = experiment.folder(job.wildcards["run"])
+        _link_before_forcerun(folder)
+        RunRecord.path(folder).unlink(missing_ok=True)
+    elif job.rule == WRITE_SHARDS:
+        own = experiment.own_shards(job.wildcards["dataset"], job.wildcards["split"])
+        for path in [own / "index.json", *own.glob("parts/[0-9]*.json")]:
+            path.unlink(missing_ok=True)
+    elif job.config is not None and (job.rule in PROTOCOLS or job.rule == "features"):
+        ending = ".json" if job.rule in PROTOCOLS else ".safetensors"
+        job.config.with_suffix(ending).unlink(missing_ok=True)
+
+
+def _link_before_forcerun(run: Path) -> None:
+    """Link the weights and the record of a run into `before-forcerun`, in place of earlier ones."""
+    record = RunRecord.find(run)
+    if record is None:
+        return
+    kept = run / "before-forcerun"
+    kept.mkdir(exist_ok=True)
+    for name in (*record.files, RunRecord.path(run).name):
+        (kept / name).unlink(missing_ok=True)
+        with suppress(OSError):  # gone, or a file system without hard links
+            os.link(run / name, kept / name)
+
+
+def _sharded(experiment: Experiment, jobs: Iterable[PendingJob]) -> list[tuple[str, str]]:
+    """(dataset, split) whose images are listed and read by jobs."""
+    given = (
+        (job, (job.wildcards["dataset"], job.wildcards["split"]))
+        for job in jobs
+        if job.rule == WRITE_SHARDS
+    )
     return sorted(
-        {(job.wildcards["dataset"], job.wildcards["split"]) for job in jobs if job.rule in rules}
+        pair for job, pair in given if job.forced or not _is_finished(experiment.own_shards(*pair))
     )
 
 
-def _read_again(jobs: Iterable[PendingJob]) -> list[tuple[str, str]]:
-    """(dataset, split) whose images are listed, or read for tars that are not there or forced."""
-    return _sharded(
-        (
-            job
-            for job in jobs
-            if job.rule == "plan_shards"
-            or job.forced
-            or not all(standing(path).exists() for path in job.outputs)
-        ),
-        ["plan_shards", "write_shard"],
-    )
+def _has_result(job: PendingJob) -> bool:
+    """Return whether an evaluation has a result, of which its job decides whether it is current."""
+    return job.config is not None and job.config.with_suffix(".json").exists()
 
 
 def missing_images(
@@ -306,21 +316,6 @@ def _is_sharded(experiment: Experiment, name: str, split: str) -> bool:
     """Return whether a split's shards are made of images of the user's."""
     given = experiment.datasets[name].splits[split]
     return given.images is not None and given.source.sharded
-
-
-def refresh_runs(experiment: Experiment) -> None:
-    """Write the resolved files of runs that are the same as before but are used otherwise now.
-
-    `maect embed`, `predict` and `export` read there how images are resized.
-    """
-    for name in experiment.runs:
-        path, config = experiment.folder(name) / "config.yaml", resolve.run_config(experiment, name)
-        try:
-            same = path.exists() and RunConfig.read(path).digest == config.digest
-        except UserError:  # its own job will write it
-            continue
-        if same:
-            config.write(path)
 
 
 def unset_variables(path: Path) -> list[str]:

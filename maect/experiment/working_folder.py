@@ -23,7 +23,7 @@ def check_working_folder() -> None:
 
 def check_profiles(words: Sequence[str]) -> None:
     """Refuse settings that Snakemake would take from a profile that nobody named (UserError)."""
-    if not _is_bare(words) or any(word.startswith("--workflow-profile") for word in words):
+    if not is_bare(words) or any(word.startswith("--workflow-profile") for word in words):
         return
     for folder in (*DEFAULT_PROFILES, PIPELINE / DEFAULT_PROFILES[1]):
         if folder.exists():
@@ -37,12 +37,12 @@ def notes(pipeline: Path, words: Sequence[str]) -> list[str]:
     """Say what is not as somebody who looks at the working folder may believe: a sentence each."""
     clones = [other_clone(folder) for folder in {Path.cwd(), pipeline}]
     profile = os.environ.get("SNAKEMAKE_PROFILE")
-    if profile and not any(word.startswith("--profile") for word in words) and _is_bare(words):
+    if profile and not any(word.startswith("--profile") for word in words) and is_bare(words):
         clones.append(f"the profile is that of SNAKEMAKE_PROFILE, {profile}: none was named")
     return [*filter(None, clones)]
 
 
-def _is_bare(words: Sequence[str]) -> bool:
+def is_bare(words: Sequence[str]) -> bool:
     """Return whether Snakemake was called without `maect`, which lets it take no profile."""
     return "snakemake" in (Path(words[0]).name, Path(words[0]).parent.name)
 

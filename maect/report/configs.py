@@ -13,7 +13,14 @@ from pydantic import ConfigDict, StringConstraints
 
 from maect.core.files import need
 from maect.core.seeds import seed_of
-from maect.core.settings import LocalPath, SettingsFile
+from maect.core.settings import LocalPath
+from maect.core.stamps import (
+    Checksums,
+    StampedFile,
+    file_checksum,
+    known_record,
+    record_checksum,
+)
 from maect.report.groups import Groups
 
 Name = Annotated[str, StringConstraints(min_length=1)]
@@ -33,7 +40,25 @@ class Row:
         return replace(self, runs=runs)
 
 
-class ShownConfig(SettingsFile):
+class PageConfig(StampedFile):
+    """A page, which is made of the results that it names."""
+
+    reads: tuple[LocalPath, ...] = ()
+    """Records, tables and pictures: their checksums are in the page's stamp."""
+
+    def made_of(self) -> Checksums:
+        """Return the checksums of all that the page is made of."""
+        return {path: _checksum(path) for path in self.reads}
+
+
+def _checksum(path: Path) -> str | None:
+    """Return the checksum of a record, or what stands for one; None if it is gone."""
+    if path.suffix == ".safetensors":  # the tensors of an evaluation
+        return known_record(path.with_suffix(".json")).get("left_sha256")
+    return record_checksum(path) if path.suffix == ".json" else file_checksum(path)
+
+
+class ShownConfig(PageConfig):
     """A table or a figure: `tables/NAME.yaml`, `figures/NAME.yaml`."""
 
     name: Name
@@ -59,7 +84,7 @@ class ShownConfig(SettingsFile):
         return config
 
 
-class ClaimsConfig(SettingsFile):
+class ClaimsConfig(PageConfig):
     """The claims: `claims.yaml`."""
 
     tables: list[LocalPath]
@@ -72,7 +97,7 @@ class ClaimsConfig(SettingsFile):
     """Index of the shards of each split that is evaluated: how many images it has."""
 
 
-class SummaryConfig(SettingsFile):
+class SummaryConfig(PageConfig):
     """The first page of a report: `summary.yaml`."""
 
     name: Name
@@ -100,7 +125,7 @@ class SummaryConfig(SettingsFile):
     """Whether that run has a linear probe, which `maect predict` needs."""
 
 
-class ImagesConfig(SettingsFile):
+class ImagesConfig(PageConfig):
     """The page to look through images: `images.yaml`."""
 
     name: Name
@@ -111,7 +136,7 @@ class ImagesConfig(SettingsFile):
     """Pairs that look alike, and of which images, as `maect audit` writes them."""
 
 
-class DatasetsConfig(SettingsFile):
+class DatasetsConfig(PageConfig):
     """The page of several data sets: `datasets.yaml`."""
 
     name: Name
@@ -125,8 +150,5 @@ class DatasetsConfig(SettingsFile):
     """Folder of the results."""
 
 
-class ReportConfig(SettingsFile):
-    """The report: `report.yaml`. Only the next start reads it, to know what the report shows."""
-
-    shown: list[LocalPath]
-    """Tables, figures and pages."""
+class ReportConfig(PageConfig):
+    """The report: `report.yaml`. It shows what it reads: tables, figures and pages."""

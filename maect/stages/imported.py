@@ -9,10 +9,9 @@ from pydantic import field_validator
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import read_json, sha256_file
-from maect.core.kept import forget
 from maect.core.settings import digest
 from maect.models.layouts import LAYOUTS
-from maect.recipes import Pixels
+from maect.recipes import Encoder, Pixels
 from maect.records import ENCODER, ImportedFile, RunRecord
 from maect.train.stage import Stage
 
@@ -129,8 +128,23 @@ def import_weights(
         finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **origin(),
     ).write(record)
-    forget([folder / ENCODER, record])
     return layout, new
+
+
+def is_imported(folder: Path, weights: Path, settings: Import, encoder: Encoder) -> bool:
+    """Return whether a run folder holds the import that is asked for, its files included.
+
+    A checkpoint that is gone is not needed any more.
+    """
+    made = RunRecord.find(folder)
+    if made is None or made.weights is None or is_another_file(weights, made.weights):
+        return False
+    if not all((folder / file).exists() for file in made.files):
+        return False
+    if settings.layout is None:  # found in the weights, and this with it
+        encoder = encoder.model_copy(update=shape_found(made.weights))
+    asked = [(settings.layout, made.weights.layout), (settings.timm, made.weights.timm)]
+    return made.encoder == encoder and all(one in (None, given) for one, given in asked)
 
 
 def is_another_file(weights: Path, imported: ImportedFile) -> bool:

@@ -7,18 +7,19 @@ from pydantic import Field, SerializeAsAny
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.settings import LocalPath, SettingsFile, digest, validated
+from maect.core.settings import LocalPath, digest, validated
+from maect.core.stamps import Checksums, StampedFile, known_record, record_checksum, size_and_time
 from maect.recipes import Encoder, OnlineEvaluation
 from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.memory import GIB
-from maect.records import RunRecord
+from maect.records import RunRecord, weights_checksum
 from maect.stages import STAGES, Stage, Training, check_source, recorded
 
 if TYPE_CHECKING:  # it imports torch
     from maect.train.trainer import Verdict
 
 
-class RunConfig(SettingsFile):
+class RunConfig(StampedFile):
     """One run. It lies in the run's folder, with the outputs of the run."""
 
     run: str
@@ -80,6 +81,31 @@ class RunConfig(SettingsFile):
     def digest(self) -> str:
         """Identity of the settings; where the inputs are is not part of it."""
         return digest(self.stage, self.settings, self.encoder, self.seed)
+
+    @property
+    def asked(self) -> str:
+        """Return the identity of the settings, and of how images are resized for the encoder."""
+        return digest(self.digest, self.resize)
+
+    def made_of(self) -> Checksums:
+        """Return the checksums of shards, of the source's weights and of a file to import."""
+        splits = [shards for shards in (self.shards, self.test) if shards is not None]
+        found = {
+            shards / "index.json": known_record(shards / "index.json").get("digest")
+            for shards in splits
+        }
+        if self.source is not None:
+            found[RunRecord.path(self.source)] = weights_checksum(self.source)
+        if self.weights is not None:
+            found[self.weights] = size_and_time(self.weights)
+        return found
+
+    def result(self, path: Path) -> str | None:
+        """Return the checksum of the run's record, if all that it promises is there."""
+        record = RunRecord.path(path.parent)
+        files = known_record(record).get("files", ())
+        whole = all((path.parent / file).exists() for file in files)
+        return record_checksum(record) if whole else None
 
     def fingerprint(self, data: str, weights: dict[str, str]) -> str:
         """Identity of the result, by its shards' digest and its first weights' checksums."""

@@ -52,8 +52,9 @@ def run(experiment: Name, *words: str, profile: Profile = "local", config: Confi
     Other words, such as a target, -n or --cores 4, are passed to Snakemake.
     """
     from maect.experiment import load
+    from maect.experiment.resolve import targets
 
-    load(experiment, **changes_of(config))
+    chosen = load(experiment, **changes_of(config))
     if words:
         from maect.tools.start_snakemake import import_snakemake
 
@@ -61,7 +62,7 @@ def run(experiment: Name, *words: str, profile: Profile = "local", config: Confi
         from maect.tools.dry_run import check_words
 
         check_words(words, own=("--config", "--profile"))
-    return snakemake(experiment, profile, config, words)
+    return snakemake(experiment, profile, config, targets(chosen, words))
 
 
 def changes_of(pairs: Sequence[str]) -> dict[str, str]:
@@ -296,6 +297,7 @@ def plan(
     """
     from maect.experiment import load, names, own_experiments
     from maect.experiment.profile import find_profile
+    from maect.experiment.resolve import targets
     from maect.tools import neighbors
     from maect.tools.start_snakemake import import_snakemake
 
@@ -316,7 +318,8 @@ def plan(
         experiment = "paper"
     log.info("planning %s on %s", experiment, profile)
     chosen = load(experiment, **changes_of(config))
-    left = jobs_to_run(target, [f"experiment={experiment}", *config], find_profile(profile))
+    asked = targets(chosen, target)
+    left = jobs_to_run(asked, [f"experiment={experiment}", *config], find_profile(profile))
     known = (str(job.resources.get("gpu") or "") for job in left)
     name = device or ("here" if all_here(left) else next(filter(None, known), "A100"))
     machine = Device(name, utilisation)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 from maect.core.context import Context
 from maect.core.files import atomic_write, make_folder, read_json, write_json
 from maect.core.settings import digest, validated
+from maect.core.stamps import stamped
+from maect.data.config import CONFIG
 from maect.data.sources import BUNDLED
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import EvaluationJob
@@ -47,7 +49,7 @@ def first_look(chosen: Experiment, epochs: Mapping[str, int] = EPOCHS) -> Path:
     (dataset,) = chosen.datasets
     _shard(chosen, dataset)
     runs = {name: chosen.folder(name) for name in (BEFORE, HEAD)} | {AFTER: out / "runs" / AFTER}
-    digests = []
+    configs = {}
     for name, folder in runs.items():
         config = resolve.run_config(chosen, name)
         if name in epochs:
@@ -56,8 +58,8 @@ def first_look(chosen: Experiment, epochs: Mapping[str, int] = EPOCHS) -> Path:
                 update={"settings": validated(type(config.settings), settings, name)}
             )
         config.write(folder / "config.yaml")
-        digests.append(config.digest)
-    identity = digest(digests)
+        configs[folder / "config.yaml"] = config
+    identity = digest([config.digest for config in configs.values()])
     given = {
         "runs": [str(folder) for folder in runs.values()],
         "shards": [str(chosen.shards(dataset, split)) for split in ("train", "val")],
@@ -69,6 +71,9 @@ def first_look(chosen: Experiment, epochs: Mapping[str, int] = EPOCHS) -> Path:
         is_done=lambda: read_json(out / NUMBERS, {}).get("identity") == identity,
         describe="first look",
     )  # fmt: skip
+    for path, config in configs.items():
+        with stamped(path, config):  # the pipeline goes on from there
+            pass
     return out
 
 
@@ -85,7 +90,8 @@ def _shard(chosen: Experiment, dataset: str) -> None:
             make_folder(own)
             config = chosen.shards_config(dataset, split)
             note_own(own, config)
-            shard(config.images, own, config.kind, config.shards, **config.options)
+            with stamped(own / CONFIG, config):
+                shard(config.images, own, config.kind, config.shards, **config.options)
 
 
 def on_ranks(context: Context, *, runs: list[str], shards: list[str], identity: str) -> str:

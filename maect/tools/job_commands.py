@@ -11,10 +11,12 @@ from maect.answers.commands import Resize
 from maect.core.commands import Log, Word, command
 from maect.core.errors import UserError, check_names
 from maect.core.files import need
+from maect.core.stamps import stamped
 from maect.data.commands import StatedPixels
 
 if TYPE_CHECKING:
     from maect.evaluate import EvaluationConfig
+    from maect.models.checkpoints import Converted
     from maect.stages.run import RunConfig
     from maect.tools.jobs import Where
 
@@ -202,21 +204,42 @@ def import_weights(
     from maect.data.config import stated_pixels
     from maect.recipes import Pixels
     from maect.stages.imported import import_weights as convert
+
+    if weights.suffix == ".yaml":
+        _import_as_resolved(weights)
+        return
+    if run is None:
+        raise UserError(f"{weights}: name the run's folder, too")
+    if timm is not None and (layout or size):
+        raise UserError(f"--timm {timm} says everything: leave out --layout and --size")
+    read = validated(Pixels, stated_pixels(pixels), "--pixels")
+    layout, imported = convert(weights, run, layout, size, image_size, read, timm)
+    _say_imported(run, layout, imported)
+
+
+def _import_as_resolved(path: Path) -> None:
+    """Import as the resolved file of a run says, beside it, unless that is done."""
+    from maect.stages.imported import Import, is_imported
+    from maect.stages.imported import import_weights as convert
     from maect.stages.run import RunConfig
 
-    read = validated(Pixels, stated_pixels(pixels), "--pixels")
-    if weights.suffix == ".yaml":
-        config = RunConfig.read(weights)
-        if config.weights is None:
-            raise UserError(f"{weights}: no `weights`: this run is not an import")
-        weights, run, size = config.weights, weights.parent, config.size
-        image_size, read = config.encoder.image_size, config.encoder.pixels
-        layout, timm = (config.settings.model_dump().get(key) for key in ("layout", "timm"))
-    elif run is None:
-        raise UserError(f"{weights}: name the run's folder, too")
-    elif timm is not None and (layout or size):
-        raise UserError(f"--timm {timm} says everything: leave out --layout and --size")
-    layout, imported = convert(weights, run, layout, size, image_size, read, timm)
+    config, run = RunConfig.read(path), path.parent
+    if config.weights is None or not isinstance(config.settings, Import):
+        raise UserError(f"{path}: no `weights`: this run is not an import")
+    shape, settings = config.encoder, config.settings
+    with stamped(path, config):
+        if is_imported(run, config.weights, settings, shape):
+            print(f"{run}: imported before")
+            return
+        layout, imported = convert(
+            config.weights, run, settings.layout, config.size, shape.image_size, shape.pixels,
+            settings.timm,
+        )  # fmt: skip
+    _say_imported(run, layout, imported)
+
+
+def _say_imported(run: Path, layout: str | None, imported: "Converted") -> None:
+    """Print what was taken out of a checkpoint."""
     what = imported.timm or f"layout {layout}, size {imported.size}"
     print(
         f"{run}: {what}, {imported.encoder.image_size} pixels, "

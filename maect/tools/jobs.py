@@ -1,19 +1,19 @@
 """One job by hand: it is checked here, before anything is queued, and then launched."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from maect.core import kept
 from maect.core.errors import MissingFileError, UserError, counted
 from maect.core.files import need, read_record, sha256_file, with_retries
 from maect.core.settings import SettingsFile, digest
+from maect.core.stamps import stamped
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, FeaturesConfig
-from maect.evaluate.evaluation import Completion, outputs
+from maect.evaluate.evaluation import Completion
 from maect.launch import Resources, Task, launch
 from maect.launch.record import is_of, read_job
 from maect.launch.resources import fixed_nodes, gpu_here, node_range, training_nodes
@@ -42,20 +42,21 @@ class Where:
         task: Task,
         is_done: Callable[[], bool],
         nodes: int,
-        outputs: Sequence[Path] = (),
+        result: Path | None = None,
     ) -> None:
-        """Run a function on every rank until what it was asked for, or a backup of it, is there."""
-        kept.put_back(outputs, is_done)
+        """Run a function on every rank until what it was asked for is there.
+
+        With the path of its `result`, a line says that this was so before.
+        """
         name = folder.name
         if name.endswith(".job"):  # beside those of other runs
             name = f"{folder.parent.name} {name.removesuffix('.job')}".strip()
-        if outputs and is_done():
-            log.info("%s %s: %s is there", what, name, outputs[-1])
+        if result is not None and is_done():
+            log.info("%s %s: %s is there", what, name, result)
         launch(
             task, folder, replace(self.resources, nodes=nodes),
             is_done=is_done, describe=f"{what} {name}", detach=self.detach,
         )  # fmt: skip
-        kept.forget(outputs)
 
 
 def _given(config: SettingsFile, path: Path, **more: Any) -> dict[str, Any]:
@@ -89,8 +90,6 @@ def train(
     if config.source is not None:
         need(RunRecord.path(config.source), "finished run")
     identity = config.fingerprint(data, run_folder.source_files(config.source))
-    outputs = run_folder.outputs(path.parent, stage)
-    kept.put_back(outputs, lambda: run_folder.is_finished(path.parent, identity, intact=True))
     finished = run_folder.is_finished(path.parent, identity)
     devices = where.resources.devices
     step = stage.flops_per_image(config.encoder) * stage.batch_size
@@ -123,7 +122,8 @@ def train(
     )  # fmt: skip
     task = Task("maect.stages.run:train", arguments, identity)
     is_done = partial(run_folder.is_finished, path.parent, identity)
-    where.run("train", path.parent, task, is_done, nodes, outputs)
+    with stamped(path, config):
+        where.run("train", path.parent, task, is_done, nodes, RunRecord.path(path.parent))
     # A rank may have been killed after the record was written: no other one is started then.
     if not stage.keeps_state and is_done():
         run_folder.remove_states(path.parent)
@@ -183,7 +183,8 @@ def extract_features(config: FeaturesConfig, path: Path, where: Where) -> None:
     config.write(path)
     task = Task("maect.evaluate.features:features", _given(config, path), digest(wanted))
     nodes = fixed_nodes(where.nodes)
-    where.run("features", out.with_suffix(".job"), task, is_done, nodes, [out])
+    with stamped(path, config):
+        where.run("features", out.with_suffix(".job"), task, is_done, nodes, out)
 
 
 def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
@@ -202,5 +203,6 @@ def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
             need(given, f"input {name!r}")
     result = Completion(path)
     task = Task("maect.evaluate.evaluation:evaluate", _given(config, path), result.identity)
-    written = outputs(path.with_suffix(".json"), config.settings)
-    where.run("evaluate", path.with_suffix(".job"), task, result.is_there, nodes, written)
+    out, job = path.with_suffix(".json"), path.with_suffix(".job")
+    with stamped(path, config):
+        where.run("evaluate", job, task, result.is_there, nodes, out)

@@ -25,7 +25,7 @@ SECONDS: dict[str, float] = read_yaml(Path(__file__).with_suffix(".yaml"))
 OTHER = 1.5
 """Seconds of any other job than those."""
 SHOWN = {
-    "Preparing images": ("write_images", "plan_shards", "write_shard", "index_shards"),
+    "Preparing images": ("write_images", "write_shards"),
     "Computing vectors": ("features",),
     "Evaluating": tuple(PROTOCOLS),
     "Writing the report": ("report_html",),

@@ -10,7 +10,6 @@ from typing import Any
 
 from maect.core.errors import UserError
 from maect.core.files import seek_record
-from maect.core.kept import standing
 from maect.data.sources import open_source
 from maect.evaluate.throughput import RECIPES, Throughput
 from maect.experiment import Experiment, resolve
@@ -258,7 +257,7 @@ def all_jobs(experiment: Experiment) -> list[RuleJob]:
     """
     here: dict[str, Any] = {"cluster": "local", "nodes": "1", "runtime": WALL_MINUTES}
     jobs = [
-        RuleJob("plan_shards", {"dataset": dataset, "split": split}, {})
+        RuleJob("write_shards", {"dataset": dataset, "split": split}, {})
         for dataset, split in experiment.splits
     ]
     jobs += [
@@ -291,7 +290,7 @@ def make_plan(
     jobs = sorted(jobs, key=lambda job: job.rule not in STAGES)
     plan = Plan(listed={folder.absolute(): shards for folder, shards in (known or {}).items()})
     for job in jobs:
-        if job.rule == "plan_shards":
+        if job.rule == "write_shards":
             split = job.wildcards["dataset"], job.wildcards["split"]
             folder = experiment.shards(*split)
             unknown = plan.shards(folder).images is None
@@ -302,7 +301,7 @@ def make_plan(
     )
     for job in jobs:
         given = job.wildcards
-        if job.rule == "index_shards":
+        if job.rule == "write_shards":
             _note_shards(plan, experiment, given["dataset"], given["split"])
         if "evaluation" in given:
             plan.jobs.append(_evaluation(plan, job, experiment, device))
@@ -390,7 +389,7 @@ def _left(plan: Plan, experiment: Experiment, config: RunConfig) -> float:
             plan, experiment, resolve.run_config(experiment, source)
         ):
             return 1.0  # from other weights
-        made = RunRecord.seek(standing(RunRecord.path(config.source)))
+        made = RunRecord.find(config.source)
         weights = made.sha256 if made else {}
     data = seek_record(config.shards / "index.json").get("digest", "")
     if not job.computes(config.fingerprint(data, weights)):
@@ -510,7 +509,7 @@ def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
 
     for job in jobs:
         given = job.wildcards
-        if job.rule == "plan_shards":
+        if job.rule == "write_shards":
             pair = given["dataset"], given["split"]
             faults = starting.missing_images(experiment, [pair], again=True)
             note(faults, " ".join(pair), experiment.images(*pair))

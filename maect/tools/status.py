@@ -9,7 +9,6 @@ from typing import Literal
 
 from maect.core.entries import entries
 from maect.core.errors import UserError, counted
-from maect.core.kept import backup_of, standing
 from maect.core.log import aligned
 from maect.core.yaml_files import read_yaml
 from maect.experiment import load
@@ -17,7 +16,7 @@ from maect.launch import clusters, record
 from maect.launch.progress import duration, part, seconds_left
 from maect.launch.record import Job
 from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, state_of
-from maect.records import RunRecord
+from maect.records import RunRecord, is_finished
 
 NOT_STARTED = "not started"
 BAR = 10
@@ -90,11 +89,7 @@ def status(root: Path) -> tuple[str, list[Status]]:
         UserError: there is nothing of an experiment in it.
     """
     done = RunRecord.path(Path())
-    marks = [
-        path
-        for name in (Path("job.json"), done, backup_of(done))
-        for path in root.glob(f"runs/*/{name}")
-    ]
+    marks = [path for name in (Path("job.json"), done) for path in root.glob(f"runs/*/{name}")]
     runs = {path.parent.name: path.parent for path in marks}
     known = planned(root)
     if not runs and not known:
@@ -102,7 +97,7 @@ def status(root: Path) -> tuple[str, list[Status]]:
     order = list(known) + sorted(runs.keys() - known.keys())
     seen = clusters()
     lines = [
-        status_of(runs[name], name, standing(RunRecord.path(runs[name])).exists(), seen)
+        status_of(runs[name], name, is_finished(runs[name]), seen)
         if name in runs
         else Status(name, known[name], NOT_STARTED)
         for name in order
@@ -138,7 +133,7 @@ def status_of(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluste
     run: RunRecord | None = None
     try:
         job, note = record.read_job(folder), ""
-        run = RunRecord.read(standing(RunRecord.path(folder))) if done else None
+        run = RunRecord.of(folder) if done else None
     except (UserError, OSError) as error:
         job, note = None, str(error)
     if run and job and job.state != "ended" and not job.computes(run.fingerprint):

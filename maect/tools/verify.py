@@ -15,6 +15,7 @@ import yaml
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import read_json, seek_record, write_text
+from maect.core.stamps import STAMP
 from maect.core.yaml_files import read_mapping
 from maect.experiment import Experiment, load
 from maect.records import RunRecord
@@ -149,7 +150,7 @@ def verify(
     if not asked:
         raise UserError(f"{published}: no number that the experiment {before.name} makes (tables/)")
     files = {
-        str(again / "evaluations" / pair[0] / f"{pair[1]}.json")
+        str(again / "evaluations" / pair[0] / f"{pair[1]}.{STAMP}")
         for cell in asked
         for pair in cell.asked
         if pair in experiment.evaluations

@@ -18,13 +18,11 @@ from maect.core.files import (
     write_record,
     write_text,
 )
-from maect.core.kept import kept, put_back
 from maect.core.settings import digest
 from maect.data.decode import decoder_name
 from maect.data.index import Index
 from maect.records import ENCODER, RunRecord, checked_sha256
 from maect.records import is_finished as has_record
-from maect.train.stage import Stage
 
 log = logging.getLogger(__name__)
 
@@ -62,22 +60,10 @@ def reused_sample_fields(folder: Path, split: Index) -> list[str]:
     return ["labels"] if (there & here) - {None} else ["ids", "labels"]
 
 
-def outputs(folder: Path, stage: Stage) -> list[Path]:
-    """Return the outputs of a finished run, its record last."""
-    return [*(folder / name for name in stage.outputs), RunRecord.path(folder)]
-
-
-def is_finished(folder: Path, identity: str, intact: bool = False) -> bool:
-    """Return whether the completion record of this very run, and what it promises, is there.
-
-    With `intact` weights are read as well: UserError if they are damaged.
-    """
+def is_finished(folder: Path, identity: str) -> bool:
+    """Return whether the completion record of this very run, and what it promises, is there."""
     record = _whole(folder)
-    if record is None or replaced(folder, identity) or record.fingerprint != identity:
-        return False
-    if intact:
-        check_weights(folder)
-    return True
+    return record is not None and not replaced(folder, identity) and record.fingerprint == identity
 
 
 def _is_at(name: str, sha256: str, *folders: Path) -> bool:
@@ -142,7 +128,6 @@ def take_over_folder(folder: Path, identity: str, recipe: dict[str, Any]) -> Non
     if change := replaced(folder, identity):
         log.warning("%s", change)
         other = str(noted(folder).get("fingerprint"))
-        put_back(kept(folder), lambda: is_finished(folder, other, intact=True))
         aside = _unused(folder / f"stale-{other}")
         aside.mkdir(exist_ok=True)
         _move(folder, aside)

@@ -20,7 +20,6 @@ from maect.core.distributed import (
 )
 from maect.core.entries import log_interval
 from maect.core.errors import UserError
-from maect.core.kept import keep
 from maect.data.index import open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
@@ -46,7 +45,6 @@ from maect.train.replicas import compare_replicas
 from maect.train.run_folder import (
     check_not_lost,
     is_finished,
-    outputs,
     remove_states,
     reused_sample_fields,
     source_files,
@@ -121,7 +119,7 @@ def train(
         remove_incomplete(folder / "state")
     identity = from_rank_0(identity)
     if from_rank_0(context.rank == 0 and is_finished(folder, identity)):
-        if context.rank == 0 and keep(outputs(folder, stage)) and not stage.keeps_state:
+        if context.rank == 0 and not stage.keeps_state:
             remove_states(folder)  # as at the end, where a kill may have come between
         return "done"
 
@@ -258,9 +256,7 @@ def train(
     if lock is not None:
         lock.check()
         write_final_record(run, identity, images, context, clock, trainer.losses, scores)
-        # A Snakemake that starts anew deletes what no rule of it has finished; then the state is
-        # all there is, and the launcher removes it in the end.
-        if keep(outputs(folder, stage)) and not stage.keeps_state:
+        if not stage.keeps_state:
             remove_states(folder)
     barrier()
     return "done"

@@ -70,7 +70,7 @@ def pipeline(run, tmp_path):
 
 def test_pretraining_through_the_profile(pipeline):
     """The job is what the site expects: a budget, whole nodes, 4 devices, its time limit."""
-    pipeline.completes(pipeline.start(f"{pipeline.folder}/results/runs/mae_tiny/run.json"), 400)
+    pipeline.completes(pipeline.start(f"{pipeline.folder}/results/runs/mae_tiny/done"), 400)
     assert pipeline.read("runs/mae_tiny/run.json")["world_size"] == 4
     job = pipeline.read("runs/mae_tiny/job.json")["id"]
     shown = dict(

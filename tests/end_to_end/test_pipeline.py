@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -132,80 +133,128 @@ def test_a_job_that_finished_alone_is_not_computed_again(
     for folder in ("images", "shards"):
         shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
     run = pipeline.results / "runs/mae_tiny"
-    started = pipeline.start(str(RunRecord.path(run)))
+    started = pipeline.start(str(run / "done"))
     wait_for(lambda: bool(progress(run, read_job(run))), 400, "mae_tiny to train")
     os.killpg(started.pid, signal.SIGKILL)  # Snakemake and launcher
     started.wait(timeout=60)
     wait_for(RunRecord.path(run).exists, 400, "the job to finish")
     left = {path.name: path.stat().st_ino for path in run.glob("*.safetensors")}
     assert left
-    pipeline.complete(str(RunRecord.path(run)))
+    pipeline.complete(str(run / "done"))
     assert {path.name: path.stat().st_ino for path in run.glob("*.safetensors")} == left
 
 
+def copy_of(undisturbed: Pipeline, folder: Path) -> Pipeline:
+    """Finished results elsewhere, with their times and without Snakemake's memory."""
+    pipeline = Pipeline(folder, copy.deepcopy(MINI))
+    pipeline.command()
+    shutil.copytree(undisturbed.results, pipeline.results)
+    return pipeline
+
+
+def computed(pipeline: Pipeline) -> dict[Path, tuple[int, bytes]]:
+    """What took time to compute: each file as it is, and the place that it has on the disk."""
+    patterns = (
+        "runs/*/run.json",
+        "runs/*/*.safetensors",
+        "features/*/*.s*",
+        "evaluations/*/*.json",
+    )
+    files = [path for pattern in patterns for path in pipeline.results.glob(pattern)]
+    files += [*pipeline.results.glob("shards/*/*/*.tar")]
+    assert len(files) > 10
+    return {path: (path.stat().st_ino, path.read_bytes()) for path in files}
+
+
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_what_was_finished_is_there_after_an_interruption(
+def test_what_is_finished_stays_while_its_job_looks_at_it(
     undisturbed: Pipeline, tmp_path: Path, end: signal.Signals
 ) -> None:
-    """Snakemake deletes what a job is about to check; the end comes before it has checked."""
-    pipeline = Pipeline(tmp_path / "away", copy.deepcopy(MINI))
-    pipeline.command()
-    for folder in ("images", "runs"):  # the shards are made again, and are newer
-        shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
-    run = pipeline.results / "runs/mae_tiny"
-    made = {path: path.stat().st_ino for path in (run / "encoder.safetensors", RunRecord.path(run))}
+    """The only output that Snakemake deletes before a job is its stamp."""
+    pipeline = copy_of(undisturbed, tmp_path / "away")
+    before = computed(pipeline)
+    stamp = pipeline.results / "runs/mae_tiny/done"
+    (pipeline.results / "shards/digits/train/done").touch()  # newer than what is made of it
     started = pipeline.start("encoders")
-    wait_for(lambda: not any(path.exists() for path in made), 200, "Snakemake to delete them")
+    wait_for(lambda: not stamp.exists(), 200, "Snakemake to delete the stamp")
+    assert computed(pipeline) == before
     os.killpg(started.pid, end)
     started.wait(timeout=180)
     wait_for(lambda: not pipeline.processes(), 60, "every process to be gone")
-    if end == signal.SIGKILL:  # nobody could put them back, but who reads does
-        assert not any(path.exists() for path in made)
-        assert encoder_checksum(run) == encoder_checksum(undisturbed.results / "runs/mae_tiny")
-    assert {path: path.stat().st_ino for path in made} == made
+    assert encoder_checksum(stamp.parent) == encoder_checksum(undisturbed.results / "runs/mae_tiny")
     pipeline.complete("encoders")
-    assert {path: path.stat().st_ino for path in made} == made
-    assert not list(pipeline.results.rglob(".*.kept"))
+    assert stamp.exists() and computed(pipeline) == before
 
 
-def test_what_is_asked_for_is_there_and_not_computed_again(
-    undisturbed: Pipeline, tmp_path: Path
+@pytest.mark.parametrize("times", ["lost", "reversed", "stamps lost"])
+def test_a_copy_is_finished_whatever_its_times(
+    undisturbed: Pipeline, tmp_path: Path, times: str
 ) -> None:
-    """Shards that are made again are newer than all that was computed from the same images."""
-    pipeline = Pipeline(tmp_path / "again", copy.deepcopy(MINI))
-    pipeline.command()
-    for folder in ("images", "runs", "features", "evaluations"):
-        shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
-    for run in ENCODERS:  # as `maect clean`
-        shutil.rmtree(pipeline.results / "runs" / run / "state", ignore_errors=True)
-    made = [
-        *pipeline.results.glob("runs/*/run.json"),
-        *pipeline.results.glob("evaluations/*/*.json"),
-    ]
-    made += [
-        *pipeline.results.glob("runs/*/*.safetensors"),
-        *pipeline.results.glob("features/*/*.s*"),
-    ]
-    before = {path: (path.stat().st_ino, path.read_bytes()) for path in made}
+    """Also without any stamps, as version 0.2.0 has left results: nothing is computed again."""
+    pipeline = copy_of(undisturbed, tmp_path / "copy")
+    files = [path for path in pipeline.results.rglob("*") if path.is_file()]
+    before, now = computed(pipeline), time.time()
+    for path in files:
+        if times == "stamps lost":
+            if path.name == "done" or path.suffix == ".done":
+                path.unlink()
+        else:
+            os.utime(path, (now, now if times == "lost" else now - path.stat().st_mtime % 9999))
+    first = sorted(files, key=lambda path: path.stat().st_mtime_ns if path.exists() else 0)
+    assert times != "reversed" or first[0].stat().st_mtime < now - 10
     pipeline.complete("evaluations")
-    assert {path: (path.stat().st_ino, path.read_bytes()) for path in made} == before
-    assert not list(pipeline.results.rglob(".*.kept"))
-    # Asked for by name, it is computed.
+    assert computed(pipeline) == before
+    assert "Nothing to be done" in pipeline.complete("evaluations")
+
+
+def test_nothing_is_made_again_that_is_asked_for(undisturbed: Pipeline, tmp_path: Path) -> None:
+    """By name it is; and one mistaken edit of the shards, and back, changes nothing."""
+    pipeline = copy_of(undisturbed, tmp_path / "again")
+    before = computed(pipeline)
     pipeline.complete("evaluations", "--forcerun", "knn")
-    again = {path for path in made if path.stat().st_ino != before[path][0]}
-    assert again == {path for path in made if path.name == "knn.json"}
-    # One mistaken edit of the shards, and back.
-    plan = pipeline.results / "shards/digits/train/plan.json"
-    listed = plan.read_bytes()
+    again = {path for path, (node, _) in computed(pipeline).items() if node != before[path][0]}
+    assert again == {path for path in before if path.name == "knn.json"}
     mistaken = copy.deepcopy(MINI)
     mistaken["datasets"]["digits"]["splits"]["train"]["shards"] = 5
-    assert Pipeline(pipeline.folder, mistaken).run("evaluations").returncode
-    Pipeline(pipeline.folder, MINI).complete("evaluations")
-    assert plan.read_bytes() == listed
-    assert not list(pipeline.results.rglob(".*.kept"))
-    assert all(
-        path.read_bytes() == before[path][1] for path in made if path.parent.parent.name == "runs"
-    )
+    assert Pipeline(pipeline.folder, mistaken).run("encoders", "-R", "pretrain").returncode
+    pipeline.complete("evaluations")
+    after = computed(pipeline)
+    assert {path: after[path] for path in before if path not in again} == {
+        path: before[path] for path in before if path not in again
+    }
+
+
+def test_a_setting_is_changed_killed_and_set_back(undisturbed: Pipeline, tmp_path: Path) -> None:
+    """Dry run, kill in the middle of the new training, back: as if it had never been."""
+    pipeline = copy_of(undisturbed, tmp_path / "back")
+    before = computed(pipeline)
+    changed = copy.deepcopy(MINI)
+    changed["runs"]["ct_min_tiny"]["set"]["head"] = {"topk": 2}
+    other = Pipeline(pipeline.folder, changed)
+    for _ in range(2):
+        assert "Contrastive tuning of ct_min_tiny" in other.complete("-n", "evaluations")
+    assert "Nothing to be done" in pipeline.complete("-n", "evaluations")
+    started = other.start("evaluations")
+    run = pipeline.results / "runs/ct_min_tiny"
+    wait_for(lambda: bool(list(run.glob("stale-*/run.json"))), 300, "the new training to begin")
+    os.killpg(started.pid, signal.SIGKILL)
+    started.wait(timeout=60)
+    pipeline.kill_everything()
+    pipeline.complete("evaluations")
+    assert computed(pipeline) == before
+    assert "Nothing to be done" in pipeline.complete("evaluations")
+
+
+def test_an_encoder_and_an_evaluation_are_asked_for_by_their_names(undisturbed: Pipeline) -> None:
+    file = str(undisturbed.results / "evaluations/ct_min_tiny/knn.json")
+    refused = undisturbed.run(file)
+    assert refused.returncode == 2
+    assert f"ask Snakemake for {file.removesuffix('.json')}.done" in one_line(refused.stderr)
+    encoder = str(undisturbed.results / "runs/mae_tiny/encoder.safetensors")
+    profile = f"{undisturbed.folder}/profile"
+    for result in (file, encoder):
+        done = maect("run", str(undisturbed.folder / "mini.yaml"), result, "--profile", profile)
+        assert done.returncode == 0 and "Nothing to be done" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
@@ -250,7 +299,7 @@ def test_lost_shards_and_all_that_was_made_of_them_are_asked_for(undisturbed: Pi
     finally:
         (undisturbed.folder / "aside").rename(shards)
     assert "the shards of digits train are gone: they are made again" in plan
-    for job in ("Indexing", "Pre-training", "Initialising", "Contrastive tuning", "Evaluating"):
+    for job in ("Sharding", "Pre-training", "Initialising", "Contrastive tuning", "Evaluating"):
         assert job in plan
 
 
@@ -383,5 +432,5 @@ def test_resolved_files_are_those_that_the_pipeline_wrote(undisturbed: Pipeline)
     undisturbed.command()
     done = maect("resolve", str(undisturbed.folder / "mini.yaml"))
     assert done.returncode == 0, done.stderr
-    for file, (text, time) in written.items():
-        assert (file.read_text(), file.stat().st_mtime_ns) == (text, time), file
+    for file, (text, changed) in written.items():
+        assert (file.read_text(), file.stat().st_mtime_ns) == (text, changed), file

@@ -30,7 +30,7 @@ from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.trained import STATE
 from maect.records import RunRecord
 from maect.train.checkpoint import check_files, saved, state_record
-from maect.train.run_folder import is_finished, take_over_folder
+from maect.train.run_folder import check_weights, is_finished, take_over_folder
 
 SEED = 7
 RUN, STEM = "ct_tiny", "digits"
@@ -132,7 +132,8 @@ def resumed(root: Path, folder: Path) -> object:
 def finished(root: Path, folder: Path) -> object:
     """Whether a run counts as finished, and its states as sound."""
     run = root / "runs" / RUN
-    told = is_finished(run, IDENTITY[0], intact=True)
+    told = is_finished(run, IDENTITY[0])
+    check_weights(run)
     for state in saved(run / "state"):
         check_files(state, state_record(state, IDENTITY[0]), 0, 1)
     return told

@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from stamping import outdated, stamp_finished
 
 from maect.core.files import read_record, sha256_file, write_record
+from maect.core.stamps import stamped
 from maect.data.shards import shard
 from maect.evaluate.base import Features
 from maect.evaluate.evaluation import job_of, provenance
 from maect.evaluate.store import write_features
 from maect.experiment import Experiment, load, resolve
 from maect.experiment.chosen_shards import note_own
-from maect.experiment.outdated import outdated
-from maect.experiment.pages import pages
+from maect.experiment.pages import PAGES, pages
 from maect.experiment.start import lost_shards
 from maect.records import RunRecord
 from maect.train.run_folder import source_files
@@ -124,9 +125,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         extract(found, split)
     for name in ("knn", "clustering"):
         evaluate(found, name)
-    for _, _, outputs in pages(found):
-        for path in outputs:
-            path.write_text("made")
+    stamp_finished(found)
+    shown = [
+        out
+        for page in PAGES.values()
+        for name in page.names(found)
+        for out in page.outputs(found, name)
+    ]
+    for path in (*shown, found.root / "report.html"):
+        path.write_text("made")
+    finish_pages(folder)
     return folder
 
 
@@ -144,12 +152,21 @@ def found_in(folder: Path, **changes: Any) -> set[str]:
     return {str(path.relative_to(found.root)) for path in outdated(found)}
 
 
+def finish_pages(folder: Path) -> None:
+    """Make what is shown of the results as they are."""
+    found = write(folder)
+    for path, config in pages(found):
+        with stamped(path, config):
+            pass
+
+
 def runs(**changes: Any) -> dict[str, Any]:
     return {"runs": ASKED["runs"] | {"mae": ASKED["runs"]["mae"] | {"set": changes}}}
 
 
-FEATURES = {f"features/mae/mine-{split}.safetensors" for split in ("train", "val")}
-EVALUATIONS = {f"evaluations/mae/{name}.json" for name in ("knn", "clustering")}
+FEATURES = {f"features/mae/mine-{split}.done" for split in ("train", "val")}
+RUNS = {"runs/mae/done", "runs/head/done"}
+EVALUATIONS = {f"evaluations/mae/{name}.done" for name in ("knn", "clustering")}
 
 
 @pytest.mark.parametrize(
@@ -157,16 +174,14 @@ EVALUATIONS = {f"evaluations/mae/{name}.json" for name in ("knn", "clustering")}
     [
         ({}, set()),
         ({"online_evaluation": {"every_epochs": 7}}, set()),
-        (runs(crop_scale=[0.25, 1.0]), {"runs/mae/run.json"}),
+        (runs(crop_scale=[0.25, 1.0]), {"runs/mae/done"}),
         (runs(zero_stage=2), set()),
-        ({"features": "bf16"}, FEATURES),
-        ({"protocols": {"knn": {"k": 7}}}, {"evaluations/mae/knn.json"}),
-        ({"datasets": {"mine": {"resize": 20, "splits": {}}}}, FEATURES | EVALUATIONS),
-        (
-            {"datasets": {"mine": {"resize": 16, "splits": {"val": {"shards": 2}}}}},
-            {"shards/mine/val/plan.json"},
-        ),
-        ({"tables": []}, {"summary.html", "report.html"}),  # nor are there claims
+        ({"features": "bf16"}, FEATURES | EVALUATIONS),
+        ({"protocols": {"knn": {"k": 7}}}, {"evaluations/mae/knn.done"}),
+        ({"datasets": {"mine": {"resize": 20, "splits": {}}}}, FEATURES | EVALUATIONS | RUNS),
+        # Finished shards are refused, and made again by hand alone.
+        ({"datasets": {"mine": {"resize": 16, "splits": {"val": {"shards": 2}}}}}, set()),
+        ({"tables": []}, {"summary.done", "report.done"}),  # nor are there claims
     ],
     ids=(
         "nothing",
@@ -191,16 +206,18 @@ def test_settings_were_changed(place: Path, changes: dict[str, Any], expected: s
 def test_an_encoder_was_replaced(place: Path) -> None:
     """Audit 11: features and evaluations of the encoder before, and what started from it."""
     train(write(place), "mae", b"trained again")
-    assert found_in(place) == {*FEATURES, *EVALUATIONS, "runs/head/run.json"}
+    # The run's own job finds that it is what is asked for.
+    assert found_in(place) >= {*FEATURES, *EVALUATIONS, *RUNS}
 
 
 def test_features_were_exchanged(place: Path) -> None:
     """Audit 11: features of train and val under each other's name, made of the same encoder."""
-    train_file, val_file = (place / "results" / name for name in sorted(FEATURES))
+    names = (Path(name).with_suffix(".safetensors") for name in sorted(FEATURES))
+    train_file, val_file = (place / "results" / name for name in names)
     train_file.rename(place / "aside")
     val_file.rename(train_file)
     (place / "aside").rename(val_file)
-    assert found_in(place) >= FEATURES | {"evaluations/mae/knn.json"}
+    assert found_in(place) == FEATURES  # they are made again, and then what is made of them
 
 
 def test_shards_of_other_images(place: Path) -> None:
@@ -209,7 +226,7 @@ def test_shards_of_other_images(place: Path) -> None:
     record, times = read_record(index), index.stat()
     write_record(index, record | {"digest": "0" * 64})
     os.utime(index, ns=(times.st_atime_ns, times.st_mtime_ns))
-    expected = {"runs/mae/run.json", "runs/head/run.json", "features/mae/mine-train.safetensors"}
+    expected = RUNS | {"shards/mine/train/done", "features/mae/mine-train.done"}
     assert found_in(place) >= expected
 
 
@@ -227,17 +244,59 @@ def test_features_that_are_gone_hide_no_difference(place: Path) -> None:
     assert found_in(place, features="bf16") == EVALUATIONS
     index = place / "results/shards/mine/val/index.json"
     write_record(index, read_record(index) | {"digest": "0" * 64})
-    assert found_in(place) == EVALUATIONS
+    assert found_in(place) - {"shards/mine/val/done", "summary.done"} == EVALUATIONS
     shutil.rmtree(index.parent)
     assert found_in(place) == set() and lost_shards(write(place)) == [("mine", "val")]
 
 
-def test_a_table_was_to_be_made_again_and_was_not(place: Path) -> None:
-    """A start wrote what a table is told and was killed: the table is of before."""
-    (place / "results/tables/clustering.yaml").touch()
-    assert found_in(place) == {"tables/clustering.csv"}
-    (place / "results/tables/clustering.yaml").unlink()
-    assert found_in(place) == {"tables/clustering.csv"}
+def replace_evaluation(folder: Path, accuracy: float, seconds: float) -> Path:
+    """Write another result, as `rsync -a` brings one; its time is so much after the one before."""
+    path = folder / "results/evaluations/mae/clustering.json"
+    before = path.stat().st_mtime
+    write_record(path, read_record(path) | {"metrics": {"accuracy": accuracy}})
+    os.utime(path, (before + seconds, before + seconds))
+    return path
+
+
+@pytest.mark.parametrize("seconds", [-9999, 1e-6, 9999])
+def test_a_table_is_of_the_evaluations_that_are_there(place: Path, seconds: float) -> None:
+    """One arrives with an older time: the table has old numbers, which no time tells."""
+    assert found_in(place) == set()
+    path = replace_evaluation(place, 12.5, seconds)
+    assert found_in(place) == {"evaluations/mae/clustering.done", "tables/clustering.done"}
+    table = read_record(place / "results/tables/clustering.done")
+    made_of = table["made_of"]["../evaluations/mae/clustering.json"]
+    assert made_of != json.loads(path.read_text())["checksum"]
+
+
+def test_a_page_is_of_the_tables_and_records_that_are_there(place: Path) -> None:
+    table = place / "results/tables/clustering.csv"
+    table.write_text("made anew")
+    os.utime(table, (0, 0))
+    assert found_in(place) == {"claims.done", "summary.done"}
+    finish_pages(place)
+    assert found_in(place) == set()
+    claims = place / "results/claims.html"
+    claims.write_text("made anew")
+    os.utime(claims, (0, 0))
+    assert found_in(place) == {"report.done"}
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "another format"])
+def test_a_damaged_stamp_is_made_again(place: Path, damage: str) -> None:
+    stamp = place / "results/evaluations/mae/knn.done"
+    text = stamp.read_text()
+    cut = {"cut": text[:-9], "empty": "", "another format": text.replace(": 1", ": 99")}
+    stamp.write_text(cut[damage])
+    assert found_in(place) == {"evaluations/mae/knn.done"}
+
+
+def test_a_result_that_is_gone_is_made_again(place: Path) -> None:
+    """Its stamp alone is no result."""
+    for name in ("runs/head/head.safetensors", "evaluations/mae/knn.json"):
+        (place / "results" / name).unlink()
+    (place / "results" / sorted(FEATURES)[0]).with_suffix(".safetensors").unlink()
+    assert found_in(place) == {"runs/head/done", "evaluations/mae/knn.done", sorted(FEATURES)[0]}
 
 
 def plan(folder: Path, stand: Path) -> tuple[dict[str, str], str]:
@@ -263,7 +322,7 @@ def test_the_same_answer_from_anywhere(place: Path, tmp_path: Path) -> None:
     write(place, **runs(epochs=7))
     asked = {"pretrain": "1", "features": "2", "knn": "1", "clustering": "1"}
     jobs, said = plan(place, tmp_path / "elsewhere")
-    assert asked.items() <= jobs.items() and "runs/mae/run.json" in said
+    assert asked.items() <= jobs.items() and "settings-or-inputs-changed" in said
     assert "head" not in jobs  # nothing that is asked for needs it
     after = {path: path.stat().st_mtime_ns for path in (place / "results").rglob("*")}
     assert after == before
@@ -274,45 +333,4 @@ def test_finished_shards_are_not_said_to_be_made_again(place: Path, tmp_path: Pa
     splits = {"val": {"images": str(place / "images/val"), "shards": 2}}
     write(place, datasets={"mine": {"resize": 16, "splits": splits}})
     _, said = plan(place, tmp_path / "here")
-    assert "To have them made anew: rm -r" in said and "made again where" not in said
-
-
-FORCED = """
-import sys
-from pathlib import Path
-from snakemake import api
-from snakemake.settings import types as settings
-
-with api.SnakemakeApi(settings.OutputSettings(quiet={settings.Quietness.ALL})) as snakemake:
-    loaded = snakemake.workflow(
-        resource_settings=settings.ResourceSettings(cores=1),
-        config_settings=settings.ConfigSettings(config={"experiment": sys.argv[2]}),
-        snakefile=Path(sys.argv[1]),
-    )
-    asked = settings.DAGSettings(targets={sys.argv[3]}, forcetargets=True)
-    loaded.dag(asked).summary()
-    workflow = loaded._workflow
-    is_forced = workflow.globals["is_forced"]
-    print("forced:", *sorted(job.rule.name for job in workflow.dag.jobs if is_forced(job)))
-"""
-
-
-def test_a_forced_target_forces_no_training_that_it_needs(place: Path) -> None:
-    """`-f`, after a recipe was changed: what the training left is not given up."""
-    words = [str(ROOT / "Snakefile"), "mine.yaml", "results/evaluations/mae/knn.json"]
-    for changes, forced in (({}, "forced: knn"), (runs(epochs=7), "forced:")):
-        write(place, storage="results", **changes)
-        done = subprocess.run(
-            [sys.executable, "-c", FORCED, *words], capture_output=True, text=True, cwd=place
-        )
-        assert done.stdout.splitlines()[-1:] == [forced], done.stderr[-3000:]
-
-
-def test_snakemake_is_not_asked_what_it_remembers() -> None:
-    """No profile lets arguments or input lists of `.snakemake` decide."""
-    for name in ("local", "slurm"):
-        text = (ROOT / "cluster_profiles" / name / "config.yaml").read_text()
-        assert "rerun-triggers: [mtime]" in text
-    assert "digest" not in json.dumps(
-        [path.read_text() for path in (ROOT / "workflow/rules").glob("*.smk")]
-    )
+    assert "To have them made anew: rm -r" in said and "Nothing to be done" in said

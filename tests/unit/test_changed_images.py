@@ -11,21 +11,32 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
+from stamping import outdated, stamp_finished
 
 from maect.core.errors import UserError
+from maect.core.files import write_record
+from maect.core.stamps import stamped
 from maect.data import changes
 from maect.data.config import CONFIG
+from maect.data.index import open_index
 from maect.data.shards import plan_shards, shard
 from maect.data.shared import index_digest
 from maect.data.sources import noted, open_source
 from maect.data.sources.imagenet import imagenet_classes
 from maect.evaluate.base import Features
 from maect.experiment import Experiment, load
+from maect.experiment.asked import Asked
 from maect.experiment.chosen_shards import note_own, note_taken
-from maect.experiment.outdated import outdated
 from maect.experiment.resolve import features_config, run_config
-from maect.experiment.start import changed_images, other_shards, refresh_runs, shards_of
+from maect.experiment.start import (
+    PendingJob,
+    changed_images,
+    other_shards,
+    prepare,
+    shards_of,
+)
 from maect.recipes import Pixels
+from maect.records import RunRecord
 from maect.stages.run import resize_of
 
 ROOT = Path(__file__).parents[2]
@@ -56,13 +67,17 @@ def make(found: Experiment, split: str = "train", finish: bool = True) -> Path:
     """Shard as the pipeline does."""
     given = found.datasets["fruit"].splits[split]
     folder = found.own_shards("fruit", split)
-    note_own(folder, found.shards_config("fruit", split))
+    config = found.shards_config("fruit", split)
+    note_own(folder, config)
     only = Path(given.only) if given.only else None
     images = found.images("fruit", split)
     (shard if finish else plan_shards)(
         **{"source": images, "out": folder, "kind": given.kind, "shards": given.shards},
         only=only,
     )  # type: ignore[operator]
+    if finish:
+        with stamped(folder / CONFIG, config):
+            pass
     return folder
 
 
@@ -271,30 +286,25 @@ def test_a_job_that_would_read_them_is_refused() -> None:
     assert alone.returncode == 0 and (made[1] / "index.json").exists(), alone.stderr
 
 
-def test_a_start_says_to_every_run_how_images_are_resized() -> None:
+def test_a_run_is_told_anew_how_images_are_resized(tmp_path: Path) -> None:
+    """Its job ends at once, having written that down for `maect embed` and others."""
     found = experiment()
     config = found.folder("mae_tiny") / "config.yaml"
     run_config(found, "mae_tiny").write(config)
-    for split in ("train", "val"):
-        make(found, split)
+    write_record(RunRecord.path(config.parent), {"run": "mae_tiny", "stage": "pretrain"})
+    stamp_finished(found)
+    assert outdated(experiment()) == []
     plain = Path("mine.yaml").read_text()
     dataset = "datasets:\n  fruit:\n"
-    for resize in (20, None):
-        text = plain if resize is None else plain.replace(dataset, f"{dataset}    resize: 20\n")
-        Path("mine.yaml").write_text(text)
-        shutil.rmtree(found.own_shards("fruit", "val"))
-        done = start("shards")
-        assert done.returncode == 0 and resize_of(config.parent) == resize, done.stderr
-        stated = features_config(load("mine.yaml"), "mae_tiny", "fruit", Features("val")).resize
-        assert stated == resize or (resize is None and stated == 18)
-    # Another run, which is to be trained first, is left as it was.
-    Path("mine.yaml").write_text(
-        plain.replace("recipe: mae", "recipe: mae\n    set: {epochs: 7}").replace(
-            dataset, f"{dataset}    resize: 20\n"
-        )
-    )
-    refresh_runs(load("mine.yaml"))
-    assert resize_of(config.parent) is None
+    Path("mine.yaml").write_text(plain.replace(dataset, f"{dataset}    resize: 20\n"))
+    found = load("mine.yaml")
+    assert outdated(found) == [config.with_name("done")]
+    prepare(found, [PendingJob("pretrain", {"run": "mae_tiny"}, [], config, False)])
+    assert resize_of(config.parent) == 20
+    stated = features_config(found, "mae_tiny", "fruit", Features("val")).resize
+    assert stated == 20
+    stamp_finished(found)
+    assert outdated(found) == []
 
 
 def test_bundled_images_of_another_kind() -> None:
@@ -308,21 +318,22 @@ def test_bundled_images_of_another_kind() -> None:
     found = asked("digits")
     shutil.copytree("fruit", found.images("fruit", "train"))
     folder = make(found)
-    assert outdated(asked("shapes")) == other_shards(asked("shapes"), [PAIR]) == [], "unknown"
+    assert other_shards(asked("shapes"), [PAIR]) == [], "unknown"
     Path("results/mine/images/fruit/kind.txt").write_text("digits\n")
-    assert outdated(found) == other_shards(found, [PAIR]) == []
+    assert Asked(found).images("fruit") == other_shards(found, [PAIR]) == []
     (note,) = other_shards(asked("shapes"), [PAIR])
     assert "kind (shapes, made with digits)" in note and note.count(str(folder)) == 1
     shutil.rmtree(folder)
-    assert outdated(asked("shapes")) == [Path("results/mine/images/fruit")]
+    assert len(Asked(asked("shapes")).images("fruit")) == 1
 
 
 def test_a_plan_that_was_not_finished_is_not_gone_on_with() -> None:
-    make(experiment(), finish=False)
+    folder = make(experiment(), finish=False)
     make(experiment(), "val")
     move_names()
-    refused = start("shards")
-    assert refused.returncode == 2 and "train: not what its shards" in refused.stderr
+    done = start("shards")
+    assert done.returncode == 0, done.stderr
+    assert open_index(folder).n == len(Path("train.txt").read_text().splitlines()) == 5
 
 
 def test_an_image_that_was_edited_and_kept_its_size_is_noticed() -> None:

@@ -142,7 +142,7 @@ def test_wall_limits(said: str, kind: str, told: str, monkeypatch: pytest.Monkey
     rules = {
         "pretrain": {"cluster": "slurm", "slurm_partition": "p", "runtime": 720},
         "features": {"cluster": "slurm", "slurm_partition": "p", "runtime": 240},
-        "write_shard": {"threads": 16},
+        "write_shards": {"threads": 16},
     }
     (finding,) = doctor.wall_limits(rules)
     assert finding.kind == kind and told in finding.what and bool(finding.hint) is (kind == "FAIL")

@@ -281,12 +281,12 @@ def test_a_page_without_anything_to_show_is_refused(tmp_path: Path, page: str) -
     """Each is a target by its name, whatever the file asks for."""
     found = load(write(tmp_path, storage="r", compare_with_paper=False))
     config = found.root / f"{page}.yaml"
-    job = start.PendingJob(page, {}, [], [config.with_suffix(".html")], config, False)
+    job = start.PendingJob(page, {}, [], config, False)
     (fault,) = start.faults(found, [job])
     assert fault.endswith(
         f"mine.yaml: asks for nothing that the page {page} would show; leave it out"
     )
-    asked = [start.PendingJob("summary", {}, [], [], found.root / "summary.yaml", False)]
+    asked = [start.PendingJob("summary", {}, [], found.root / "summary.yaml", False)]
     assert start.faults(found, asked) == []
 
 
@@ -328,13 +328,12 @@ def test_what_a_job_reads(tmp_path: Path) -> None:
 
     features = "r/features/ct_min_tiny/mine-{}.safetensors"
     assert files("knn") == [features.format("train"), features.format("val")]
-    encoder, val = "r/runs/ct_min_tiny/encoder.safetensors", "r/shards/mine/val/index.json"
-    assert files("linear_probe") == [encoder, "r/shards/mine/train/index.json", val]
+    run, val = "r/runs/ct_min_tiny/run.json", "r/shards/mine/val/index.json"
+    assert files("linear_probe") == [run, "r/shards/mine/train/index.json", val]
     probe = "r/evaluations/ct_min_tiny/linear_probe.safetensors"
-    assert files("robustness") == [encoder, probe, val]
-    source = [f"r/runs/head_min_tiny/{n}" for n in ("encoder.safetensors", "head.safetensors")]
+    assert files("robustness") == [run, probe, val]
     assert list(map(str, resolve.inputs_of_run(found, "ct_min_tiny"))) == [
-        "r/shards/mine/train/index.json", *source, "r/runs/head_min_tiny/run.json",
+        "r/shards/mine/train/index.json", "r/runs/head_min_tiny/run.json",
     ]  # fmt: skip
 
 
@@ -809,7 +808,7 @@ def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -
     reads = list(map(str, resolve.inputs_of_evaluation(found, "mae_tiny", "fine_tune")))
     for seed in range(3):
         folder = f"r/runs/mae_tiny.fine_tune.seed{seed}"
-        assert {f"{folder}/run.json", f"{folder}/encoder.safetensors"} <= set(reads)
+        assert f"{folder}/run.json" in reads
     scored = resolve.evaluation_config(found, "mae_tiny", "fine_tune")
     assert [path.name for path in scored.paths("trained")] == tuned[:3]
 
@@ -823,7 +822,7 @@ def test_a_job_that_the_file_does_not_list_is_told_as_well(
     assert ("head_min_tiny", "knn") not in found.asked
     config = Path("r/evaluations/head_min_tiny/knn.yaml")
     wildcards = {"run": "head_min_tiny", "evaluation": "knn"}
-    start.prepare(found, [start.PendingJob("knn", wildcards, [], [], config, False)])
+    start.prepare(found, [start.PendingJob("knn", wildcards, [], config, False)])
     told = resolve.evaluation_config(found, "head_min_tiny", "knn")
     assert EvaluationConfig.read(config).digest == told.digest
 
@@ -1086,8 +1085,8 @@ def test_an_entry_names_the_data_sets_that_it_evaluates(tmp_path: Path) -> None:
     assert run_config(experiment, "mae_tiny.fine_tune.seed0") == run_config(
         before, "mae_tiny.fine_tune.seed0"
     )
-    assert "datasets" not in [path.stem for path, _, _ in pages.pages(before)]
-    (page,) = [config for path, config, _ in pages.pages(experiment) if path.stem == "datasets"]
+    assert "datasets" not in [path.stem for path, _ in pages.pages(before)]
+    (page,) = [config for path, config in pages.pages(experiment) if path.stem == "datasets"]
     assert page.datasets == {"mine": "", "other": ".on.other"} and page.runs == ["mae_tiny"]
     assert page.measures["fine_tune"].keys() == {"fine_tune", "fine_tune_held_out"}
     assert [*page.measures] == asked

@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
-from maect.core.kept import restore
 from maect.experiment import Experiment, load
 from maect.experiment.resolve import run_config
 from maect.experiment.start import PendingJob, faults, missing_images, missing_weights, prepare
@@ -88,64 +87,53 @@ def test_missing_weights_are_named_until_they_are_imported(
     )
 
 
-def job(rule: str, files: list[Path], forced: bool, **given: str) -> PendingJob:
-    return PendingJob(rule, given, [], files, None, forced)
+def job(rule: str, forced: bool, **given: str) -> PendingJob:
+    return PendingJob(rule, given, [], None, forced)
 
 
-def test_a_finished_import_that_runs_again_needs_its_weights(tmp_path: Path) -> None:
-    """Snakemake would delete its encoder first: nothing but the encoder is left of it."""
+def test_a_finished_import_needs_its_weights_only_if_it_is_forced(tmp_path: Path) -> None:
     found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]})
     folder = found.folder("ijepa")
-    files = [folder / "encoder.safetensors", RunRecord.path(folder)]
     folder.mkdir(parents=True)
-    for path in files:
-        path.touch()
-    assert missing_weights(found, ["ijepa"]) == []
-    again = job("import", files, False, run="ijepa")
-    assert "no weights at" in faults(found, [again])[0]
-    assert faults(found, []) == []
+    assert "no weights at" in faults(found, [job("import", False, run="ijepa")])[0]
+    RunRecord.path(folder).touch()
+    assert faults(found, [job("import", False, run="ijepa")]) == []
+    assert "no weights at" in faults(found, [job("import", True, run="ijepa")])[0]
 
 
-@pytest.mark.parametrize(
-    ("rule", "forced", "is_there", "needed"),
-    [
-        ("write_shard", True, True, True),
-        ("write_shard", False, False, True),
-        ("write_shard", False, True, False),  # it puts back the tar that is there
-        ("plan_shards", False, True, True),
-        ("index_shards", True, True, False),
-    ],
-)
-def test_finished_shards_that_are_made_again_need_their_images(
-    tmp_path: Path, rule: str, forced: bool, is_there: bool, needed: bool
+@pytest.mark.parametrize(("forced", "finished"), [(True, True), (False, True), (False, False)])
+def test_shards_need_their_images_unless_they_are_finished(
+    tmp_path: Path, forced: bool, finished: bool
 ) -> None:
     found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]}, datasets={
         "mine": {"splits": {"train": {"images": "/no/images"}}}
     })  # fmt: skip
-    folder = found.shards("mine", "train")
-    folder.mkdir(parents=True)
-    (folder / "index.json").touch()
-    if is_there:
-        (folder / "output").touch()
-    again = job(rule, [folder / "output"], forced, dataset="mine", split="train")
-    said = faults(found, [again])
-    assert len(said) == needed and all("no images at /no/images" in line for line in said)
-    assert missing_images(found) == []
+    if finished:
+        folder = found.own_shards("mine", "train")
+        folder.mkdir(parents=True)
+        (folder / "index.json").touch()
+        assert missing_images(found) == []
+    said = faults(found, [job("write_shards", forced, dataset="mine", split="train")])
+    assert len(said) == (forced or not finished)
+    assert all("no images at /no/images" in line for line in said)
 
 
 def test_a_failed_import_leaves_what_was_imported_before(tmp_path: Path) -> None:
-    """Snakemake has deleted it; it is put back when the pipeline ends."""
+    """Also one that is forced, whose earlier record and weights stay beside it."""
     found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]})
     folder = found.folder("ijepa")
-    files = [folder / "encoder.safetensors", RunRecord.path(folder)]
+    encoder, record = folder / "encoder.safetensors", RunRecord.path(folder)
     folder.mkdir(parents=True)
-    files[0].write_text("weights")
-    RunRecord(run="ijepa", stage="import", fingerprint="1").write(files[1])
-    prepare(found, [job("import", files, False, run="ijepa")])
-    for path in files:
-        path.unlink()
-    restore(tmp_path)
-    assert files[0].read_text() == "weights" and RunRecord.of(folder).fingerprint == "1"
+    encoder.write_text("weights")
+    RunRecord(run="ijepa", stage="import", fingerprint="1", files=(encoder.name,)).write(record)
+    prepare(found, [job("import", False, run="ijepa")])
+    assert encoder.read_text() == "weights" and RunRecord.of(folder).fingerprint == "1"
+    for _ in range(2):
+        prepare(found, [job("import", True, run="ijepa")])
+    before = folder / "before-forcerun"
+    assert encoder.read_text() == "weights" and not record.exists()
+    assert {path.name for path in before.iterdir()} == {encoder.name, record.name}
+    assert (before / encoder.name).stat().st_ino == encoder.stat().st_ino
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from pydantic_core import to_jsonable_python
+from stamping import outdated, stamp_finished
 
 from maect.core.files import FORMAT, read_record
 from maect.data.config import ShardsConfig
@@ -19,7 +20,6 @@ from maect.data.index import open_index
 from maect.evaluate import PROTOCOLS, EvaluationConfig, FeaturesConfig
 from maect.evaluate.store import open_features
 from maect.experiment import load
-from maect.experiment.outdated import outdated
 from maect.launch.record import read_job
 from maect.recipes import Contrastive, Encoder, Pixels, Refiner
 from maect.records import RunRecord
@@ -87,14 +87,16 @@ def test_each_file_is_read(results: Path) -> None:
 
 def test_nothing_would_be_made_again(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is asked for has the same identity as it had when it was made."""
-    assert outdated(load("mini.yaml")) == []
-    text = Path("mini.yaml").read_text()
-    Path("other.yaml").write_text(text.replace("epochs: 3", "epochs: 4"))
-    assert outdated(load("other.yaml")) == [RunRecord.path(results / "runs/mae_tiny")]
     for run in results.glob("runs/*"):
         for name in RunRecord.of(run).files:
             (run / name).touch()  # weights are not kept here
         assert is_finished(run, noted(run)["fingerprint"])
+    stamp_finished(load("mini.yaml"))
+    assert len(list(results.rglob("done"))) == 3 + 2  # runs and splits
+    assert outdated(load("mini.yaml")) == []
+    text = Path("mini.yaml").read_text()
+    Path("other.yaml").write_text(text.replace("epochs: 3", "epochs: 4"))
+    assert results / "runs/mae_tiny/done" in outdated(load("other.yaml"))
     show(results)
     assert "3 runs" in capsys.readouterr().out
 

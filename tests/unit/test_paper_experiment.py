@@ -220,7 +220,7 @@ def test_looking_at_the_digits_is_cheap(tmp_path):
 
 def test_looking_at_the_whole_paper_is_cheap_even_without_imagenet():
     said = dry_run()
-    assert int(re.search(r"(?m)^total +(\d+)$", said)[1]) > 1000
+    assert int(re.search(r"(?m)^total +(\d+)$", said)[1]) > 500
     assert_cheap(said, units=40)
     warnings = [line for line in said.splitlines() if line.startswith("maect: warning")]
     assert sum("no images at $IMAGENET/train " in line for line in warnings) == 1

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
+from stamping import stamp_finished
 
 from maect import cli
 from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
 from maect.experiment import Experiment, load, own_experiments, resolve
+from maect.experiment.chosen_shards import note_own
 from maect.launch.record import Job, Request, write_job
 from maect.recipes import Pixels, load_encoder
 from maect.recipes.cost import encode_flops, encoder_weights
@@ -42,7 +44,7 @@ from maect.tools.speed import LONGEST, STEP_FLOPS, Machine, batch_to_measure, th
 
 PROFILE = Path(__file__).parents[2] / "cluster_profiles/juwels"
 HERE = {"cluster": "local", "nodes": 1, "devices": 2, "runtime": 1440}
-HEAD = "results/digits/runs/head_min_tiny/encoder.safetensors"
+HEAD = "results/digits/runs/head_min_tiny/done"
 FIVE = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5)
 
 
@@ -71,7 +73,7 @@ def test_the_jobs_are_those_that_snakemake_would_run(here: Path) -> None:
     left = jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
     rules = [job.rule for job in left]
     assert sorted(rules) == [
-        "head", "index_shards", "plan_shards", "pretrain", "write_images", *["write_shard"] * 2,
+        "head", "pretrain", "write_images", "write_shards",
     ]  # fmt: skip
     plan = make_plan(left, load("digits"), Device("A100"))
     assert {(job.stage, job.name, job.nodes, job.devices) for job in plan.jobs} == {
@@ -79,24 +81,27 @@ def test_the_jobs_are_those_that_snakemake_would_run(here: Path) -> None:
         ("head", "head_min_tiny", 1, 4),
     }
     assert [job.name for job in critical_path(plan.jobs)] == ["mae_tiny", "head_min_tiny"]
-    assert plan.others == 5
+    assert plan.others == 2
 
     # What is there is not run again.
     shards = here / "results/digits/shards/digits/train"
     mae = here / "results/digits/runs/mae_tiny"
     for folder in (here / "results/digits/images/digits", shards, mae):
         folder.mkdir(parents=True)
-    numbers = [f"train-{number:06d}.tar" for number in range(2)]
-    for name in ("plan.json", *numbers, "index.json", "index.npy"):
-        (shards / name).touch()
-    for name in ("encoder.safetensors", RUN):
-        (mae / name).touch()
+    found, weights = load("digits"), mae / "encoder.safetensors"
+    note_own(shards, found.shards_config("digits", "train"))
+    write_record(shards / "index.json", {"digest": "0"})
+    weights.write_text("mae_tiny")
+    (shards / "index.npy").touch()
+    write_record(mae / RUN, {"files": [weights.name], "sha256": {weights.name: "1"}})
+    resolve.run_config(found, "mae_tiny").write(mae / "config.yaml")
+    stamp_finished(found)
     left = jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
     assert [job.rule for job in left] == ["head"]
 
 
 def test_what_waits_for_what_through_features_and_other_evaluations(here: Path) -> None:
-    target = "results/digits/evaluations/mae_tiny/retrieval.json"
+    target = "results/digits/evaluations/mae_tiny/retrieval.done"
     left = jobs_to_run([target], ["experiment=digits"], PROFILE)
     path = critical_path(make_plan(left, load("digits"), Device("A100")).jobs)
     assert [job.stage for job in path] == ["pretrain", "features", "clustering", "retrieval"]
@@ -288,7 +293,7 @@ def test_images_are_counted_before_they_are_sharded(here: Path) -> None:
         path.write_bytes(bytes(100))
     experiment = unknown_images(images)
     split = {"dataset": "mine", "split": "train"}
-    jobs = [RuleJob("plan_shards", split, {}), RuleJob("index_shards", split, {})]
+    jobs = [RuleJob("write_shards", split, {})]
     jobs += [RuleJob("pretrain", {"run": "mae_tiny"}, HERE)]
     plan = make_plan(jobs, experiment, Device("cpu"))
     assert plan.shards(experiment.shards("mine", "train")) == SplitFacts(12, 1200, False, 2)
@@ -327,7 +332,7 @@ def test_what_is_missing_is_one_line_a_variable(
     values = {"datasets": {"mine": {"splits": splits}}, "runs": runs}
     (here / "x.yaml").write_text(yaml.safe_dump(values))
     experiment = load(str(here / "x.yaml"))
-    jobs = [RuleJob("plan_shards", {"dataset": "mine", "split": name}, {}) for name in splits]
+    jobs = [RuleJob("write_shards", {"dataset": "mine", "split": name}, {}) for name in splits]
     jobs += [RuleJob("import", {"run": name}, HERE) for name in runs]
     first, second, third = missing(jobs, experiment)
     assert first == "$MAECT_UNSET: not set, export it: mine train, mine val"

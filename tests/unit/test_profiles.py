@@ -161,7 +161,7 @@ def test_a_login_node_does_little_at_once(name: str) -> None:
     """Of what submits no job: processes that use several cores, or gigabytes for an encoder."""
     profile = read_profile(name)
     most = {rule: profile["cores"] // profile["set-threads"][rule] for rule in HERE}
-    assert most == {"write_shard": 4, "import": 2}
+    assert most == {"write_shards": 4, "import": 2}
 
 
 def test_a_kind_that_is_none() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from maect.core.errors import UserError
 from maect.core.files import RUN, sha256_file, write_record
-from maect.core.kept import keep, kept, put_back
 from maect.data import transforms
 from maect.records import RunRecord
 from maect.train import run_folder
@@ -99,19 +98,7 @@ def test_what_was_damaged_aside_never_replaces_what_is_trained_anew(tmp_path: Pa
     }
     write_record(RunRecord.path(tmp_path), record)
     take_over_folder(tmp_path, "one", {"settings": {"of": "one"}})
-    assert is_finished(tmp_path, "one", intact=True)
-
-
-def test_damaged_weights_are_not_put_back(tmp_path: Path) -> None:
-    finish(tmp_path, "one")
-    outputs = [tmp_path / name for name in (*FILES, RUN)]
-    (tmp_path / FILES[0]).write_text("a bit flipped")
-    keep(outputs)
-    for path in outputs:
-        path.unlink()  # as Snakemake does
-    assert not is_finished(tmp_path, "one", intact=True)
-    put_back(outputs, lambda: is_finished(tmp_path, "one", intact=True))
-    assert kept(tmp_path) == [] and not any(path.exists() for path in outputs)
+    assert is_finished(tmp_path, "one")
 
 
 def test_a_file_that_is_gone_although_it_is_seen_is_no_damage(

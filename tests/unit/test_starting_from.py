@@ -137,7 +137,7 @@ def test_what_is_missing_is_a_warning_in_a_dry_run_and_an_error_in_a_real_one(
     tmp_path: Path,
 ) -> None:
     write(tmp_path)
-    target = "results/mine-public/runs/ct_base/encoder.safetensors"
+    target = "results/mine-public/runs/ct_base/done"
     dry = snakemake(tmp_path, "-n", target)
     assert dry.returncode == 0, dry.stderr
     warnings = [line for line in dry.stderr.splitlines() if line.startswith("maect: warning")]

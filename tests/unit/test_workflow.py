@@ -1,6 +1,7 @@
 """The rules as Snakemake understands them."""
 
 import json
+from typing import Any
 
 from parsed_workflow import parsed
 
@@ -17,6 +18,11 @@ def test_every_rule_with_a_command_has_a_log_and_a_benchmark() -> None:
 def test_targets_that_may_be_asked_for_by_name() -> None:
     rules = parsed()["rules"].items()
     assert {name for name, rule in rules if rule["target"]} == {*TARGETS}
+
+
+def made_of(job: dict[str, Any]) -> list[str]:
+    """Inputs of a job, without the file that stands for a resolved file which is not there yet."""
+    return [file for file in job["input"] if not file.endswith("settings-or-inputs-changed")]
 
 
 def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
@@ -36,7 +42,7 @@ def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
     assert here["jobs"].keys() == there["jobs"].keys()
     for name, job in here["jobs"].items():
         moved = there["jobs"][name]
-        assert (moved["params"], moved["input"]) == (job["params"], job["input"]), name
+        assert moved["params"] == job["params"] and made_of(moved) == made_of(job), name
         if "cluster" in job["resources"]:
             assert all(moved["resources"][key] == str(value) for key, value in elsewhere.items())
 

@@ -65,7 +65,7 @@ def from_yaml_to_a_cell(folder: Path) -> Path:
     """Resolve an experiment of one run, train it, evaluate it and show it in a table."""
     root, launching = folder / "results", Launching()
     experiment = load(str(folder / "mine.yaml"))
-    tables = [(path, config) for path, config, _ in pages(experiment) if path.parts[-2] == "tables"]
+    tables = [(path, config) for path, config in pages(experiment) if path.parts[-2] == "tables"]
     for path, config in [*files(experiment), *tables]:
         config.write(path)
     train.call(launching, Changed(root / "runs" / RUN / "config.yaml"))

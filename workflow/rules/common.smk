@@ -3,6 +3,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -14,16 +15,15 @@ sys.path.sort(key=str(workflow.basedir).__eq__)
 
 from maect import experiment as experiments
 from maect.core.errors import UserError
-from maect.core.kept import restore, tidy
 from maect.core.owners import why_public
 from maect.core.processes import SAFE_PATH
-from maect.data import shard_name
 from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
 from maect.evaluate import PROTOCOLS
-from maect.experiment import outdated, resolve
+from maect.experiment import resolve
 from maect.experiment import start as starting
 from maect.experiment import working_folder
+from maect.experiment.asked import Asked
 from maect.experiment.pages import PAGES, report_inputs
 from maect.experiment.schema import fill_path, one_of
 from maect.launch.owner import SNAKEMAKE, own, this_process
@@ -32,6 +32,7 @@ from maect.stages import STAGES
 
 # Held while this Snakemake runs: a second one on the same results folder is refused.
 ownership = ExitStack()
+began = time.time()
 
 # The rules call the `maect` of the environment that Snakemake itself runs in.
 shell.prefix(
@@ -112,7 +113,6 @@ wildcard_constraints:
     run=one_of(experiment.runs),
     dataset=one_of(experiment.datasets),
     split=one_of(dict.fromkeys(split for _, split in experiment.splits)),
-    number="[0-9]{6}",
 
 
 warned = set()
@@ -131,13 +131,45 @@ if workflow.is_main_process:
         print(f"maect: warning: {note}", file=sys.stderr)
 
 
-def shard_index(dataset, split):
-    return str(experiment.shards(dataset, split) / "index.json")
+# A job that computes leaves a stamp, its only output here: Snakemake deletes nothing that took hours.
+# Its inputs are its resolved file and the stamps of what it is made of. A job that finds its result to
+# be what is asked for ends at once (maect/core/stamps.py).
+asked = Asked(experiment)
+
+
+def resolved(rule, pattern):
+    """The input of a rule that is its resolved file; a newer one where that does not say what is asked."""
+
+    def resolved_file(wildcards):
+        try:
+            path = Path(pattern.format_map(wildcards))
+            return str(asked.file(rule, path, dict(wildcards.items())))
+        except UserError as error:
+            stop(error)
+
+    return resolved_file
+
+
+def stamps(files):
+    """What Snakemake waits for before a job reads these files."""
+    return list(dict.fromkeys(str(resolve.stamp_of(experiment, f)) for f in files))
+
+
+def shards_stamp(dataset, split):
+    return stamps([experiment.shards(dataset, split) / "index.json"])
+
+
+# `maect run` asks for a stamp in place of a result's file. Snakemake by itself would take one that is
+# there for finished, whatever it was made by.
+if workflow.is_main_process and working_folder.is_bare(sys.argv):
+    for word, stamp in zip(sys.argv, resolve.targets(experiment, sys.argv)):
+        if word != stamp:
+            stop(f"{word}: ask Snakemake for {stamp}, or ask `maect run` for the file")
 
 
 # Snakemake does not miss what lies between images and results that are there: targets name it.
 LOST = starting.lost_shards(experiment)
-LOST_SHARDS = [shard_index(*split) for split in LOST]
+LOST_SHARDS = [stamp for split in LOST for stamp in shards_stamp(*split)]
 if workflow.is_main_process:
     for dataset, split in LOST:
         print(
@@ -146,50 +178,8 @@ if workflow.is_main_process:
         )
 
 
-# What is not what the file asks for, by what lies in the results folder: the memory of Snakemake, in
-# the folder that one stands in, is not asked. It is forced where a target needs it: Snakemake has no
-# other way to say that, and `--forcerun` would make it a target.
-try:
-    OUTDATED = outdated.outdated(experiment) if workflow.is_main_process else []
-except UserError as error:
-    stop(error)
-# Shards that are finished a start does not make again: the warning above says what to do.
-REMADE = [
-    path
-    for path in OUTDATED
-    if path.name != "plan.json" or not path.with_name("index.json").exists()
-]
-if REMADE:
-    few = ", ".join(str(path.relative_to(ROOT)) for path in REMADE[:3])
-    more = f" and {len(REMADE) - 3} more" if len(REMADE) > 3 else ""
-    print(
-        f"maect: made by other settings, or of other files, than {experiment.file} asks for, and made "
-        f"again where a target needs it: {few}{more}",
-        file=sys.stderr,
-    )
-
-
-prepare_dag = workflow._prepare_dag
-
-
-def prepare_and_force(*given, **named):
-    """Make Snakemake's graph of jobs, in which these are forced."""
-    prepare_dag(*given, **named)
-    workflow.dag.forcefiles.update(map(str, OUTDATED))
-
-
-workflow._prepare_dag = prepare_and_force
-
-
 def split_of(wildcards):
     return experiment.datasets[wildcards.dataset].splits[wildcards.split]
-
-
-def images_of(wildcards):
-    """The image folder if a rule of this workflow makes it; a user's folder is not watched."""
-    if experiment.datasets[wildcards.dataset].bundled:
-        return f"{ROOT}/images/{wildcards.dataset}"
-    return []
 
 
 def image_folder(wildcards):
@@ -197,34 +187,29 @@ def image_folder(wildcards):
     return images_at(wildcards.dataset, wildcards.split)
 
 
-@cache  # a split may have a thousand shards
+@cache
 def images_at(dataset, split):
     warn(starting.missing_images(experiment, [(dataset, split)]))
     return str(experiment.images(dataset, split))
 
 
-def parts_of(wildcards):
-    """What an index is made of: plan and tars; for a view the index of its split, and its classes."""
+def shards_inputs(wildcards):
+    """What shards are made of: images of ours; of a view its split's shards, and its classes.
+
+    A user's folder is not watched.
+    """
     split = split_of(wildcards)
     if not split.source.sharded:
-        return [shard_index(wildcards.dataset, split.of), *split.files()]
-    folder = experiment.shards(wildcards.dataset, wildcards.split)
-    if split.source.in_place:
-        return f"{folder}/plan.json"
-    tars = [shard_name(wildcards.split, number) for number in range(split.shards)]
-    return [f"{folder}/{name}" for name in ("plan.json", *tars)]
+        return [*shards_stamp(wildcards.dataset, split.of), *split.files()]
+    if experiment.datasets[wildcards.dataset].bundled:
+        return [f"{ROOT}/images/{wildcards.dataset}"]
+    return []
 
 
 def weights_file(wildcards):
     """Passed as a resource, not in `params`: weights that moved re-run nothing."""
-    warn(starting.missing_weights(experiment, [wildcards.run], again=True))
+    warn(starting.missing_weights(experiment, [wildcards.run]))
     return str(experiment.runs[wildcards.run].weights)
-
-
-def evaluation_file(wildcards):
-    pair = wildcards.run, wildcards.evaluation
-    warn(starting.missing_lists(experiment, [pair]))
-    return f"{ROOT}/evaluations/{wildcards.run}/{wildcards.evaluation}.yaml"
 
 
 def interrupt(*_):
@@ -238,42 +223,32 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def give_back():
-    """After an interruption or a failure: what was finished before is there again."""
-    restore(Path(ROOT))
-    tidy(Path(ROOT))
-
-
 def finish():
     """After the last job: where to look."""
-    tidy(Path(ROOT))
     page = Path(ROOT, "report.html")
-    made = {job.rule.name for job in workflow.dag.jobs}
-    if "report_html" in made and page.exists():
+    if page.exists() and page.stat().st_mtime >= began:
         print(f"maect: the report is {page}; open it in a browser", file=sys.stderr)
 
 
 def is_forced(job):
-    """Whether the user wants it to run: Snakemake forces what was interrupted, too.
+    """Whether the user wants it to compute: `-F`, `-R RULE` or `-R FILE`, and `-f` of a target."""
+    asked_for = workflow.dag_settings
+    names = {job.rule.name, *map(os.path.abspath, job.output)}
 
-    `-f` asks for the targets alone, though it holds for all that is run for them.
-    """
-    asked = workflow.dag_settings
-    called = {job.rule.name, *map(os.path.abspath, job.output)}
-    named = {*asked.forcerun, *map(os.path.abspath, asked.forcerun)}
-    target = asked.forcetargets and job in workflow.dag.targetjobs
-    asked_for = asked.forceall or target or called & named
-    return bool(workflow.dag.reason(job).forced and asked_for)
+    def is_among(words):
+        return not names.isdisjoint({*words, *map(os.path.abspath, words)})
+
+    is_target = asked_for.forcetargets and is_among(asked_for.targets)
+    return asked_for.forceall or is_target or is_among(asked_for.forcerun)
 
 
 def start():
     """Before the first job; not when the Snakefile is read, since a dry run may look at anything.
 
-    The jobs that are to run are those of `workflow.dag`, an internal of Snakemake, which has no
-    other way to ask for them.
+    `workflow.dag.needrun_jobs` is the only way to ask Snakemake which jobs will run.
     """
-    for asked in workflow.resource_settings.overwrite_resources.values():
-        account = str(asked.get("slurm_account").raw).strip("'")
+    for given in workflow.resource_settings.overwrite_resources.values():
+        account = str(given.get("slurm_account").raw).strip("'")
         if account.startswith("$") and os.path.expandvars(account) == account:
             stop(f"the profile's account is {account}, which is not set: export it")
     jobs = [
@@ -281,7 +256,6 @@ def start():
             job.rule.name,
             dict(job.wildcards.items()),
             [*job.input, *job.output] if job.rule.shellcmd else [],
-            [Path(file) for file in job.output],
             Path(job.params.config) if "config" in job.params.keys() else None,
             is_forced(job),
         )
@@ -295,6 +269,14 @@ def start():
         ownership.enter_context(own(Path(ROOT), patience=15))
     except UserError as error:
         stop(error)
+    if asked.changed:
+        few = ", ".join(str(path.relative_to(ROOT)) for path in asked.changed[:3])
+        more = f" and {len(asked.changed) - 3} more" if len(asked.changed) > 3 else ""
+        print(
+            f"maect: not of the settings and inputs that {experiment.file} asks for, and looked at "
+            f"again: {few}{more}",
+            file=sys.stderr,
+        )
     starting.prepare(experiment, jobs)
     signal.signal(signal.SIGINT, interrupt)
 

@@ -1,4 +1,6 @@
 rule write_images:
+    input:
+        lambda w: asked.images(w.dataset),
     output:
         directory(f"{ROOT}/images/{{dataset}}"),
     log:
@@ -19,68 +21,34 @@ rule write_images:
         "echo {resources.kind} > {output:q}/kind.txt"
 
 
-rule plan_shards:
+SHARDS_CONFIG = f"{ROOT}/shards/{{dataset}}/{{split}}/config.yaml"
+
+
+rule write_shards:
     input:
-        images_of,
+        config=resolved("write_shards", SHARDS_CONFIG),
+        made_of=shards_inputs,
     output:
-        f"{ROOT}/shards/{{dataset}}/{{split}}/plan.json",
+        stamp=f"{ROOT}/shards/{{dataset}}/{{split}}/done",
     log:
-        f"{LOGS}/data/{{dataset}}-{{split}}-plan.log",
+        f"{LOGS}/data/{{dataset}}-{{split}}.log",
     benchmark:
-        f"{BENCHMARKS}/data/{{dataset}}-{{split}}-plan.tsv"
+        f"{BENCHMARKS}/data/{{dataset}}-{{split}}.tsv"
     localrule: True
     conda:
         ENVIRONMENT
+    threads: 4
     resources:
         images=image_folder,
+    params:
+        config=SHARDS_CONFIG,
     message:
-        "Listing the images of {wildcards.dataset} {wildcards.split}"
+        "Sharding {wildcards.dataset} {wildcards.split}"
     shell:
-        'maect shard "$(dirname {output:q})/config.yaml" --only plan --log {log:q}'
-
-
-rule write_shard:
-    input:
-        rules.plan_shards.output,
-    output:
-        f"{ROOT}/shards/{{dataset}}/{{split}}/{{split}}-{{number}}.tar",
-    log:
-        f"{LOGS}/data/{{dataset}}-{{split}}-{{number}}.log",
-    benchmark:
-        f"{BENCHMARKS}/data/{{dataset}}-{{split}}-{{number}}.tsv"
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        images=image_folder,
-    message:
-        "Writing shard {wildcards.number} of {wildcards.dataset} {wildcards.split}"
-    shell:
-        'maect shard "$(dirname {output:q})/config.yaml" --only {wildcards.number} --log {log:q}'
-
-
-rule index_shards:
-    input:
-        parts_of,
-    output:
-        index=f"{ROOT}/shards/{{dataset}}/{{split}}/index.json",
-        rows=f"{ROOT}/shards/{{dataset}}/{{split}}/index.npy",
-    log:
-        f"{LOGS}/data/{{dataset}}-{{split}}-index.log",
-    benchmark:
-        f"{BENCHMARKS}/data/{{dataset}}-{{split}}-index.tsv"
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        images=image_folder,
-    message:
-        "Indexing the shards of {wildcards.dataset} {wildcards.split}"
-    shell:
-        'maect shard "$(dirname {output.index:q})/config.yaml" --only index --log {log:q}'
+        "maect shard {params.config:q} --threads {threads} --log {log:q}"
 
 
 rule shards:
     input:
-        [shard_index(*split) for split in experiment.splits],
+        [shards_stamp(*split) for split in experiment.splits],
     localrule: True

@@ -1,12 +1,14 @@
+FEATURES = f"{ROOT}/features/{{run}}/{{dataset}}-{{split}}{{norm}}"
 EVALUATION = f"{ROOT}/evaluations/{{run}}/{{evaluation}}"
 
 
 rule features:
     input:
-        encoder=f"{RUN}/encoder.safetensors",
-        shards=lambda w: shard_index(w.dataset, w.split),
+        config=resolved("features", f"{FEATURES}.yaml"),
+        run=f"{RUN}/done",
+        shards=lambda w: shards_stamp(w.dataset, w.split),
     output:
-        f"{ROOT}/features/{{run}}/{{dataset}}-{{split}}{{norm}}.safetensors",
+        stamp=f"{FEATURES}.done",
     log:
         f"{LOGS}/{{run}}/features-{{dataset}}-{{split}}{{norm}}.log",
     benchmark:
@@ -19,11 +21,17 @@ rule features:
     resources:
         **CLUSTER,
     params:
-        config=f"{ROOT}/features/{{run}}/{{dataset}}-{{split}}{{norm}}.yaml",
+        config=f"{FEATURES}.yaml",
     message:
         "Features of {wildcards.run} on {wildcards.dataset} {wildcards.split}"
     shell:
         on_devices("maect features {params.config:q}")
+
+
+def evaluation_inputs(wildcards):
+    pair = wildcards.run, wildcards.evaluation
+    warn(starting.missing_lists(experiment, [pair]))
+    return stamps(resolve.inputs_of_evaluation(experiment, *pair))
 
 
 for protocol in PROTOCOLS.values():
@@ -32,10 +40,10 @@ for protocol in PROTOCOLS.values():
         name:
             protocol.name
         input:
-            lambda w: resolve.inputs_of_evaluation(experiment, w.run, w.evaluation),
+            config=resolved(protocol.name, f"{EVALUATION}.yaml"),
+            made_of=evaluation_inputs,
         output:
-            [f"{EVALUATION}.safetensors"] if protocol.writes_tensors else [],
-            json=f"{EVALUATION}.json",
+            stamp=f"{EVALUATION}.done",
         log:
             f"{LOGS}/{{run}}/{{evaluation}}.log",
         benchmark:
@@ -50,7 +58,7 @@ for protocol in PROTOCOLS.values():
         resources:
             **CLUSTER,
         params:
-            config=evaluation_file,
+            config=f"{EVALUATION}.yaml",
         message:
             "Evaluating {wildcards.run}: {wildcards.evaluation}"
         shell:
@@ -61,7 +69,7 @@ rule evaluations:
     input:
         LOST_SHARDS,
         [
-            f"{ROOT}/evaluations/{run}/{name}.json"
+            f"{ROOT}/evaluations/{run}/{name}.done"
             for run, name in experiment.evaluations
         ],
     localrule: True

@@ -10,7 +10,10 @@ for page in PAGES.values():
         name:
             page.name
         input:
-            lambda w, page=page: page.inputs(experiment, name_of(w, page)),
+            config=resolved(page.name, f"{ROOT}/{pattern}.yaml"),
+            made_of=lambda w, page=page: stamps(
+                page.inputs(experiment, name_of(w, page))
+            ),
         output:
             unshown,
             report(
@@ -42,14 +45,14 @@ for page in PAGES.values():
 
 
 # Snakemake does not miss what a table was made of, once that is there: targets name it.
-SHOWN = [
-    str(file)
+SHOWN = stamps(
+    file
     for page in PAGES.values()
     if page.folder
     for name in page.names(experiment)
     for file in page.inputs(experiment, name)
     if experiment.root / "evaluations" in file.parents
-]
+)
 
 
 rule tables:
@@ -70,7 +73,8 @@ rule figures:
 
 rule report_html:
     input:
-        report_inputs(experiment),
+        config=resolved("report_html", f"{ROOT}/report.yaml"),
+        shown=report_inputs(experiment),
     output:
         f"{ROOT}/report.html",
     log:
@@ -92,4 +96,4 @@ rule report_html:
         " --profile none --workflow-profile none"
         " --snakefile {params.snakefile:q} --config {params.changes:q}"
         " --nolock --report {output} --report-stylesheet {params.style:q}"
-        " --cores 1 {input} 2> {log}"
+        " --cores 1 {input.shown} 2> {log} && maect page {params.config:q} 2>> {log}"

@@ -4,10 +4,10 @@ for stage in filter(lambda stage: stage.trains, STAGES.values()):
         name:
             stage.name
         input:
-            lambda w: resolve.inputs_of_run(experiment, w.run),
+            config=resolved(stage.name, f"{RUN}/config.yaml"),
+            made_of=lambda w: stamps(resolve.inputs_of_run(experiment, w.run)),
         output:
-            [f"{RUN}/{file}" for file in resolve.outputs_of(experiment, stage.name)],
-            record=f"{RUN}/run.json",
+            stamp=f"{RUN}/done",
         log:
             f"{LOGS}/{{run}}/{stage.name}.log",
         benchmark:
@@ -34,9 +34,10 @@ for stage in filter(lambda stage: not stage.trains, STAGES.values()):
     rule:
         name:
             stage.name
+        input:
+            config=resolved(stage.name, f"{RUN}/config.yaml"),
         output:
-            [f"{RUN}/{file}" for file in resolve.outputs_of(experiment, stage.name)],
-            record=f"{RUN}/run.json",
+            stamp=f"{RUN}/done",
         log:
             f"{LOGS}/{{run}}/{stage.name}.log",
         benchmark:
@@ -60,7 +61,7 @@ rule encoders:
     input:
         LOST_SHARDS,
         expand(
-            f"{RUN}/encoder.safetensors",
+            f"{RUN}/done",
             run=[name for name, run in experiment.runs.items() if not run.scored_by],
         ),
     localrule: True

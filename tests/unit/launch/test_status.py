@@ -12,7 +12,6 @@ from launching import ROOT, Run, finish, kill, wait_for
 from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.core.files import write_record
-from maect.core.kept import backup_of
 from maect.experiment import load
 from maect.launch import clusters, record
 from maect.launch.slurm import Slurm
@@ -80,7 +79,7 @@ def test_a_retraining_that_waits_is_not_done(tmp_path, monkeypatch):
     folder = tmp_path / "experiment/runs/mae"
     folder.mkdir(parents=True)
     finished = {"run": "mae", "stage": "pretrain", "fingerprint": "before"}
-    write_record(backup_of(RunRecord.path(folder)), finished)
+    write_record(RunRecord.path(folder), finished)
     for identity, state in (("now", "waiting"), ("before", "done")):
         job = record.new_job(folder, "slurm", 16, None)
         job.request = record.Request(identity=identity)

@@ -17,20 +17,19 @@ import plain_vit
 import pytest
 import torch
 from safetensors.torch import save_file
+from stamping import outdated
 
 from maect import experiment, recipes
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
-from maect.core.kept import keep, kept
-from maect.experiment.outdated import outdated
 from maect.experiment.resolve import run_config
 from maect.models.checkpoints import convert, find_layout, read_checkpoint
 from maect.models.layouts import LAYOUTS
 from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights
 from maect.records import RunRecord
-from maect.stages.imported import import_weights
+from maect.stages.imported import import_weights, is_imported
 
 PUBLISHED = [
     ("mae", "mae_pretrain_vit_base.pth", "mae", "mean"),
@@ -151,9 +150,14 @@ def test_an_import_of_a_layout_that_was_detected_is_what_is_asked_for(published,
     run_config(asked(), "it").write(config)
     assert main(["import", str(config)]) == 0
     for _ in range(2):
-        assert outdated(asked()) == outdated(asked(layout=made)) == []
+        for same in ({}, {"layout": made}):
+            wanted = run_config(asked(**same), "it")
+            assert is_imported(config.parent, weights, wanted.settings, wanted.encoder)
         for other in ({"layout": "msn"}, {"image_size": 32}, {"size": "tiny8"}):
-            assert outdated(asked(**other)) == [RunRecord.path(tmp_path / "results/runs/it")]
+            wanted = run_config(asked(**other), "it")
+            assert outdated(asked(**other)) == [config.with_name("done")]
+            assert not is_imported(config.parent, weights, wanted.settings, wanted.encoder)
+        assert outdated(asked()) == []
         weights.unlink(missing_ok=True)
 
 
@@ -469,16 +473,6 @@ def test_safetensors_are_read_too(tmp_path):
     layout, actual = import_weights(tmp_path / "dino.safetensors", tmp_path / "run")
     assert layout == "dino"
     assert torch.equal(actual.tensors["norm.bias"], weights["norm.bias"])
-
-
-def test_an_import_gives_up_the_backups_of_the_one_before(tmp_path):
-    """They would be put back beside its files one day."""
-    save_file(plain_vit.learned(), tmp_path / "dino.safetensors")
-    run = tmp_path / "run"
-    import_weights(tmp_path / "dino.safetensors", run)
-    assert keep([run / "encoder.safetensors", run / "run.json"])
-    import_weights(tmp_path / "dino.safetensors", run, image_size=32)
-    assert kept(run) == []
 
 
 def cubic(x):

@@ -9,6 +9,7 @@ import timm
 import timm_table
 import torch
 from safetensors.torch import save_file
+from stamping import outdated
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -326,15 +327,15 @@ tables: [low_shot]
     assert main(["import", str(config)]) == 0
     record = json.loads(RunRecord.path(tmp_path / "runs/it").read_text())
     assert record["encoder"]["timm"] == run.encoder.timm
-    from maect.experiment.outdated import outdated
-
-    assert RunRecord.path(tmp_path / "runs/it") not in outdated(experiment.load(str(file)))
-    weights = tmp_path / "w.safetensors"
+    assert outdated(experiment.load(str(file))) == []
+    weights, made = tmp_path / "w.safetensors", (tmp_path / "runs/it/run.json").read_bytes()
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert RunRecord.path(tmp_path / "runs/it") in outdated(experiment.load(str(file)))
+    assert outdated(experiment.load(str(file))) == [config.with_name("done")]
     weights.write_bytes(whole)
-    assert RunRecord.path(tmp_path / "runs/it") not in outdated(experiment.load(str(file)))
+    assert main(["import", str(config)]) == 0  # it looks, and finds the same bytes
+    assert outdated(experiment.load(str(file))) == []
+    assert (tmp_path / "runs/it/run.json").read_bytes() == made
 
     for recipe in ("ct_min", "ct_aug", "head_min", "head_aug", "refine", "refine_heads"):
         more = f"  ct: {{recipe: {recipe}, size: base, from: it}}"

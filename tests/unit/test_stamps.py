@@ -1,0 +1,204 @@
+"""A stamp says what a result was made by and of: checksums decide, and a folder may be moved."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from maect.core.errors import UserError
+from maect.core.files import read_record, write_record
+from maect.core.settings import LocalPath
+from maect.core.stamps import (
+    StampedFile,
+    file_checksum,
+    is_current,
+    known_record,
+    size_and_time,
+    stamp_path,
+    stamped,
+)
+from maect.experiment import Experiment, load
+from maect.experiment.asked import Asked
+from maect.experiment.resolve import stamp_of, targets
+from maect.records import need_encoder
+
+
+class Copy(StampedFile):
+    """Settings of a job that copies a text."""
+
+    times: int = 1
+    source: LocalPath
+
+    def made_of(self) -> Mapping[Path, str | None]:
+        """Return the checksum of the text."""
+        return {self.source: file_checksum(self.source)}
+
+    def result(self, path: Path) -> str | None:
+        """Return the checksum of the copy."""
+        return file_checksum(path.with_suffix(".txt"))
+
+
+def job(folder: Path, times: int = 1) -> tuple[Path, Copy]:
+    """Resolved file of a job, and its content; its input is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = Copy(times=times, source=folder / "source.txt")
+    if not config.source.exists():
+        config.source.write_text("text")
+    return folder / "copy.yaml", config
+
+
+def finish(path: Path, config: Copy) -> None:
+    with stamped(path, config):
+        path.with_suffix(".txt").write_text(config.source.read_text() * config.times)
+
+
+def test_a_job_is_finished_once_its_stamp_is_there(tmp_path: Path) -> None:
+    path, config = job(tmp_path)
+    assert not is_current(path, config)
+    with pytest.raises(ZeroDivisionError), stamped(path, config):
+        raise ZeroDivisionError
+    assert not stamp_path(path).exists()
+    finish(path, config)
+    assert is_current(path, config)
+    before = stamp_path(path).read_bytes()
+    finish(path, config)
+    assert stamp_path(path).read_bytes() == before, "nothing in it depends on when"
+
+
+@pytest.mark.parametrize("seconds", [-9999, 0, 9999])
+def test_checksums_decide_and_not_times(tmp_path: Path, seconds: float) -> None:
+    path, config = job(tmp_path)
+    finish(path, config)
+    changed = path.stat if path.exists() else stamp_path(path).stat
+    time = changed().st_mtime + seconds
+    for file in (config.source, path.with_suffix(".txt")):
+        os.utime(file, (time, time))
+    assert is_current(path, config)
+    for file, text in ((config.source, "next"), (path.with_suffix(".txt"), "next")):
+        kept = file.read_text()
+        file.write_text(text)
+        os.utime(file, (time + 1, time + 1))
+        assert not is_current(path, config), file
+        file.write_text(kept)
+    assert is_current(path, config)
+    assert not is_current(*job(tmp_path, times=2))
+
+
+def test_inputs_are_those_of_when_the_job_began(tmp_path: Path) -> None:
+    path, config = job(tmp_path)
+    with stamped(path, config):
+        path.with_suffix(".txt").write_text(config.source.read_text())
+        config.source.write_text("replaced meanwhile")
+    assert not is_current(path, config)
+
+
+def test_what_is_gone_is_no_difference_but_the_result(tmp_path: Path) -> None:
+    path, config = job(tmp_path)
+    finish(path, config)
+    config.source.unlink()
+    assert is_current(path, config)
+    path.with_suffix(".txt").unlink()
+    assert not is_current(path, config)
+
+
+def test_a_folder_may_be_moved(tmp_path: Path) -> None:
+    finish(*job(tmp_path / "before"))
+    (tmp_path / "before").rename(tmp_path / "after")
+    path, config = job(tmp_path / "after")
+    assert is_current(path, config)
+    config.source.write_text("other")
+    assert not is_current(path, config)
+
+
+def test_a_stamp_names_what_it_is_of(tmp_path: Path) -> None:
+    path, config = job(tmp_path)
+    finish(path, config)
+    assert read_record(stamp_path(path)) == {
+        "asked": config.digest,
+        "result": file_checksum(path.with_suffix(".txt")),
+        "made_of": {"source.txt": file_checksum(config.source)},
+    }
+    names = ("runs/mae/config.yaml", "evaluations/mae/knn.on.birds.yaml", "tables/x.yaml")
+    assert [str(stamp_path(Path(name))) for name in names] == [
+        "runs/mae/done", "evaluations/mae/knn.on.birds.done", "tables/x.done",
+    ]  # fmt: skip
+
+
+def test_what_is_read_of_records_and_files(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    assert known_record(record) == {} and size_and_time(record) is file_checksum(record) is None
+    write_record(record, {"n": 1})
+    assert known_record(record)["n"] == 1
+    write_record(record, {"n": 22})
+    assert known_record(record)["n"] == 22
+    for damaged in ("{", "[]"):
+        record.write_text(damaged)
+        assert known_record(record) == {}
+
+
+def experiment(folder: Path) -> Experiment:
+    images = {split: {"images": str(folder / split)} for split in ("train", "val")}
+    values = {
+        "storage": str(folder / "results"),
+        "datasets": {"mine": {"splits": images}},
+        "runs": {"mae": {"recipe": "mae", "size": "tiny"}},
+        "evaluate": [{"runs": ["mae"], "protocols": ["knn", "clustering"]}],
+    }
+    (folder / "mine.yaml").write_text(yaml.safe_dump(values))
+    return load(str(folder / "mine.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("file", "stamp"),
+    [
+        ("runs/mae/encoder.safetensors", "runs/mae/done"),
+        ("runs/mae/run.json", "runs/mae/done"),
+        ("evaluations/mae/knn.json", "evaluations/mae/knn.done"),
+        ("evaluations/mae/clustering.safetensors", "evaluations/mae/clustering.done"),
+        ("features/mae/mine-val.before_norm.safetensors", "features/mae/mine-val.before_norm.done"),
+        ("shards/mine/train/index.json", "shards/mine/train/done"),
+        ("tables/low_shot.csv", "tables/low_shot.csv"),
+        ("report.html", "report.html"),
+    ],
+)
+def test_a_result_is_asked_for_by_its_name(tmp_path: Path, file: str, stamp: str) -> None:
+    found = experiment(tmp_path)
+    assert stamp_of(found, found.root / file) == found.root / stamp
+    asked, other = f"{found.root}/{file}", f"{tmp_path}/elsewhere/{file}"
+    assert targets(found, ["-n", asked, other, "knn"]) == [
+        "-n", f"{found.root}/{stamp}", other, "knn",
+    ]  # fmt: skip
+
+
+def test_shards_of_another_experiment_are_not_made_here(tmp_path: Path) -> None:
+    index = tmp_path / "other/shards/mine/train/index.json"
+    assert stamp_of(experiment(tmp_path), index) == index
+
+
+def test_a_resolved_file_that_is_to_be_written_is_newer_than_all_stamps(tmp_path: Path) -> None:
+    found = experiment(tmp_path)
+    asked, path = Asked(found), found.folder("mae") / "config.yaml"
+    newer = asked.file("pretrain", path, {"run": "mae"})
+    assert newer != path and newer.exists() and not path.exists() and asked.changed == []
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert Asked(found).file("pretrain", path, {"run": "mae"}) == path, "it runs: it has no stamp"
+    stamp_path(path).touch()
+    os.utime(stamp_path(path), (path.stat().st_mtime - 1,) * 2)
+    asked = Asked(found)
+    newer = asked.file("pretrain", path, {"run": "mae"})
+    assert newer != path and asked.changed == [path]
+    assert newer.stat().st_mtime_ns > stamp_path(path).stat().st_mtime_ns
+
+
+def test_readers_of_an_encoder_are_told_why_there_is_none(tmp_path: Path) -> None:
+    run = tmp_path / "runs/ct_min_tiny"
+    run.mkdir(parents=True)
+    with pytest.raises(UserError, match="train or import the run first"):
+        need_encoder(run / "encoder.safetensors")
+    (run / "encoder.safetensors").touch()
+    need_encoder(run / "encoder.safetensors")
+    with pytest.raises(UserError, match="ct_min_tini: no such run; did you mean 'ct_min_tiny'"):
+        need_encoder(run.parent / "ct_min_tini/encoder.safetensors")
