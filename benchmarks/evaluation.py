@@ -5,7 +5,7 @@
 What is compared takes turns, several times, and medians are shown: seconds and ratios by the clock
 and of processor time, which say more on a machine that does something else meanwhile. Sizes are
 scaled down to a few minutes on two cores; `--full` takes those of the targets in
-`docs/results/evaluation.md`. faiss is compared if `pip install faiss-cpu` was run; nothing else
+`docs/results/speed.md`. faiss is compared if `pip install faiss-cpu` was run; nothing else
 needs it.
 """
 

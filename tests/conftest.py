@@ -61,7 +61,7 @@ TERMINAL = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--audit", type=Path, help="write a table of all trials to this page")
+    parser.addoption("--audit", type=Path, help="write a table of all trials to this CSV file")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,25 +1,14 @@
 """The table of `make test-faults`: every trial, what is expected of it, and what was seen."""
 
-import platform
+import csv
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-ABOUT = """# Faults, tried
-
-`make test-faults` runs the reproductions of three audits and writes this page: what others do to
-your files, copies and other machines, lost and damaged files, odd input, kills and changes between
-a kill and its resume. A row is a trial; its name says what is expected. *As expected* counts the
-cases that were seen to end so; a trial that cannot be made on a machine says why.
-
-{total} cases of {trials} trials on {machine}:
-{passed} as expected, {failed} not, {skipped} not tried there.
-"""
-
 
 class FaultAudit:
-    """Collects what pytest reports, and writes the page at the end."""
+    """Collects what pytest reports, and writes a CSV file at the end."""
 
     def __init__(self, page: Path) -> None:
         self.page = page
@@ -47,25 +36,14 @@ class FaultAudit:
         self.said[file, trial] = dict(report.user_properties).get("trial", "")
 
     def pytest_sessionfinish(self) -> None:
-        """Write the page."""
-        outcomes = [
-            o for trials in self.seen.values() for cases in trials.values() for o, _ in cases
-        ]
-        lines = [
-            ABOUT.format(
-                total=len(outcomes), trials=sum(map(len, self.seen.values())),
-                machine=f"{platform.system()}, Python {platform.python_version()}",
-                **{name: outcomes.count(name) for name in ("passed", "failed", "skipped")},
-            )
-        ]  # fmt: skip
+        """Write the table, a line for each trial."""
+        lines = [["file", "expected", "trial", "seen"]]
         for file in sorted(self.seen):
-            lines += [f"## {file}", "", "| expected | trial | seen |", "| --- | --- | --- |"]
             for trial, cases in self.seen[file].items():
                 name = trial.removeprefix("test_").replace("_", " ")
-                about = self.said[file, trial].replace("|", r"\|")
-                lines.append(f"| {name} | {about} | {_seen(cases)} |")
-            lines.append("")
-        self.page.write_text("\n".join(lines), encoding="utf-8")
+                lines.append([file, name, self.said[file, trial], _seen(cases)])
+        with self.page.open("w", encoding="utf-8", newline="") as table:
+            csv.writer(table, lineterminator="\n").writerows(lines)
 
 
 def _seen(cases: list[tuple[str, str]]) -> str:
@@ -74,6 +52,6 @@ def _seen(cases: list[tuple[str, str]]) -> str:
     failed = sum(outcome == "failed" for outcome, _ in cases)
     reasons = {why for _, why in cases if why}
     parts = [f"as expected ({passed})"] if passed else []
-    parts += [f"**NOT as expected ({failed})**"] if failed else []
+    parts += [f"NOT as expected ({failed})"] if failed else []
     parts += [f"not tried here: {'; '.join(sorted(reasons))}"] if reasons else []
     return ", ".join(parts)

@@ -34,7 +34,6 @@ from maect.data.digits import write_digits
 from maect.evaluate.geometry import FeatureTask, corrections
 from maect.evaluate.store import in_memory
 from maect.report.figures import method_style, panels, save
-from maect.report.render import MISSING
 
 HERE = Path(__file__).parent
 OUT = HERE / "geometry"
@@ -147,26 +146,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def everything(rows: list[dict[str, Any]]) -> str:
-    """Every encoder behind every correction: k-NN, one label, NMI, in a cell."""
-    lines = []
-    known = {(r["data"], r["model"], r["views"], r["correction"], r["measure"]): r for r in rows}
-    for data in dict.fromkeys(row["data"] for row in rows):
-        models = [m for m in MODELS if (data, *m, "raw", "knn") in known]
-        heads = [", ".join(filter(None, model)) for model in models]
-        lines += [f"| {data} | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(models)}"]
-        for correction, title in CORRECTIONS.items():
-            cells = []
-            for model in models:
-                got = [
-                    known.get((data, *model, correction, m)) for m in ("knn", "low_shot_1", "nmi")
-                ]
-                cells.append(", ".join(MISSING if g is None else f"{g['value']:.1f}" for g in got))
-            lines.append(f"| {title} | {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines).strip()
-
-
 def draw(rows: list[dict[str, Any]]) -> None:
     """Gain over the MAE as it is: by a matrix, by tuning, by both."""
     data = list(dict.fromkeys(row["data"] for row in rows))
@@ -244,9 +223,7 @@ def page(rows: list[dict[str, Any]], every: list[dict[str, Any]]) -> str:
         name = f"{{mean {key}, {row['correction']}, {row['measure']}}}"
         text = text.replace(name, f"{row['value']:.1f}")
     text = re.sub(r"\{law (\w+)\}", lambda match: f"{gain_in_law(match[1]):+.1f}", text)
-    return filled(
-        text, rows, table=table(rows), tests=number_of_tests(rows), everything=everything(every)
-    )
+    return filled(text, rows, table=table(rows), tests=number_of_tests(rows))
 
 
 def main() -> None:

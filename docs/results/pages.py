@@ -1,4 +1,4 @@
-"""The pages of a published experiment: what its CSV files say, and nothing else."""
+"""Fills results pages and the README's tables with published numbers, and with nothing else."""
 
 import math
 import re
@@ -13,137 +13,55 @@ import yaml
 from maect.core.files import read_json
 from maect.core.seeds import seedless
 from maect.report.claims import LEVEL, chance_of
-from maect.report.registry import FIGURES, TABLES
-from maect.report.render import MISSING, printed, render, verdicts
+from maect.report.registry import TABLES
+from maect.report.render import MISSING
 from maect.report.tables import paper_value, read_table
 from maect.report.titles import method_title
 
-EXPERIMENTS = Path(__file__).parents[2] / "workflow/experiments"
+HERE = Path(__file__).parent
+SOURCES = HERE / "sources"
+"""Texts of the pages. `<!-- numbers of FOLDER -->` begins a part with that experiment's numbers."""
 HEADLINE = ("low_shot_1", "low_shot_2", "low_shot_5", "linear_probe", "knn")
 
 
-def pages(folder: Path) -> dict[str, str]:
-    """The pages of a published experiment, by file name; `headline.md` is for the README."""
-    runs = pd.read_csv(folder / "runs.csv", keep_default_na=False)
-    headline, progress = _headline(folder, runs), _progress(folder, runs)
-    made = {"README.md": _page(folder, runs, headline, progress)}
-    if (folder / "recipes.csv").exists():
-        made["recipes.md"] = _recipes(pd.read_csv(folder / "recipes.csv", keep_default_na=False))
-        if (folder / "replaced.csv").exists():
-            replaced = pd.read_csv(folder / "replaced.csv", dtype=str)
-            note = (
-                "A run that was evaluated and then replaced, beside the others of its seed; on "
-                "test images where no training image is named. Copied by hand from the results of "
-                "that time."
-            )
-            made["recipes.md"] += f"\n## Replaced\n\n{note}\n\n{_markdown(replaced)}\n"
-        if (folder / "tried.csv").exists():
-            tried = pd.read_csv(folder / "tried.csv", dtype=str).fillna("")
-            note = "Likewise copied by hand."
-            made["recipes.md"] += f"\n## Also tried\n\n{note}\n\n{_markdown(tried)}\n"
-    if headline:
-        made["headline.md"] = headline
-        if progress:
-            made["headline.md"] += f"\n\nIn progress: {progress} are finished."
-    return made
-
-
-def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str:
-    """What was found, with one table and one figure; then how, what differs, and everything."""
-    name = folder.name
-    how = (
-        f"{_variables(name)}"
-        f"    snakemake --profile cluster_profiles/local --config experiment={name}\n"
-        f"    python docs/results/publish.py collect {name}\n"
-        f"    python docs/results/publish.py page {name}"
-    )
-    parts = []
-    if (folder / "found.md").exists():
-        headings = re.findall(r"^## (.+)$", (folder / "notes.md").read_text("utf-8"), re.MULTILINE)
-        claims = ["Claims"] if (folder / "claims.csv").exists() else []
-        below = [*claims, *headings, "Tables", "Figures", "Runs"]
-        links = (f"[{one}](#{one.lower().replace(' ', '-')})" for one in below)
-        parts += [
-            _filled((folder / "found.md").read_text(encoding="utf-8"), folder, runs),
-            f"Below: {' · '.join(links)}.",
-            "## How",
-        ]
-    else:
-        parts.append(f"# {name}")
-    parts.append(how)
-    if progress:
-        parts.append(
-            f"**Unfinished: {progress}.** Numbers, figures and claims below are of what is "
-            "finished."
-        )
-    if missing := read_json(folder / "evaluations.json").get("missing"):
-        parts.append(f"**Missing: {', '.join(sorted(missing))}.**")
-    if headline:
-        parts.append(headline)
-    if chosen := _after_tests(folder):
-        parts.append(
-            f"{CHOSEN} Chosen after test results had been seen: {'; '.join(chosen.values())}."
-        )
-    parts.append(_filled((folder / "notes.md").read_text(encoding="utf-8"), folder, runs))
-    if (folder / "neighbours.csv").exists():
-        published = pd.read_csv(folder / "neighbours.csv", dtype=str)
-        parts += [
-            "Published encoders of the same shape, trained for 100 epochs on other images and "
-            "evaluated on CIFAR-10, in percent, copied from their sources:",
-            _markdown(published),
-        ]
-    if (folder / "recipes.csv").exists():
-        parts.append("What was tried to choose the recipes: [recipes](recipes.md).")
-    if (folder / "claims.csv").exists():
-        parts += ["## Claims", _claims(folder)]
-    shown = [name for name in TABLES if (folder / "tables" / f"{name}.csv").exists()]
-    if shown:
-        parts.append("## Tables")
-        for table in shown:
-            frame = read_table(folder / "tables" / f"{table}.csv")
-            parts += [render(printed(frame, table), "md").strip(), TABLES[table].about(False)]
-    drawn = [name for name in FIGURES if (folder / "figures" / f"{name}.png").exists()]
-    if drawn:
-        parts.append("## Figures")
-        for figure in drawn:
-            entry = FIGURES[figure]
-            parts.append(f"![{entry.title}](figures/{figure}.png)\n\n{entry.about(True)}")
-    machines = [*filter(None, dict.fromkeys(runs["machine"]))]
-    parts.append("## Runs")
-    if (folder / "images.json").exists():
-        splits = read_json(folder / "images.json").items()
-        listed = "; ".join(f"{name}: {a['n']:,} ({a['digest'][:12]})" for name, a in splits)
-        parts.append(f"Images, and where the digest of each split begins: {listed or 'none yet'}.")
-    parts += [
-        f"On {' and on '.join(machines) or 'no machine yet'}. {_unrecorded(machines)}"
-        "Operations, of matrix products, are "
-        "counted from the settings and not measured; device hours are wall-clock hours times "
-        "ranks, also where other work shared the cores. The config of each finished run is in "
-        "`resolved/`; `curves.csv` has online evaluations and the loss of their steps, `runs.csv` "
-        "the fine-tunings, too, with revisions and checksums of encoders, and `measured.csv` every "
-        "number of every evaluation.",
-        _runs_table(runs),
+def page(source: Path) -> str:
+    """Fill a page's text with the numbers of the experiments that its parts name."""
+    first, *parts = re.split(r"^<!-- numbers of (\w+) -->\n", source.read_text("utf-8"), flags=re.M)
+    if "{experiments}" in first:
+        first = first.replace("{experiments}", experiments_table(HERE))
+    filled = [
+        _filled(text, HERE / folder) for folder, text in zip(parts[::2], parts[1::2], strict=True)
     ]
-    return "\n\n".join(parts) + "\n"
+    return "".join([first, *filled])
 
 
-def _unrecorded(machines: Iterable[str]) -> str:
-    """Return a sentence on what these lines of machines leave open; "" if they say it all."""
-    if all("bfloat16" in machine for machine in machines):
-        return ""
-    return (
-        "Whether the CPU computes bfloat16 and, beyond its name, its model were not recorded; "
-        "another kind of CPU gives [other last bits](../../method.md#exactness), and so other "
-        "numbers. "
-    )
+def experiments_table(folder: Path) -> str:
+    """List every published experiment: what of it is finished, its cost and its machines."""
+    lines = ["| experiment | trainings | evaluations | 10¹² operations | missing |"]
+    lines.append("| --- | ---: | ---: | ---: | --- |")
+    for path in sorted(folder.glob("*/runs.csv")):
+        runs = pd.read_csv(path, keep_default_na=False)
+        counts = read_json(path.parent / "evaluations.json")
+        trained = int(runs["finished"].sum())
+        operations = runs["operations"].astype(float).sum() / 1e12
+        cells = [
+            f"[{path.parent.name}]({path.parent.name}/runs.csv)",
+            f"{trained} of {len(runs)}",
+            f"{counts['made']} of {counts['asked']}",
+            f"{operations:,.0f}",
+            ", ".join(sorted(counts.get("missing", []))),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def _variables(experiment: str) -> str:
-    """Lines that say where the images of an experiment are."""
-    file = EXPERIMENTS / f"{experiment}.yaml"
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    names = dict.fromkeys(re.findall(r"images: \$(\w+)", text))
-    return "".join(f"    export {name}=FOLDER\n" for name in names)
+def headline(folder: Path) -> str:
+    """Return the README's table of an experiment; "" before its tables are made."""
+    runs = pd.read_csv(folder / "runs.csv", keep_default_na=False)
+    table, progress = _headline(folder, runs), _progress(folder, runs)
+    if table and progress:
+        table += f"\n\nIn progress: {progress} are finished."
+    return table
 
 
 def _progress(folder: Path, runs: pd.DataFrame) -> str:
@@ -296,16 +214,17 @@ def gains_table(folder: Path, runs: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def _filled(text: str, folder: Path, runs: pd.DataFrame) -> str:
-    """A text with numbers filled in.
+def _filled(text: str, folder: Path) -> str:
+    """Fill one experiment's numbers into a text.
 
     `{gains}` is the table of the main models, `{RUN.COLUMN}` from `runs.csv`,
     `{RUN/EVALUATION/METRIC}` from `measured.csv`, `{RUN:COLUMN}` from the last online evaluation in
-    `curves.csv`; `{mean RUN/EVALUATION/METRIC}` is the mean over seeds, `{gain ...}` that of what
-    it has more than the MAE of the same seed, and `{seeds ...}` the value of every seed, also of a
-    evaluation; `{claims VERDICT}` is how many statements have that verdict.
+    `curves.csv`. `{mean RUN/EVALUATION/METRIC}` is the mean over seeds, `{spread ...}` with its
+    standard deviation, `{seeds ...}` every seed's value. `{gain ...}` is the mean difference from
+    the MAE of the same seed, `{gained ...}` the same with ± and its test. `{claims VERDICT}` counts
+    the statements with that verdict.
     """
-    text = text.strip()
+    runs = pd.read_csv(folder / "runs.csv", keep_default_na=False)
     if "{gains}" in text:
         text = text.replace("{gains}", gains_table(folder, runs))
     if "{claims " in text:
@@ -323,6 +242,8 @@ def _filled(text: str, folder: Path, runs: pd.DataFrame) -> str:
     def number(match: re.Match[str]) -> str:
         how, run, evaluation, metric = match.groups()
         key = evaluation, metric
+        if how == "gained ":
+            return _gain(run, key, values, runs)
         if how == "gain ":
             found, form = _added(run, key, values, runs), "+.1f"
         else:
@@ -332,9 +253,11 @@ def _filled(text: str, folder: Path, runs: pd.DataFrame) -> str:
             return MISSING
         if how == "seeds ":
             return ", ".join(f"{value:.1f}" for value in found)
+        if how == "spread " and len(found) > 1:
+            return _spread(statistics.fmean(found), statistics.stdev(found))
         return f"{statistics.fmean(found):{form}}"
 
-    text = re.sub(r"\{(mean |gain |seeds )?([\w.-]+)/(\w+)/(\w+)\}", number, text)
+    text = re.sub(r"\{(mean |spread |gain |gained |seeds )?([\w.-]+)/(\w+)/(\w+)\}", number, text)
 
     def filled(match: re.Match[str]) -> str:
         how, run, column = match.groups()
@@ -373,71 +296,6 @@ def operations_behind(seeds: Iterable[str], runs: pd.DataFrame, only_first: bool
 def _seeds(stem: str, runs: pd.DataFrame) -> list[str]:
     """The runs of a model, one a seed."""
     return [run for run in map(str, runs["run"]) if seedless(run) == stem]
-
-
-def _claims(folder: Path) -> str:
-    frame = pd.read_csv(folder / "claims.csv", keep_default_na=False)
-    said, rows, chosen = verdicts(frame), [], _after_tests(folder)
-    for line in said["decided"]:
-        methods = re.findall(r"[a-z]\w*\.[\w*]+\.(\w+)\.\w+", line["expression"])
-        verdict = "; ".join([line["verdict"] + _mark(methods, chosen), *line["notes"]])
-        rows.append(f"| {line['statement']} | {verdict} | {line['numbers']} |")
-    head = "| statement | verdict | numbers ± standard deviation |\n| --- | --- | --- |"
-    return f"{said['summary']}.\n\n{LEGEND}\n\n{head}\n" + "\n".join(rows)
-
-
-LEGEND = """\
-A difference is computed seed by seed, since a tuned encoder begins with the MAE of its seed; it is
-the mean over the seeds that all models of the comparison have, ± the standard deviation over these.
-Where the right side is a number, the left one is printed. *Within noise*: chance may have made it.
-With several seeds in common a paired t-test at 5 % decides (of three, a difference has to exceed
-2.5 of its standard deviations), and with few labels the same test over the sets of labelled images
-as well, whose differences are printed. Otherwise 2.5 standard deviations of a difference of
-independent values decide: a model of one seed has the largest that models of its size have in the
-same metric, and the binomial error of an accuracy on so many images beside it. Where no seed says
-how much a training varies, that error is the least there is (*or more*), and *in one seed; others
-may differ* stands beside what exceeds it. *Not comparable*: models of the statement were
-pre-trained for different numbers of epochs, so that it has no verdict. Of many comparisons some
-fail by chance: the more a statement has, the surer one that fails has to be (Hochberg's procedure).
-No ± is printed where nothing is random, as in operations. Which statements were not measured is in
-`claims.csv`."""
-
-
-def _runs_table(runs: pd.DataFrame) -> str:
-    """Without the fine-tunings, of which there are many: `runs.csv` has them."""
-    head = "| run | stage | epochs | done | 10¹² operations | device hours |\n"
-    head += "| --- | --- | ---: | ---: | ---: | ---: |\n"
-    lines = [
-        f"| `{line['run']}` | {line['stage']} | {line['epochs']} | {line['epochs_done']:g} | "
-        f"{float(line['operations']) / 1e12:,.0f} | {line['device_hours']:.2f} |"
-        for line in runs[runs["stage"] != "fine_tune"].to_dict("records")
-    ]
-    operations, hours = runs["operations"].astype(float).sum() / 1e12, runs["device_hours"].sum()
-    what = "all, fine-tunings too" if (runs["stage"] == "fine_tune").any() else "all"
-    return head + "\n".join([*lines, f"| {what} | | | | {operations:,.0f} | {hours:.2f} |"])
-
-
-def _recipes(pilots: pd.DataFrame) -> str:
-    rows = [
-        f"| `{line['run']}` | {line['recipe']} | {line['from'] or '-'} | {line['changes'] or '-'} "
-        + (f"| {float(line['knn']):.1f} |" if line["knn"] != "" else "| not run yet |")
-        for line in pilots.to_dict("records")
-    ]
-    return (
-        "# How the recipes were chosen\n\n"
-        "k-NN accuracy on training images that were held out, by [pilots.yaml](pilots.yaml); the "
-        "test images took no part in these pilots. What two pilots that start from the same run "
-        "have alike was set, and not compared.\n\n"
-        "| pilot | recipe | starts from | changes | k-NN |\n| --- | --- | --- | --- | ---: |\n"
-        + "\n".join(rows)
-        + "\n"
-    )
-
-
-def _markdown(frame: pd.DataFrame) -> str:
-    rows: list[list[str]] = frame.to_numpy().tolist()
-    lines = [[*frame], ["---", *["---:"] * (len(frame.columns) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def with_headline(readme: str, name: str, headline: str) -> str:

@@ -1,12 +1,11 @@
-"""Publishes an experiment: its numbers as CSV files, and a page that is made of these alone.
+"""Publishes experiments: their numbers as CSV files, and the pages that are made of these alone.
 
     python docs/results/publish.py collect cifar10    # from results/cifar10, beside this file
-    python docs/results/publish.py page cifar10       # README.md and recipes.md, from these
+    python docs/results/publish.py pages              # all results pages and the README's tables
 
-`collect` takes what there is, beside what was published before: an experiment may be computed in
-several sittings, on several machines, and the page of an unfinished one says so. Once the tables
-of the main models are there it has a headline, which also goes into the project's README between
-two comments of its name.
+`collect` keeps what was published before: an experiment may be computed in several sittings, on
+several machines. `pages` fills the texts in `sources/` and, in the project's README, the tables
+between two comments with an experiment's name.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from merge import (
     weights,
     what_is_here,
 )
-from pages import operations_behind, pages, with_headline
+from pages import SOURCES, headline, operations_behind, page, with_headline
 from PIL import Image
 
 from maect.core.entries import entries
@@ -381,23 +380,29 @@ def _bfloat16(record: RunRecord) -> str:
     return f", {BFLOAT16.get(kind, 'float32 for bfloat16')}" if kind else ""
 
 
-def write_pages(name: str) -> None:
-    """Write the pages, and the headline into the project's README."""
-    made = pages(HERE / name)
-    if headline := made.pop("headline.md", None):
-        readme = ROOT / "README.md"
-        write_text(readme, with_headline(readme.read_text(encoding="utf-8"), name, headline))
-    for file, text in made.items():
-        write_text(HERE / name / file, text)
+def write_pages() -> None:
+    """Write every results page, and the tables of the project's README."""
+    for source in sorted(SOURCES.glob("*.md")):
+        write_text(HERE / source.name, page(source))
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    shown = re.findall(r"<!-- (\w+) -->", text)
+    for name in filter(lambda name: (HERE / name).is_dir(), shown):
+        text = with_headline(text, name, headline(HERE / name))
+    write_text(readme, text)
 
 
 def main() -> None:
-    """`collect NAME` or `page NAME`."""
+    """`collect NAME` or `pages`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["collect", "page"])
-    parser.add_argument("experiment")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("collect").add_argument("experiment")
+    commands.add_parser("pages")
     options = parser.parse_args()
-    (collect if options.what == "collect" else write_pages)(options.experiment)
+    if options.command == "collect":
+        collect(options.experiment)
+    else:
+        write_pages()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A tuned encoder gets its positives from a lookup, which is as good as the features that look. Where
 most lookups are of another class, tuning with it is no better than without: what is gained comes
-from the views, and changed colours gain more (`docs/results/cifar10_law`, `docs/results/cifar10`).
+from the views, and changed colours gain more (`docs/results/what_helps.md`).
 Labels are read for this number alone.
 """
 

@@ -1,11 +1,10 @@
 """A run folder on the test cluster, what must hold at its end, and a line of the fault table."""
 
 import contextlib
+import csv
 import errno
 import itertools
-import os
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,19 +14,6 @@ from counting import expected
 from launching import Run, finish, wait_for
 from slurm_cluster import ACCOUNT, Cluster
 
-HEAD = """# Faults: seen
-
-`pytest tests/cluster -m "slow or not slow" --fault-table docs/results/faults.md` writes this table
-(one test by itself renews its line). It runs a real SLURM (`tests/cluster`: munge, MariaDB,
-slurmdbd, slurmctld, three nodes of 48 cores and 4 devices that look like JUWELS Booster) on one
-machine. Each line is a test, and each ended with the result of a run that was never disturbed, bit
-by bit; every job id that SLURM knew was one that `job.json` accounts for, no job had run twice, and
-no process was left. Lines without a name in front are a function that counts in lockstep on 2
-nodes x 2 ranks, saves every 5 steps (or only when told to) and is resumed as a training is; "real
-training" is `maect train` of MAE on the digits (DeepSpeed, ZeRO-1, 2 nodes x 1 rank, a state every
-2 s), compared with two undisturbed ranks in encoder and log. "Jobs" counts submissions: a job that
-SLURM queues again keeps its id.
-"""
 LIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
 
 
@@ -35,26 +21,18 @@ LIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
 class Table:
     """What was seen of each fault, for `--fault-table`."""
 
-    rows: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, fault: str, seen: str, jobs: int, repeated: float) -> None:
-        self.rows[fault] = f"| {fault} | {seen} | {jobs} | {repeated:.1f} |"
+        self.rows[fault] = [fault, seen, str(jobs), f"{repeated:.1f}"]
 
     def write(self, file: Path) -> None:
         """Write the table; lines of faults that were not tried this time stay."""
-        lines = file.read_text().splitlines() if file.exists() else []
-        old = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line[:2] == "| "}
-        old = {fault: line for fault, line in old.items() if fault not in ("fault", "---")}
-        head = [
-            "| fault | what was seen | jobs | work repeated, s |",
-            "| --- | --- | ---: | ---: |",
-        ]
-        version = subprocess.run(["slurmd", "-V"], capture_output=True, text=True).stdout
-        about = (
-            f"Last written {time.strftime('%Y-%m-%d')}: {version.strip()}, {os.cpu_count()} cores, "
-        )
-        about += f"load average {os.getloadavg()[0]:.0f}.\n"
-        file.write_text("\n".join([HEAD, about, *head, *(old | self.rows).values()]) + "\n")
+        old = list(csv.reader(file.read_text().splitlines())) if file.exists() else []
+        rows = {row[0]: row for row in old[1:]} | self.rows
+        head = ["fault", "what was seen", "jobs", "work repeated, s"]
+        with file.open("w", encoding="utf-8", newline="") as table:
+            csv.writer(table, lineterminator="\n").writerows([head, *rows.values()])
 
 
 class SlurmRun(Run):

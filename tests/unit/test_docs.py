@@ -15,7 +15,11 @@ from maect.data.retrieve import CATALOGUE
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *(page for page in (ROOT / "docs").rglob("*.md") if "results" not in page.parts),
+    *(
+        page
+        for page in (ROOT / "docs").rglob("*.md")
+        if page.name != "found.md" and page.parent.name != "sources"
+    ),
 ]
 
 

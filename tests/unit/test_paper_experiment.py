@@ -180,7 +180,7 @@ def test_every_line_of_the_label_figure_ends_at_all_labels():
 
 
 # Snakemake with a last line about itself: its CPU time, in that of work like its own, which takes a
-# third of a second on the machine of docs/results/orchestration.md; kilobytes of memory. Not
+# third of a second on the machine of docs/results/speed.md; kilobytes of memory. Not
 # ru_maxrss, which begins at what the process that forked it had.
 SNAKEMAKE = """
 import atexit, re, sys, time

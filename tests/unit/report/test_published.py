@@ -32,20 +32,31 @@ SPEC = importlib.util.spec_from_file_location("publish", RESULTS / "publish.py")
 assert SPEC is not None and SPEC.loader is not None
 publish = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(publish)
-GAINS = sys.modules["pages"].GAINS
+pages = sys.modules["pages"]
+GAINS = pages.GAINS
+SOURCES = sorted(publish.SOURCES.glob("*.md"))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_pages_are_what_the_tables_say(name: str) -> None:
-    made = publish.pages(RESULTS / name)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_pages_are_what_the_tables_say(source: Path) -> None:
+    text = publish.page(source)
+    committed = (RESULTS / source.name).read_text(encoding="utf-8")
+    assert text == committed, "run docs/results/publish.py pages"
+    assert "{" not in text and "<!--" not in text
+
+
+@pytest.mark.parametrize("name", IN_README)
+def test_the_readmes_tables_are_what_the_numbers_say(name: str) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    headline = made.pop("headline.md", None)
-    # Not before its tables are there.
-    assert (f"<!-- {name} -->" in readme) == (headline is not None and name in IN_README)
-    assert name not in IN_README or headline is None or headline in readme
-    for file, text in made.items():
-        committed = (RESULTS / name / file).read_text(encoding="utf-8")
-        assert text == committed, f"run docs/results/publish.py page {name}"
+    assert f"<!-- {name} -->\n{publish.headline(RESULTS / name)}\n<!-- /{name} -->" in readme
+
+
+def test_every_experiment_is_listed_with_what_is_finished() -> None:
+    index = (RESULTS / "README.md").read_text(encoding="utf-8")
+    for name in PUBLISHED:
+        (line,) = (line for line in index.splitlines() if line.startswith(f"| [{name}]("))
+        counts = read_json(RESULTS / name / "evaluations.json")
+        assert f"| {counts['made']} of {counts['asked']} |" in line
 
 
 @pytest.mark.parametrize("name", [path.parent.name for path in RESULTS.glob("*/pilots.yaml")])
@@ -95,76 +106,74 @@ def folder(tmp_path: Path, result, evaluations) -> Path:
     write_json(out / "evaluations.json", {"asked": 16, "made": 16})
     curves = pd.DataFrame({"run": "mae_micro", "step": [1, 2], "online_knn": [40.25, 41.5]})
     curves.to_csv(out / "curves.csv", index=False)
-    (out / "found.md").write_text("# Mine\n\n{gains}\n\n{claims holds} of {claims not measured}.\n")
     (out / "after_tests.csv").write_text("methods,what\nct_min.*,its length\n")
-    (out / "notes.md").write_text(
-        "After {mae_micro.epochs} epochs k-NN {ct_min_micro/knn/knn}, of both "
-        "{mean ct_min_micro/knn/knn} ({seeds ct_min_micro/knn/knn}), {gain ct_min_micro/knn/knn}; "
-        "online {mae_micro:online_knn}; {gain ct_min_micro/umap/x}.\n"
-    )
     return out
 
 
+def filled(folder: Path, text: str) -> str:
+    """A page with one part, of this folder's numbers."""
+    return pages._filled(text, folder)
+
+
 def test_a_complete_experiment_has_a_headline(folder: Path) -> None:
-    made = publish.pages(folder)
-    assert "| 50.0 ± 0.0 | 41.0 ± 1.0 | 25.0 ± 0.0 | 2.00 | 1 |" in made["headline.md"]
-    assert (
-        "| MAE-CT min† | 20.0 | 25.0 | 30.0 | 50.0 | 43.0 | 25.0 | 2.40 | 2 |"
-        in made["headline.md"]
+    made = publish.headline(folder)
+    assert "| 50.0 ± 0.0 | 41.0 ± 1.0 | 25.0 ± 0.0 | 2.00 | 1 |" in made
+    assert "| MAE-CT min† | 20.0 | 25.0 | 30.0 | 50.0 | 43.0 | 25.0 | 2.40 | 2 |" in made
+    assert "In progress" not in made
+
+
+def test_numbers_of_a_text_are_those_of_the_files(folder: Path) -> None:
+    text = (
+        "After {mae_micro.epochs} epochs k-NN {ct_min_micro/knn/knn}, of both "
+        "{mean ct_min_micro/knn/knn} ({seeds ct_min_micro/knn/knn}), {gain ct_min_micro/knn/knn}; "
+        "{spread ct_min_micro/knn/knn}; {gained ct_min_micro/knn/knn}; "
+        "online {mae_micro:online_knn}; {gain ct_min_micro/umap/x}; "
+        "{claims holds} of {claims not measured}"
     )
-    page = made["README.md"]
-    assert made["headline.md"] in page and "Unfinished" not in page
-    assert "1 of 2 statements could be decided: 1 hold." in page
-    notes = "holds†; beyond chance; fails by k-NN on features as they are"
-    assert f"| It helps. | {notes} | +2.00 ± 1.00 |" in page and "It is large" not in page
-    assert "**Low-shot and feature evaluations**" in page and "After 4 epochs k-NN 43.0" in page
-    no = MISSING
+    assert filled(folder, text) == (
+        "After 4 epochs k-NN 43.0, of both 44.5 (43.0, 46.0), +4.0; 44.5 ± 2.1; "
+        f"+4.0 ± 1.4, undecided; online 41.5; {MISSING}; 1 of 1"
+    )
+
+
+def test_the_table_of_gains_has_the_papers_numbers_beside(folder: Path) -> None:
+    page, no = filled(folder, "{gains}"), MISSING
     # Of the paper's own MAE (table 17), not the 68.0 of table 1, from which nothing was tuned.
     assert f"| linear probe | {no} | {no} | {no} | 66.7, +6.8, +10.2 |" in page
     # 43 - 40 and 46 - 41; 4 of 20.
     assert f"| k-NN | 40.0 | +4.0 ± 1.4, undecided | {no} | 51.1, +13.0, +22.3 |" in page
     assert f"| operations after MAE, of MAE's | | 20 % | {no} | |" in page
-    assert page.startswith("# Mine\n\n| | MAE | + crops and flips† | + colours | paper")
-    assert "1 of 1." in page and "† Chosen after test results had been seen: its length." in page
-    assert f"k-NN 43.0, of both 44.5 (43.0, 46.0), +4.0; online 41.5; {no}." in page
-    assert "(fine-tuning, at its best epoch on the test split)" in page
+    assert page.startswith("| | MAE | + crops and flips† | + colours | paper")
+
+
+def test_parts_of_a_page_have_the_numbers_of_their_experiments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "page.md"
+    source.write_text(
+        "# Two\n\n<!-- numbers of digits -->\n{mae_tiny.epochs}\n"
+        "<!-- numbers of cifar10 -->\n{mae_micro.epochs}\n"
+    )
+    assert publish.page(source) == "# Two\n\n45\n30\n"
 
 
 def test_an_unfinished_one_says_so(folder: Path) -> None:
     runs = pd.read_csv(folder / "runs.csv")
     runs.loc[2, "finished"] = False
     runs.to_csv(folder / "runs.csv", index=False)
-    page = publish.pages(folder)["README.md"]
     missing = "3 of 4 trainings, 16 of 16 evaluations"
-    assert f"**Unfinished: {missing}.**" in page
-    assert publish.pages(folder)["headline.md"].endswith(f"In progress: {missing} are finished.")
+    assert publish.headline(folder).endswith(f"In progress: {missing} are finished.")
+    listed = pages.experiments_table(folder.parent)
+    assert "| [mine](mine/runs.csv) | 3 of 4 | 16 of 16 |" in listed
     (folder / "tables/clustering.csv").unlink()
-    assert "headline.md" not in publish.pages(folder)
+    assert publish.headline(folder) == ""
 
 
-def test_one_without_a_table_is_unfinished(folder: Path) -> None:
+def test_one_without_a_table_is_listed_with_what_is_missing(folder: Path) -> None:
     counts = {"asked": 16, "made": 16, "missing": ["robustness.csv"]}
     write_json(folder / "evaluations.json", counts)
-    page = publish.pages(folder)["README.md"]
-    assert "**Missing: robustness.csv.**" in page and "Unfinished" not in page
-    assert "In progress" not in publish.pages(folder)["headline.md"]
-
-
-def test_no_page_is_unfinished_of_which_all_is_there() -> None:
-    for name in PUBLISHED:
-        page = (RESULTS / name / "README.md").read_text(encoding="utf-8")
-        for done, asked in re.findall(r"Unfinished: (\d+) of (\d+) trainings", page):
-            assert done != asked, name
-
-
-def test_a_page_says_what_computed_bfloat16_or_that_nobody_knows(folder: Path) -> None:
-    unrecorded = "Whether the CPU computes bfloat16"
-    assert unrecorded in publish.pages(folder)["README.md"]
-    runs = pd.read_csv(folder / "runs.csv")
-    runs["machine"] = "2 cores of C, float32 for bfloat16"
-    runs.to_csv(folder / "runs.csv", index=False)
-    page = publish.pages(folder)["README.md"]
-    assert unrecorded not in page and "On 2 cores of C, float32 for bfloat16." in page
+    assert "| robustness.csv |" in pages.experiments_table(folder.parent)
+    assert "In progress" not in publish.headline(folder)
 
 
 def test_a_runs_machine_has_the_cpus_model_and_what_computed_bfloat16(elsewhere: Path) -> None:
@@ -179,19 +188,19 @@ def test_a_runs_machine_has_the_cpus_model_and_what_computed_bfloat16(elsewhere:
     assert model is None or f" model {model[1]} (" in str(machine)
 
 
-LOOKUPS = {"cifar10_law": "tiny8", "digits_law": "tiny", "tiny_imagenet": "micro8"}
+LOOKUPS = ("cifar10_law", "digits_law", "tiny_imagenet")
 
 
-@pytest.mark.parametrize("name", LOOKUPS)
-def test_a_page_names_the_second_difference_of_runs_without_lookup(name: str) -> None:
-    """Until a control changes the lookup alone, their gradient flows through the positive, too."""
-    heads = [
-        yaml.safe_load(path.read_text(encoding="utf-8"))["settings"]["head"]
-        for path in (RESULTS / name).glob("resolved/*no_lookup*.yaml")
-    ]
-    alone = any(head["stop_gradient"] for head in heads if head["lookup"] == "none")
-    page = " ".join((RESULTS / name / "README.md").read_text(encoding="utf-8").split())
-    assert heads and (alone or "the gradient also flows through that positive" in page)
+def test_the_page_names_the_second_difference_of_runs_without_lookup() -> None:
+    """Unless a control changes the lookup alone, their gradient flows through the positive, too."""
+    page = " ".join((RESULTS / "what_helps.md").read_text(encoding="utf-8").split())
+    for name in LOOKUPS:
+        heads = [
+            yaml.safe_load(path.read_text(encoding="utf-8"))["settings"]["head"]
+            for path in (RESULTS / name).glob("resolved/*no_lookup*.yaml")
+        ]
+        alone = any(head["stop_gradient"] for head in heads if head["lookup"] == "none")
+        assert heads and (alone or "the gradient also flows through that positive" in page)
 
 
 def test_sentences_on_lookups_name_the_measure_and_have_the_numbers_of_the_table() -> None:
@@ -200,16 +209,9 @@ def test_sentences_on_lookups_name_the_measure_and_have_the_numbers_of_the_table
     nmi = frame[frame["metric"] == "nmi_mean"].set_index("run")["value"]
     runs = ("ct_aug_tiny8", "ct_aug_no_lookup_tiny8", "mae_tiny8")
     with_lookup, without, before = (f"{nmi[run]:.1f}" for run in runs)
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert "added nothing measurable to k-NN" in text
-    said = f"NMI is {with_lookup} with lookup, {without} without and {before} before tuning"
-    assert said in text and "let the gradient through the positive" in text
-    page = " ".join((RESULTS / "cifar10_law/README.md").read_text(encoding="utf-8").split())
     said = f"NMI is {with_lookup} with lookup, {without} without, and {before} before tuning"
-    assert said in page
-    index = (RESULTS / "README.md").read_text(encoding="utf-8")
-    row = next(line for line in index.splitlines() if line.startswith("| law:"))
-    assert "k-NN" in row and "Clusters of CIFAR-10 gain" in row
+    for page in (ROOT / "README.md", RESULTS / "what_helps.md"):
+        assert said in " ".join(page.read_text(encoding="utf-8").split()), page
 
 
 def test_a_table_that_is_older_than_what_it_shows_is_not_taken(tmp_path: Path) -> None:
@@ -259,7 +261,7 @@ def test_what_was_published_stays_where_there_is_nothing_new(
     (elsewhere / "figures/knn_compute.png").unlink()
     before = contents(elsewhere)
     publish.collect("cifar10")
-    publish.write_pages("cifar10")
+    publish.write_pages()
     assert contents(elsewhere) == before
     assert (elsewhere.parents[2] / "README.md").read_text() == (ROOT / "README.md").read_text()
     assert (elsewhere / "figures/knn_compute.png").exists()
@@ -270,11 +272,11 @@ def test_of_an_experiment_of_which_nothing_was_run_there_is_nothing(elsewhere: P
         (elsewhere / name).unlink()
     publish.collect("cifar10")
     publish.collect("cifar10")  # from files without a line
-    publish.write_pages("cifar10")
+    publish.write_pages()
     runs = pd.read_csv(elsewhere / "runs.csv")
     assert list(runs["run"]) == list(load("cifar10").runs) and not runs["finished"].any()
-    missing = f"0 of {len(runs)} trainings, 0 of {len(load('cifar10').evaluations)} evaluations"
-    assert f"**Unfinished: {missing}.**" in (elsewhere / "README.md").read_text()
+    made = f"| 0 of {len(runs)} | 0 of {len(load('cifar10').evaluations)} |"
+    assert made in pages.experiments_table(elsewhere.parent)
 
 
 def train_here(
@@ -351,7 +353,7 @@ def test_another_encoder_of_the_name_refutes_what_came_of_the_first(
     assert "ct_min_micro: not what was published" in told and "mae_micro/knn: not" in told
     assert not (elsewhere / "figures/umap.png").exists()
     # What tuning costs is that of a seed that is there.
-    page = publish.pages(elsewhere)["README.md"]
+    page = pages._filled("{gains}", elsewhere)
     assert "| operations after MAE, of MAE's | | 33 % | 105 % | |" in page
 
 
@@ -435,7 +437,7 @@ def test_operations_are_counted_of_what_was_trained_here(elsewhere: Path) -> Non
 
 def test_what_tuning_adds_is_decided_over_seeds_and_sets_of_labels() -> None:
     """As the claims decide it: a table says no more than the verdicts below it."""
-    gains = (RESULTS / "cifar10/README.md").read_text(encoding="utf-8").partition("## How")[0]
+    gains = pages._filled("{gains}", RESULTS / "cifar10")
     lines = {line.split("|")[1].strip(): line for line in gains.splitlines() if "| " in line}
     undecided = {name: line.count("undecided") for name, line in lines.items() if name in GAINS}
     assert undecided == {

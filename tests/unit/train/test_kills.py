@@ -1,6 +1,6 @@
 """Thirty kills at random moments over the three stages end in the bits of runs without any.
 
-`MAECT_KILLS=30 pytest -s -m slow` with this file prints each kill; docs/results/kills.md has a run.
+`MAECT_KILLS=30 pytest -s -m slow` with this file prints each kill; docs/results/reliability/kills.csv has a run.
 """
 
 import os
