@@ -1,6 +1,7 @@
 """Thirty kills at random moments over the three stages end in the bits of runs without any.
 
-`MAECT_KILLS=30 pytest -s -m slow` with this file prints each kill; docs/results/reliability/kills.csv has a run.
+`MAECT_KILLS=30 pytest -s -m slow` with this file prints each kill; a run of it is recorded in
+docs/results/reliability/kills.csv.
 """
 
 import os
