@@ -36,20 +36,19 @@ def page(source: Path) -> str:
 
 
 def experiments_table(folder: Path) -> str:
-    """List every published experiment: what of it is finished, its cost and its machines."""
-    lines = ["| experiment | trainings | evaluations | 10¹² operations | missing |"]
-    lines.append("| --- | ---: | ---: | ---: | --- |")
+    """List the published experiments of which something is missing."""
+    lines = ["| experiment | trainings | evaluations | missing |", "| --- | ---: | ---: | --- |"]
     for path in sorted(folder.glob("*/runs.csv")):
         runs = pd.read_csv(path, keep_default_na=False)
         counts = read_json(path.parent / "evaluations.json")
-        trained = int(runs["finished"].sum())
-        operations = runs["operations"].astype(float).sum() / 1e12
+        trained, missing = int(runs["finished"].sum()), sorted(counts.get("missing", []))
+        if trained == len(runs) and counts["made"] == counts["asked"] and not missing:
+            continue
         cells = [
             f"[{path.parent.name}]({path.parent.name}/runs.csv)",
             f"{trained} of {len(runs)}",
             f"{counts['made']} of {counts['asked']}",
-            f"{operations:,.0f}",
-            ", ".join(sorted(counts.get("missing", []))),
+            ", ".join(missing),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -263,7 +263,7 @@ def left_in_peace() -> Iterator[None]:
 
 
 def moved(values: Tensor, device: torch.device) -> Tensor:
-    """On a device, which may still be at it: by way of pinned memory, which lives until then.
+    """Copy values to a device through pinned memory, which lives until the device has finished.
 
     Memory that is not pinned may be copied while somebody else has it already, where a GPU reads
     the host's by itself (Grace Hopper).

@@ -18,7 +18,7 @@ WALL_MINUTES = 1440
 VISIBLE = re.compile("[0-9]|GPU-|MIG-")  # how CUDA names a device; the first other word ends a list
 
 
-# Each would make a launcher lose sight of its job, or the ranks be others than it waits for.
+# Each of these would make the launcher lose track of its job or wait for the wrong ranks.
 OURS = {
     "array", "clusters", "cluster-constraint", "job-name", "output", "error", "open-mode", "signal",
     "wait", "parsable", "test-only", "wrap", "nodes", "ntasks", "ntasks-per-node", "uid", "gid",

@@ -169,7 +169,7 @@ class Training(Updates, Stage):
         """Return how each view of an image is made."""
 
     def image_change(self, seed: int) -> "Change | None":
-        """Return what happens to each decoded image before flip and colours, if anything."""
+        """Return the change applied to each decoded image before flips and colours, or None."""
         return None
 
     def training_images(self, index: "Index") -> "Index":
