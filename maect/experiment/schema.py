@@ -51,6 +51,7 @@ class Split(Settings):
     skip_unreadable: bool = False
     """Leave out what cannot be read, and listed names that are gone; the index lists them."""
     shards: int = Field(default=1, gt=0)
+    """Number of tars; a few hundred MB each is a good size."""
 
     @property
     def source(self) -> type[Source]:
@@ -79,6 +80,7 @@ class Dataset(Settings):
     kind: Annotated[str, _known("dataset", ("images", *BUNDLED))] = "images"
     """`images`, or which of `maect.data.sources.BUNDLED`."""
     splits: dict[str, Split]
+    """Splits by name, usually `train` and `val`."""
     resize: int | None = Field(default=None, gt=0)
     """Shorter side before the centre crop of evaluations; none: 256/224 of the image size."""
     pixels: Pixels = Pixels()
@@ -127,17 +129,23 @@ class RunSpec(Settings):
     public: Weights | None = None
     """What to import in place of training with `starting_from: public`."""
     size: str = ""
+    """An encoder size of `maect/recipes/encoders.yaml`."""
     dataset: str | None = None
+    """Data set to train on; none: the experiment's first."""
     source: str | None = Field(default=None, alias="from")
+    """Written `from`: the run to start from."""
     image_size: int | None = Field(default=None, gt=0)
+    """Pixels of the encoder's input, if not the size's."""
     encoder: dict[str, int | bool | str] = Field(default_factory=dict)
     """What of the size's shape is another: `width`, `depth`, `heads`, `patch_size` and so on."""
     method: str | None = None
+    """Method's name in tables, if not the run's."""
     overrides: dict[str, Any] = Field(default_factory=dict, alias="set")
-    """Settings that differ from the recipe's; also how it is computed, as under `computing`."""
+    """Written `set`: settings that differ from the recipe's; also those of `computing`."""
     computing: dict[str, Any] = Field(default_factory=dict)
     """How it is computed: `zero_stage`, `compile` and so on. It may change at any time."""
     each: dict[str, list[str | int | float]] = Field(default_factory=dict)
+    """Values by name: a run for every combination, filled in where `{name}` is written."""
     seeds: int | None = Field(default=None, gt=0)
     """At most this many of the experiment's seeds."""
 
@@ -172,7 +180,9 @@ class Evaluations(Settings):
     """Protocols and the runs to evaluate; a run may be a pattern such as `ct_*`."""
 
     runs: list[str]
+    """Names or patterns of runs."""
     protocols: list[str]
+    """Names of evaluations."""
     datasets: list[str] = Field(default_factory=list)
     """Which data sets are evaluated; none: the first of the experiment."""
     seeds: int | None = Field(default=None, gt=0)
@@ -201,11 +211,15 @@ class ExperimentSpec(Settings):
     """The file as written."""
 
     description: str = ""
+    """One line for readers."""
     storage: str | None = None
+    """Where results go, without blanks; variables are filled in. None: `results/NAME`."""
     datasets: dict[str, Dataset] = Field(min_length=1)
     """The first one is what runs train on and what is evaluated, unless they say otherwise."""
     seeds: int = Field(default=1, gt=0)
+    """Number of seeds: 3 makes `NAME`, `NAME-s1` and `NAME-s2` of every run."""
     runs: dict[str, RunSpec]
+    """Trainings and imports by name."""
     online_evaluation: OnlineEvaluation | None = None
     """How often the encoder of every training is evaluated; changing it trains nothing again."""
     features: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
@@ -214,11 +228,15 @@ class ExperimentSpec(Settings):
     starting_from: Literal["scratch", "public"] = "scratch"
     """`public`: pre-trainings with `public` weights import them, the others are left out."""
     evaluate: list[Evaluations] = Field(default_factory=list)
+    """What is evaluated, and how."""
     protocols: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Settings of evaluations that differ; a new name with `protocol` is a new evaluation."""
     compare_with_paper: bool = True
     """Whether tables and figures show the paper's numbers; they are of ImageNet-1k."""
     tables: dict[str, Rows] = Field(default_factory=dict)
+    """Tables of the report: names, or for each name its lines (runs or `METHOD: RUN`)."""
     figures: dict[str, Rows] = Field(default_factory=dict)
+    """Figures of the report, written like tables."""
 
     @field_validator("tables", "figures", mode="before", json_schema_input_type=WrittenTables)
     @classmethod
