@@ -14,7 +14,9 @@ from maect.cli import main
 from maect.core.entries import line_of
 from maect.models.weights import save_tensors
 
-PAGE = Path(__file__).parents[3] / "docs/answers.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "answers.md"
+TUTORIAL = DOCS / "tutorials/groups.md"
 ELSEWHERE = ("fiftyone", "lancedb")
 
 
@@ -46,6 +48,24 @@ def test_the_page_works_word_for_word(
             exec(code, names)
     assert names["vectors"].shape == (32, encoder.width)
     for name in ("birds-clusters/index.html", "classes.csv", "birds.safetensors"):
+        assert (tmp_path / name).exists()
+
+
+def test_the_tutorial_on_groups_works_word_for_word(
+    run: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maect.data.retrieve.retrieve", lambda what, out: [out / what])
+    for name in ("dinov2_small", "siglip2_base"):
+        shutil.copytree(run, tmp_path / "weights" / name)
+    for name in ("birds", "labelled"):
+        shutil.copytree(photographs, tmp_path / name)
+    shutil.copy(next(photographs.glob("*/*.jpg")), tmp_path / "birds/a.jpg")
+    monkeypatch.chdir(tmp_path)
+    commands = [command for command, _ in _blocks(TUTORIAL.read_text(encoding="utf-8")) if command]
+    assert len(commands) == 10
+    for command in commands:
+        assert main(shlex.split(command, comments=True)) == 0, command
+    for name in ("groups/index.html", "sorted", "twice/copies.txt", "compared/index.html"):
         assert (tmp_path / name).exists()
 
 
