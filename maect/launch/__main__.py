@@ -1,4 +1,4 @@
-"""`python -P -m maect.launch FOLDER < JOB`: hand a job to submitit.
+"""Hand a job to submitit: `python -P -m maect.launch FOLDER NAME`.
 
 Only this process imports submitit: the launchers that wait for days stay small.
 """
@@ -18,14 +18,16 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from maect.core.errors import UserError
 from maect.launch import record, submit, worker
-from maect.launch.record import Job
 from maect.launch.slurm import command
 
 ID = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+)?$", re.MULTILINE)
 
 
 class Sbatch(SlurmExecutor):
-    """submitit's executor, which asks sbatch for an answer that no banner can be taken for."""
+    """submitit's executor, with sbatch's `--parsable` answer: a banner is not taken for an id.
+
+    submitit 1.5.4 has no public method for it.
+    """
 
     def _submit_command(self, command_line: str) -> "SlurmJob[Any]":
         script = Path(self.folder) / f".submission_{uuid.uuid4().hex}.sh"
@@ -33,8 +35,8 @@ class Sbatch(SlurmExecutor):
         words = ("sbatch", "--parsable", str(script))
         code, out, error = command(*words, timeout=submit.PATIENCE)
         if code:
-            # Only sbatch's own exit status says that there is no job.
-            failure = FailedJobError if code not in (124, 127) else RuntimeError
+            # Only sbatch's own exit status shows that there is no job.
+            failure = RuntimeError if code in (124, 127) else FailedJobError
             raise failure(error or f"sbatch: exit status {code}")
         ids = ID.findall(out)
         if not ids:
@@ -46,25 +48,28 @@ class Sbatch(SlurmExecutor):
         return job
 
 
-def main(folder: Path, job: Job) -> None:
-    """Submit, and print the job's id or the error as a line of JSON, the last one."""
-    name, known = job.name, record.read_job(folder)
-    if known is None or known.name != name or known.state == "ended":
+def main(folder: Path, name: str) -> None:
+    """Submit the job on record; print its id, or the error, as a line of JSON."""
+    job = record.read_job(folder)
+    if job is None or job.name != name or job.state == "ended":
         raise UserError(f"{folder / 'job.json'}: no longer asks for {name}")
     jobs = record.make_job_folder(folder, name)
-    here = job.cluster == "local"
-    # Nothing was started yet, or sbatch itself says no; after any other error a job may exist.
-    refused = here or shutil.which("sbatch") is None
+    is_local = job.cluster == "local"
+    # Imports nothing from the folder that the job begins in, where others may write.
+    python = f"{job.request.get('python') or shlex.quote(sys.executable)} -P"
     try:
-        # Imports nothing from the folder that the job begins in, where others may write.
-        python = f"{job.request.get('python') or shlex.quote(sys.executable)} -P"
-        local = LocalExecutor(jobs, python=python) if here else None
-        executor = local or Sbatch(jobs, max_num_timeout=1000, python=python)
+        executor: LocalExecutor | Sbatch
+        if is_local:
+            executor = LocalExecutor(jobs, python=python)
+        else:
+            executor = Sbatch(jobs, max_num_timeout=1000, python=python)
         executor.update_parameters(**job.request["parameters"])
         submitted = executor.submit(worker.run, str(folder), name)
     except Exception as error:
-        # What sbatch says comes as a RuntimeError; only the others need their type.
+        # sbatch's own message comes as a RuntimeError; only the others need their type.
         kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+        # Nothing was started, or sbatch itself says no; after any other error a job may exist.
+        refused = is_local or shutil.which("sbatch") is None
         refused = refused or isinstance(error, FailedJobError | TypeError | ValueError)
         print(json.dumps({"error": f"{kind}{error}", "refused": refused}))
         raise
@@ -72,4 +77,4 @@ def main(folder: Path, job: Job) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Job(**json.load(sys.stdin)))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -19,27 +19,31 @@ from maect.launch.resources import LaunchError
 PATIENCE = 75.0
 WARN_AFTER = 3.0
 TOGETHER = 1.0  # seconds: SIGTERM of a whole group arrives again by way of `maect run`
-SNAKEMAKE = "MAECT_SNAKEMAKE"  # process id and beginning of the Snakemake that began it all
+SNAKEMAKE = "MAECT_SNAKEMAKE"  # process id and start time of the Snakemake that began it all
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
-def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
-    """Hold `folder/owner.lock`, which the kernel frees; LaunchError if another launcher has it."""
+def lock_folder(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
+    """Hold the lock on `folder/owner.lock`; LaunchError if another launcher keeps it.
+
+    The kernel frees it however this process ends.
+    """
     make_folder(folder)
-    lock = folder / "owner.lock"
-    with lock.open("a+", encoding="utf-8") as file:
-        deadline = time.monotonic() + patience
+    path = folder / "owner.lock"
+    with path.open("a+", encoding="utf-8") as file:
+        start = time.monotonic()
         warned = False
         while not _lock(file.fileno(), folder):
-            if not warned and time.monotonic() > deadline - patience + WARN_AFTER:
-                log.warning("%s belongs to %s: waiting", folder, _owner(lock))
-                warned = True
-            if time.monotonic() >= deadline:
+            waited = time.monotonic() - start
+            if waited >= patience:
                 raise LaunchError(
-                    f"{folder} belongs to {_owner(lock)}: wait until that ends, or stop it"
+                    f"{folder} belongs to {_owner(path)}: wait until that ends, or stop it"
                 )
+            if waited > WARN_AFTER and not warned:
+                log.warning("%s belongs to %s: waiting", folder, _owner(path))
+                warned = True
             time.sleep(0.2)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
@@ -74,27 +78,27 @@ def _owner(path: Path) -> str:
 
 
 def this_process() -> str:
-    """This process as `MAECT_SNAKEMAKE` names it."""
-    return f"{os.getpid()} {_began(os.getpid())}"
+    """Return this process as `MAECT_SNAKEMAKE` names it."""
+    return f"{os.getpid()} {_start_ticks(os.getpid())}"
 
 
 def is_snakemake_alive() -> bool:
     """Return whether the Snakemake that `MAECT_SNAKEMAKE` names lives; True if it names none."""
-    pid, _, began = os.environ.get(SNAKEMAKE, "").partition(" ")
-    if not (pid.isdecimal() and began.isdecimal()):  # somebody else's variable of this name
+    pid, _, start = os.environ.get(SNAKEMAKE, "").partition(" ")
+    if not (pid.isdecimal() and start.isdecimal()):  # somebody else's variable of this name
         return True
+    return _start_ticks(int(pid)) == start
+
+
+def _start_ticks(pid: int) -> str | None:
+    """Return when a live process began, in the kernel's ticks; None if it has ended."""
     try:
-        return _began(int(pid)) == began
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return False
-
-
-def _began(pid: int) -> str:
-    """Return when a live process began (else OSError), in ticks, whatever becomes of the clock."""
-    state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    if state == "Z":
-        raise ProcessLookupError(f"process {pid} has ended")
-    return rest[18]
+        return None
+    # The name, in brackets, may hold anything.
+    state, *rest = stat.rpartition(")")[2].split()
+    return None if state == "Z" else rest[18]
 
 
 class Interruption(AbstractContextManager["Interruption"]):
@@ -132,10 +136,12 @@ class Interruption(AbstractContextManager["Interruption"]):
         return None if is_snakemake_alive() else "Snakemake is gone"
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self._detach:
             self._detached = True
-        elif (now := time.monotonic()) - self._stopped_at >= TOGETHER:
-            self.stops, self._stopped_at = self.stops + 1, now
+        elif now - self._stopped_at >= TOGETHER:
+            self.stops += 1
+            self._stopped_at = now
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         self._detached = True

@@ -1,17 +1,17 @@
-"""The one record of a folder's job, `job.json`, and what its ranks say about themselves.
+"""Read and write `job.json`, the record of a folder's job, and the files that its ranks write.
 
-A file has one writer; what would have two, on machines without a lock in common, is two files:
+Each file has one writer:
 
     job.json               the launcher: what is asked for, this job and those before it, the
                            request to stop, progress and verdict at its end
-    owner.lock             the launcher; the kernel's lock on it says who may write job.json
-    jobs/NAME/rank-N.json  rank N: since when, where it runs, how it ended; rank 0 also its last
-                           report, the last step saved, the verdict, where the ranks meet
-    jobs/NAME/alive        ranks of a local job hold a lock on it for as long as they live
-    jobs/NAME/*.pkl, *.sh  submitit: what the ranks unpickle, and what sbatch is given
-    jobs/NAME/*.out        their logs
+    owner.lock             the launcher, which locks it: the holder may write job.json
+    jobs/NAME/rank-N.json  rank N: where it runs and how it ended; rank 0 also its last report,
+                           the last step saved, the verdict, where the ranks meet
+    jobs/NAME/*.pkl, *.sh  submitit: what the ranks unpickle, and the script for sbatch
+    jobs/NAME/*.out        the ranks' logs
 
-`jobs` is its owner's alone: it has the secret by which the ranks of several nodes know each other.
+Only its owner can enter `jobs`: it has the secret by which the ranks of several nodes know each
+other.
 """
 
 import fcntl
@@ -46,40 +46,38 @@ LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|remote process exited|ncclRemoteError|"
     r"connection was likely closed|timed out waiting|wait timeout|socket timeout", re.IGNORECASE,
 )  # fmt: skip
-"""What gloo and NCCL say on a rank whose other one has ended."""
+"""Messages of gloo and NCCL on a rank that has lost another one."""
+SEVERITY = {"UserError": 0, "NodeError": 1, "RankError": 3}
+"""Kinds of error, those that explain others first; any other kind is 2."""
 LONGEST_NAME = 200  # bytes of a folder's name in a job's: a file may be called so, too
 
 
 def boot() -> str:
-    """Return what tells the kernel that runs here from any other; "" if it does not say."""
+    """Return the id of this machine's last boot; "" if the kernel does not say."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     return ""
 
 
-def namespace() -> str:
-    """Return what tells the process ids that are seen here from those in other containers."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
-
-
 class Request(TypedDict, total=False):
-    """Function of a job, and what the ranks and the process that submits them have to know."""
+    """Function of a job, and how it is submitted.
+
+    Attributes:
+        visible: `CUDA_VISIBLE_DEVICES` of the launcher.
+        parameters: of submitit.
+    """
 
     function: str
     arguments: dict[str, Any]
     identity: str
     cpus: int
     visible: str | None
-    """`CUDA_VISIBLE_DEVICES` of the launcher."""
     gpus: bool
     parameters: dict[str, Any]
-    """Of submitit."""
     python: str | None
 
 
-class Past(TypedDict):
+class EarlierJob(TypedDict):
     """Job before the present one."""
 
     name: str
@@ -91,20 +89,19 @@ class Past(TypedDict):
 
 @dataclass
 class Job:
-    """The content of `job.json`.
+    """Content of `job.json`.
 
     Attributes:
         name: unique; it is the SLURM job name and, here, in the environment of each process.
         step: last step that was saved before its submission.
-        request: what it computes, and how it is submitted.
-        attempt: number of this job since the run was begun or last completed, of those that the
-            cluster took.
+        request: its function, and how it is submitted.
+        attempt: number of this job since the run was begun or last completed, counting those that
+            the cluster took.
         state: "submitting" until the cluster has given an id, then "submitted", then "ended".
         id: SLURM job id, or the process id of the local controller.
         host: name of the machine that submitted it.
-        boot: its kernel: two machines may have one name.
-        namespace: its process ids: two containers may have one kernel.
-        site: what the cluster calls itself: ids of others mean nothing.
+        boot: id of that machine's boot.
+        site: name of the SLURM cluster: ids of others mean nothing.
         place: real path of the folder.
         submitted: Unix time of submission.
         stop: the ranks are asked to save and stop.
@@ -112,8 +109,8 @@ class Job:
         verdict: how its function returned, if it did: "done", "requeue" or "stopped".
         progress: rank 0's last report, once it is over.
         saved: last step that was saved, once it is over.
-        held: seconds x ranks for which the jobs before it held their devices; once it is over, it,
-            too.
+        held: seconds x ranks for which the jobs before it held their devices; once it is over,
+            including its own.
         earlier: the jobs before this one that the cluster took.
     """
 
@@ -127,7 +124,6 @@ class Job:
     id: str | None = None
     host: str = field(default_factory=socket.gethostname)
     boot: str = field(default_factory=boot)
-    namespace: str = field(default_factory=namespace)
     site: str | None = None
     place: str = ""
     submitted: float = field(default_factory=lambda: time.time())
@@ -137,23 +133,25 @@ class Job:
     progress: Report = field(default_factory=Report)
     saved: int | None = None
     held: float = 0.0
-    earlier: list[Past] = field(default_factory=list)
+    earlier: list[EarlierJob] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.cluster} job {self.id or self.name}"
 
     def computes(self, identity: str) -> bool:
-        """Return whether its result is the one of this identity, as far as that is known."""
+        """Return whether its result has this identity; true if either is unknown."""
         return self.request.get("identity", "") in ("", identity)
 
-    def accepted(self, id: str) -> None:
-        """Note the id that the cluster has given."""
-        self.id, self.state, self.submitted = id, "submitted", time.time()
+    def set_id(self, id: str) -> None:
+        """Set the id that the cluster has given."""
+        self.id = id
+        self.state = "submitted"
+        self.submitted = time.time()
 
 
 @dataclass
 class RankReport:
-    """The content of `rank-N.json`.
+    """Content of `rank-N.json`.
 
     Attributes:
         id: of its job.
@@ -161,7 +159,7 @@ class RankReport:
         end: how its function returned, or "error".
         kind, message, traceback: of the error, as in `Failure`.
         held: seconds x ranks for which this run's jobs have held their devices so far.
-        progress, said, saved, saving: of rank 0: its last report, its sentences for people, the
+        progress, said, saved, saving: of rank 0: its last report, its messages for people, the
             last step that is saved, whether a state is being written.
         meeting: of rank 0: where the ranks of this attempt meet (`rendezvous.Address`).
     """
@@ -183,9 +181,9 @@ class RankReport:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Read a rank's file; None: it is not there, or damaged."""
+        """Read a rank's file; None if it is missing or damaged."""
         value = seek_record(path)
-        # A job of another revision may say more.
+        # A job of another revision may have more keys.
         known = {one.name: value[one.name] for one in fields(cls) if one.name in value}
         return cls(**known) if "rank" in known else None
 
@@ -195,7 +193,7 @@ class Failure:
     """Cause of a job's failure, as far as its ranks could say.
 
     Attributes:
-        rank: which one said so.
+        rank: the rank that reported it.
         kind: of the error: "UserError", "NodeError", "RankError" (another rank failed) or its own
             name; "": none was raised.
         message: of the error.
@@ -213,19 +211,21 @@ class Failure:
 def new_job(
     folder: Path, cluster: str, ranks: int, previous: Job | None, identity: str = ""
 ) -> Job:
-    """A job that is about to be submitted, with the history of those before it."""
-    earlier, attempt, step, held = [], 1, 0, 0.0
-    # What was reported of a run that was complete, or had other settings, says nothing of this one.
-    over = previous is None or "done" in (previous.ending, previous.verdict)
-    if previous is not None and not over and previous.computes(identity):
-        attempt = previous.attempt + (previous.id is not None)
-        step = saved_step(folder, previous)
-        held = held_seconds(folder, previous)
-    if previous is not None:
-        last = cast(Past, {key: getattr(previous, key) for key in Past.__annotations__})
-        earlier = [*previous.earlier, *([last] if previous.id is not None else [])]
-    name = unique_name(folder)
-    return Job(cluster, name, ranks, step, attempt=attempt, held=held, earlier=earlier)
+    """Return a job that is about to be submitted, with the history of those before it."""
+    job = Job(cluster, unique_name(folder), ranks, step=0)
+    if previous is None:
+        return job
+    job.earlier = [*previous.earlier]
+    if previous.id is not None:
+        past = {key: getattr(previous, key) for key in EarlierJob.__annotations__}
+        job.earlier.append(cast(EarlierJob, past))
+    # Reports of a run that was complete, or had other settings, say nothing of this one.
+    if "done" in (previous.ending, previous.verdict) or not previous.computes(identity):
+        return job
+    job.attempt = previous.attempt if previous.id is None else previous.attempt + 1
+    job.step = saved_step(folder, previous)
+    job.held = held_seconds(folder, previous)
+    return job
 
 
 def unique_name(folder: Path) -> str:
@@ -240,8 +240,8 @@ def unique_name(folder: Path) -> str:
 def is_of(folder: Path, job: Job) -> bool:
     """Return whether a job that may be alive is this folder's.
 
-    A record that was copied or moved with its folder names another place: a job there is no job of
-    this folder, which gets one of its own. The other one is left alone.
+    A record that was copied or moved with its folder names another place: a job there is left
+    alone, and this folder gets one of its own.
     """
     if not job.place or job.place == os.path.realpath(folder):
         return True
@@ -251,15 +251,15 @@ def is_of(folder: Path, job: Job) -> bool:
 
 
 def read_job(folder: Path) -> Job | None:
-    """The job of this folder, or None if there was none.
+    """Read the job of this folder; None if there was none.
 
     Raises:
-        LaunchError: the record is damaged; it is never taken for one that is not there.
+        LaunchError: the record is damaged; it is never taken for one that is missing.
     """
     path = folder / "job.json"
     try:
         value = verified(parsed(with_retries(read_text, path)))
-        # Of another revision it may say more.
+        # A launcher of another revision may have more keys.
         job = Job(**{one.name: value[one.name] for one in fields(Job) if one.name in value})
         if not (isinstance(job.name, str) and job.state in STATES and isinstance(job.step, int)):
             raise ValueError("it has no name, state or step")
@@ -277,20 +277,21 @@ def read_job(folder: Path) -> Job | None:
 
 
 def write_job(folder: Path, job: Job) -> None:
-    """Write `job.json`, atomically; for the launcher that owns the folder."""
+    """Write `job.json` atomically; only the launcher that holds the folder's lock may."""
     with_retries(write_record, folder / "job.json", asdict(job))
 
 
 def learn_id(folder: Path, job: Job) -> None:
-    """Complete a job whose launcher died in between, although its submission went through."""
+    """Take a job's id from its rank 0, if its launcher died before it could note it."""
     if job.id is not None or job.state == "ended":
         return
-    if known := rank_0(folder, job).id:  # the job knows its own id, once it runs
-        job.accepted(known)
+    known = rank_0(folder, job).id
+    if known:
+        job.set_id(known)
 
 
 def job_folder(folder: Path, name: str) -> Path:
-    """The folder with a job's submission, logs and rank files."""
+    """Return the folder with a job's submission, logs and rank files."""
     return folder / "jobs" / name
 
 
@@ -304,51 +305,57 @@ def make_job_folder(folder: Path, name: str) -> Path:
 
 
 def remove_job_folder(folder: Path, name: str) -> None:
-    """Remove what was written for a job that does not exist."""
+    """Remove the folder of a job that SLURM refused."""
     shutil.rmtree(job_folder(folder, name))
 
 
 def log(folder: Path, job: Job, rank: int) -> Path:
-    """The log of one rank (submitit's naming)."""
+    """Return the log of one rank (submitit's naming)."""
     return job_folder(folder, job.name) / f"{job.id}_{rank}_log.out"
 
 
 def rank_file(folder: Path, name: str, rank: int) -> Path:
-    """The file in which a rank says what there is to know about it."""
+    """Return the path of a rank's status file."""
     return job_folder(folder, name) / f"rank-{rank}.json"
 
 
 @contextmanager
-def alive(folder: Path, job: Job) -> Iterator[None]:
-    """Hold a lock that says that a rank lives, in whichever container: the kernel frees it.
+def lock_while_alive(folder: Path, job: Job) -> Iterator[None]:
+    """Hold a shared lock on the job's folder: by it launchers in other containers see the rank.
 
-    Only of a local job: SLURM says it of its own.
+    Only for local jobs: SLURM knows which of its own are alive.
     """
     if job.cluster != "local":
         yield
         return
-    with (job_folder(folder, job.name) / "alive").open("a") as file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_SH)
-        yield
-
-
-def lives(folder: Path, job: Job) -> bool | None:
-    """Return whether a rank lives on this machine, in whichever container; None if unknown."""
+    descriptor = os.open(job_folder(folder, job.name), os.O_RDONLY)
     try:
-        with (job_folder(folder, job.name) / "alive").open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def has_live_rank(folder: Path, job: Job) -> bool:
+    """Return whether a rank on this machine holds the lock, in whichever container."""
+    try:
+        descriptor = os.open(job_folder(folder, job.name), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except FileNotFoundError:
-        return False
     except OSError:  # a file system without locks
-        return None
+        return False
+    finally:
+        os.close(descriptor)
     return False
 
 
 def ranks(folder: Path, job: Job) -> dict[int, RankReport]:
-    """Return what each rank that has started says; nothing where only their owner can look."""
+    """Read the reports of all ranks that have started; none if only their owner can look."""
     files: list[Path] = []
     with suppress(PermissionError):
         files = list(job_folder(folder, job.name).glob("rank-*.json"))
@@ -357,21 +364,17 @@ def ranks(folder: Path, job: Job) -> dict[int, RankReport]:
 
 
 def is_hidden(folder: Path) -> bool:
-    """Return whether only another user can read what the ranks of this folder's jobs say."""
-    try:
-        os.listdir(folder / "jobs")
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return False
+    """Return whether only another user can read the reports of this folder's jobs."""
+    return (folder / "jobs").exists() and not os.access(folder / "jobs", os.R_OK | os.X_OK)
 
 
 def rank_0(folder: Path, job: Job) -> RankReport:
-    """Return what rank 0 says; as long as it has not started, nothing."""
+    """Read rank 0's report; an empty one as long as it has not started."""
     return RankReport.read(rank_file(folder, job.name, 0)) or RankReport(0)
 
 
 def progress(folder: Path, job: Job | None) -> Report:
-    """Rank 0's last report, or {}."""
+    """Return rank 0's last report on its progress, or {}."""
     if job is None:
         return {}
     report = rank_0(folder, job).progress
@@ -379,20 +382,20 @@ def progress(folder: Path, job: Job | None) -> Report:
 
 
 def saved_step(folder: Path, job: Job) -> int:
-    """The last step of which this job or one before it has saved the state, or 0."""
+    """Return the last step that this job or one before it has saved, or 0."""
     known = (rank_0(folder, job).saved, job.saved, job.step)
     return next(step for step in known if step is not None)
 
 
 def is_saving(folder: Path, job: Job) -> bool:
-    """Return whether rank 0 says that a state is being written."""
+    """Return whether rank 0 reports that a state is being written."""
     return rank_0(folder, job).saving
 
 
 def held_seconds(folder: Path, job: Job) -> float:
-    """Seconds x ranks for which this job and those before it have held their devices.
+    """Return the seconds x ranks for which this job and those before it held their devices.
 
-    From the start of its processes to rank 0's last sign of life.
+    A job counts from the start of its processes to rank 0's last sign of life.
     """
     held = rank_0(folder, job).held
     return job.held if held is None else held
@@ -406,28 +409,27 @@ def verdict(folder: Path, job: Job) -> str | None:
 
 
 def failure(folder: Path, job: Job, suspect: int | None = None) -> Failure:
-    """The error that a job ended with: the first rank's that raised, else the suspect's last lines.
+    """Return the error that a job ended with, or else the last lines of the suspect rank's log.
 
-    A wrong input outranks the others, which may follow from it, and a rank's own fault what others
-    say of it or of a connection to it: clocks of nodes may be seconds apart.
+    Of several errors a wrong input counts first, for others may follow from it, and a rank's own
+    fault before a lost connection: clocks of nodes may be seconds apart.
     """
     errors = [report for report in ranks(folder, job).values() if report.end == "error"]
     if errors:
-        kinds = {"UserError": 0, "NodeError": 1, "RankError": 3}
-
-        def order(error: RankReport) -> tuple[int, bool, float]:
-            lost = LOST_PEER.search(error.message) is not None
-            return kinds.get(error.kind, 2), lost, error.time
-
-        first = min(errors, key=order)
+        first = min(errors, key=_severity)
         text = "\n".join(first.traceback.strip().splitlines()[-LOG_TAIL:])
         return Failure(first.rank, first.kind, first.message, text, log(folder, job, first.rank))
     rank = suspect or 0
     return Failure(rank, "", "", tail(log(folder, job, rank)), log(folder, job, rank))
 
 
+def _severity(error: RankReport) -> tuple[int, bool, float]:
+    lost = LOST_PEER.search(error.message) is not None
+    return SEVERITY.get(error.kind, 2), lost, error.time
+
+
 def tail(path: Path) -> str:
-    """The last lines of a text file, or a word on why there are none."""
+    """Return the last lines of a text file, or why there are none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maect.core.errors import NodeError, UserError
-from maect.launch.record import RankReport, rank_file
+from maect.launch.record import RankReport
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -40,8 +40,8 @@ class Address:
 
     Attributes:
         attempt: of the job (restarts by SLURM): ranks of the last one may be alive.
-        host: the first node: loopback, where there is only one.
-        secret: stands before every key.
+        host: the first node: loopback if there is only one.
+        secret: prefix of every key.
         file, port: of the store, on one node and on several.
     """
 
@@ -53,41 +53,37 @@ class Address:
 
 
 class Rendezvous:
-    """One rank's way to the others, on these hosts, at the job's attempt (restarts by SLURM).
+    """One rank's connection to the store that all ranks share."""
 
-    Rank 0 publishes its address in its own file, where the others look for it.
-    """
-
-    def __init__(
-        self, published: Path, attempt: int, rank: int, size: int, hosts: list[str]
-    ) -> None:
-        self.rank, self.size = rank, size
-        self._listener: socket.socket | None = None
-        self._folder = ""
+    def __init__(self, address: Address, size: int, listener: socket.socket | None = None) -> None:
+        """Prepare a connection; rank 0 gives the `listener` on which the store is served."""
+        self.address = address
+        self._size = size
+        self._listener = listener
         self._base: Store | None = None
         self._groups = 0
-        self.address = self._open(attempt, hosts) if rank == 0 else _find(published, attempt)
 
     def store(self, timeout: timedelta) -> "Store":
-        """The store in which the next process group meets; on every rank as often."""
+        """Return the store of the next process group; every rank calls this as often."""
         from torch.distributed import PrefixStore
 
-        self._base = self._base or self._connect(timeout)
-        self._groups += 1  # a group must not read what one before it has left
+        if self._base is None:
+            self._base = self._connect(timeout)
+        self._groups += 1  # a group must not read keys of the one before it
         return PrefixStore(f"{self.address.secret}/{self._groups}", self._base)
 
     def _connect(self, timeout: timedelta) -> "Store":
         from torch.distributed import FileStore, TCPStore
 
         if self.address.file:
-            store = FileStore(self.address.file, self.size)
-            store.set_timeout(timeout)  # it has five minutes of its own
+            store = FileStore(self.address.file, self._size)
+            store.set_timeout(timeout)  # else five minutes
             return store
         return TCPStore(
             self.address.host,
             self.address.port,
-            self.size,
-            is_master=self.rank == 0,
+            self._size,
+            is_master=self._listener is not None,
             timeout=timeout,
             wait_for_workers=False,
             # The store closes it.
@@ -95,28 +91,37 @@ class Rendezvous:
         )
 
     def close(self) -> None:
-        """Remove what this rank has made."""
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _open(self, attempt: int, hosts: list[str]) -> Address:
-        secret = secrets.token_hex(16)
-        if len(hosts) == 1:
-            if self.size > 1:
-                _check_loopback()
-            self._folder = tempfile.mkdtemp(prefix="maect-")  # for this user alone
-            return Address(attempt, "127.0.0.1", secret, file=f"{self._folder}/store")
-        # A site's script may name the fast interface.
-        address = os.environ.get("MASTER_ADDR") or hosts[0]
-        self._listener = _listen(address)
-        return Address(attempt, address, secret, port=self._listener.getsockname()[1])
+        """Remove the folder of the file in which the ranks met; rank 0 does."""
+        if self.address.file:
+            shutil.rmtree(Path(self.address.file).parent, ignore_errors=True)
 
 
-def remove_folder(folder: Path, name: str) -> None:
-    """Remove the folder in which the ranks of a job on this machine met, if rank 0 could not."""
-    report = RankReport.read(rank_file(folder, name, 0))
-    if report and report.meeting and report.meeting.get("file"):
-        shutil.rmtree(Path(report.meeting["file"]).parent, ignore_errors=True)
+def open_rendezvous(attempt: int, size: int, hosts: list[str]) -> Rendezvous:
+    """Open the store of rank 0 for `size` ranks on these hosts, at an attempt of the job."""
+    secret = secrets.token_hex(16)
+    if len(hosts) == 1:
+        _check_loopback()
+        folder = tempfile.mkdtemp(prefix="maect-")  # for this user alone
+        return Rendezvous(Address(attempt, "127.0.0.1", secret, file=f"{folder}/store"), size)
+    # A site's script may name the fast interface.
+    host = os.environ.get("MASTER_ADDR") or hosts[0]
+    listener = _listen(host)
+    port = listener.getsockname()[1]
+    return Rendezvous(Address(attempt, host, secret, port=port), size, listener)
+
+
+def find_rendezvous(published: Path, attempt: int, size: int) -> Rendezvous:
+    """Wait for the address in rank 0's file; NodeError if it does not come."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        report = RankReport.read(published)
+        if report and report.meeting and report.meeting["attempt"] == attempt:
+            return Rendezvous(Address(**report.meeting), size)
+        time.sleep(0.05)
+    raise NodeError(
+        f"waited {PATIENCE:.0f} s for rank 0 ({published}): "
+        "is the folder on a file system that all nodes share?"
+    )
 
 
 def _check_loopback() -> None:
@@ -134,27 +139,15 @@ def _check_loopback() -> None:
 
 
 def _listen(address: str) -> socket.socket:
-    """A socket on a port that the kernel has free, reached under this name only."""
+    """Open a socket on a free port, reached under this name only."""
     family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     here = str(where[0])
     if here.startswith("127.0.1."):
         # Debian lets a machine call itself so; other nodes know another address of that name.
         logger.warning("%s is %s here: listening on all interfaces", address, here)
-        family, here = socket.AF_INET, ""
+        family = socket.AF_INET
+        here = ""
     listener = socket.socket(family, kind, protocol)
     listener.bind((here, 0))
     listener.listen(QUEUE)
     return listener
-
-
-def _find(published: Path, attempt: int) -> Address:
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        report = RankReport.read(published)
-        if report and report.meeting and report.meeting["attempt"] == attempt:
-            return Address(**report.meeting)
-        time.sleep(0.05)
-    raise NodeError(
-        f"waited {PATIENCE:.0f} s for rank 0 ({published}): "
-        "is the folder on a file system that all nodes share?"
-    )

@@ -1,4 +1,4 @@
-"""State of a job: what a cluster says about it, and the one function that decides."""
+"""State of a job: the cluster's notice about it, combined with the reports of its ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Notice:
         grace: seconds for which an end must last before it is believed.
         rank: the rank that seems to have caused the end.
         final: a person ended it.
-        hint: what a person has to do before anything happens; "": nothing.
+        hint: advice to a person without whom nothing will happen, or "".
     """
 
     phase: Literal["unknown", "pending", "running", "ended"]
@@ -35,31 +35,33 @@ class Notice:
 
 
 class Cluster(ABC):
-    """Place where jobs run. It may remember what it has seen: keep one while you watch."""
+    """Place where jobs run.
 
-    interval: float  # seconds between two polls
-    record_patience: float  # seconds for a completion record to cross the file system
-    out_of_reach: str  # why a job could not be ended
+    Attributes:
+        interval: seconds between two polls.
+        record_patience: seconds for a completion record to cross the file system.
+        out_of_reach: why a job could not be ended.
+    """
+
+    interval: float
+    record_patience: float
+    out_of_reach: str
 
     def site(self) -> str | None:
-        """Return what the cluster calls itself, if it has a name."""
+        """Return the cluster's own name, if it has one."""
         return None
 
     @abstractmethod
     def poll(self, folder: Path, job: Job) -> Notice:
-        """Return what the cluster says about a job."""
-
-    def waits(self, folder: Path, job: Job) -> bool:
-        """Return whether a job that a poll found pending is so now: the poll may be old."""
-        return self.poll(folder, job).phase == "pending"
+        """Ask the cluster about a job."""
 
     @abstractmethod
     def finish(self, folder: Path, job: Job) -> None:
-        """Wait for a job that has its completion record to leave, and end what is left of it."""
+        """Wait until a job that has its completion record has left; end what is left of it."""
 
     @abstractmethod
     def end(self, folder: Path, job: Job) -> bool:
-        """End a job, or what is left of it; False if the cluster does not answer."""
+        """End a job, or what is left of it; return False if the cluster does not answer."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,11 @@ class State:
     """State of a job.
 
     Attributes:
-        notice: what the cluster says; after the end on record, that.
+        notice: the cluster's; after the end on record, that.
         outcome: of an ended job: its function returned ("done"; "saved": asked to save and return
             before its end), a person ended it ("stopped"), one of its ranks raised or it was never
             accepted ("failed"), it went without a word ("lost").
-        failure: what a rank of an ended job said, or the last lines of its log.
+        failure: the error of a rank of an ended job, or the last lines of its log.
     """
 
     notice: Notice
@@ -80,22 +82,22 @@ class State:
 
 
 def state_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> State:
-    """Return what state this job of `folder` is in; LaunchError if nobody here can look at it.
+    """Return the state of a job of `folder`; LaunchError if it cannot be seen from here.
 
-    The ranks' own word counts first, then that of the cluster: the function returned, or it raised,
-    whatever became of the processes. A question that the cluster does not answer is no end.
+    The ranks' reports count before the cluster's word: a function that returned or raised did so,
+    whatever became of its processes.
     """
     if job.state == "ended":
-        return classify_notice(
-            folder, job, Notice("ended", job.ending or "", final=job.ending == STOPPED)
-        )
-    if not record.is_of(folder, job):
-        return classify_notice(folder, job, Notice("ended", f"it is the job of {job.place}"))
-    return classify_notice(folder, job, clusters[job.cluster].poll(folder, job))
+        notice = Notice("ended", job.ending or "", final=job.ending == STOPPED)
+    elif not record.is_of(folder, job):
+        notice = Notice("ended", f"it is the job of {job.place}")
+    else:
+        notice = clusters[job.cluster].poll(folder, job)
+    return classify_notice(folder, job, notice)
 
 
 def classify_notice(folder: Path, job: Job, notice: Notice) -> State:
-    """Return what a notice about a job means, with what its ranks say by now."""
+    """Combine a cluster's notice with the ranks' reports into a state."""
     if notice.phase != "ended":
         return State(notice)
     failure = record.failure(folder, job, notice.rank)

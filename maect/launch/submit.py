@@ -1,7 +1,6 @@
 """Submission of a job: its request, its environment, the parameters of submitit."""
 
 import json
-import logging
 import os
 import shlex
 import signal
@@ -10,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -22,25 +20,22 @@ from maect.launch.owner import SNAKEMAKE
 from maect.launch.record import Job, Request
 from maect.launch.resources import LaunchError, Resources, Task, gpus_here
 
-log = logging.getLogger(__name__)
-
 PATIENCE = 300.0  # seconds for sbatch, which itself gives up on a controller after about 100
-ATTEMPT = "maect: attempt"  # begins each attempt of a SLURM job in its log
-NO_ANSWER = "the submission did not end within"
 MARK = "MAECT_JOB"  # in the environment of every process of a job: the job's unique name
 FOREIGN = ("SUBMITIT_", "PMI_", "PMIX_", "OMPI_", MARK, SNAKEMAKE)
-OF_SLURM = (
+SLURM_SETTINGS = (
     "SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_",
     "SCONTROL_",
 )  # fmt: skip
-WHERE_SLURM_IS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+SLURM_ADDRESSES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def request(job: Job, folder: Path, task: Task, resources: Resources) -> Request:
-    """Return what the ranks and the process that submits them (`__main__.py`) have to know."""
+    """Return what the ranks and the process that submits them (`__main__.py`) need to know."""
     if resources.cluster == "local":
-        parameters, gpus = local(resources), gpus_here() > 0
+        parameters = local(resources)
+        gpus = gpus_here() > 0
     else:
         parameters = slurm(resources, job.name, folder)
         gpus = _asks_for_gpus(parameters)
@@ -59,9 +54,8 @@ def request(job: Job, folder: Path, task: Task, resources: Resources) -> Request
 def _asks_for_gpus(parameters: dict[str, Any]) -> bool:
     extra = parameters["additional_parameters"]
     gres = str(extra.get("gres", "")).split(",")
-    return any(key.startswith("gpus") for key in extra) or any(
-        kind.startswith("gpu") for kind in gres
-    )
+    named = any(key.startswith("gpus") for key in extra)
+    return named or any(kind.startswith("gpu") for kind in gres)
 
 
 class Submission(TypedDict, total=False):
@@ -77,25 +71,17 @@ class Submission(TypedDict, total=False):
 
 
 def submit(folder: Path, job: Job, watch: Callable[[], None]) -> Submission:
-    """Submit a job that is on record, in a process of its own.
+    """Submit the job on record in a process of its own, calling `watch` meanwhile.
 
     That process has its own session (a Ctrl-C in the terminal does not reach the ranks) and goes
     through with the submission even if the launcher ends meanwhile.
-    `watch` is called while it works.
     """
-    record.make_job_folder(folder, job.name)
     # Files without a name, not pipes: the process may outlive this one, and a local job has them.
-    with (
-        tempfile.TemporaryFile() as request,
-        tempfile.TemporaryFile() as answer,
-        tempfile.TemporaryFile() as messages,
-    ):
-        request.write(json.dumps(asdict(job)).encode())
-        request.seek(0)
+    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as messages:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "maect.launch", str(folder)],
+            [sys.executable, "-P", "-m", "maect.launch", str(folder), job.name],
             env=environment(job.name, job.request["cpus"]),
-            stdin=request,
+            stdin=subprocess.DEVNULL,
             stdout=answer,
             stderr=messages,
             start_new_session=True,
@@ -105,7 +91,7 @@ def submit(folder: Path, job: Job, watch: Callable[[], None]) -> Submission:
             if time.monotonic() > deadline:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                return {"error": f"{NO_ANSWER} {PATIENCE:.0f} s"}
+                return {"error": f"the submission did not answer in {PATIENCE:.0f} s"}
             watch()
             time.sleep(0.02)
         answer.seek(0)
@@ -118,11 +104,11 @@ def submit(folder: Path, job: Job, watch: Callable[[], None]) -> Submission:
 
 
 def environment(name: str, cpus: int) -> dict[str, str]:
-    """The environment of a job: ours, without traces of a job that we may be inside of."""
+    """Return the environment of a job: ours, without traces of a job that we may be inside of."""
     kept = {
         key: value
         for key, value in processes.environment().items()
-        if key not in RENDEZVOUS and not key.startswith(FOREIGN) and not of_slurm(key)
+        if key not in RENDEZVOUS and not key.startswith(FOREIGN) and not is_slurm_setting(key)
     }
     # cloudpickle stores an importable module by its name: the ranks must find it too.
     home = str(Path(maect.__file__).parent.parent)
@@ -133,27 +119,23 @@ def environment(name: str, cpus: int) -> dict[str, str]:
     return kept | {MARK: name, "OMP_NUM_THREADS": str(cpus), "SRUN_CPUS_PER_TASK": str(cpus)}
 
 
-def of_slurm(key: str) -> bool:
-    """Return whether a variable changes SLURM's commands, but for where they find SLURM."""
-    return key.startswith(OF_SLURM) and key not in WHERE_SLURM_IS
+def is_slurm_setting(key: str) -> bool:
+    """Return whether a variable changes SLURM's commands, other than where they find SLURM."""
+    return key.startswith(SLURM_SETTINGS) and key not in SLURM_ADDRESSES
 
 
 def check_shell() -> None:
-    """Refuse a shell that means several clusters (LaunchError); say which settings do not count."""
+    """Refuse a shell that names other clusters (LaunchError)."""
     for key in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
         if os.environ.get(key):
             raise LaunchError(
                 f"{key}={os.environ[key]} is set: jobs are submitted to the cluster of this login "
                 f"node only; unset {key} here, or start on a login node of the other cluster"
             )
-    unused = sorted(key for key in os.environ if key.startswith(("SBATCH_", "SQUEUE_", "SACCT_")))
-    if unused:
-        log.info("%s: not used for jobs of maect, which take what the profile says",
-                 ", ".join(unused))  # fmt: skip
 
 
 def local(resources: Resources) -> dict[str, Any]:
-    """Parameters of submitit's local executor."""
+    """Return the parameters of submitit's local executor."""
     return {
         "tasks_per_node": resources.devices,
         "timeout_min": resources.minutes,
@@ -163,7 +145,7 @@ def local(resources: Resources) -> dict[str, Any]:
 
 
 def slurm(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
-    """Parameters of submitit's SLURM executor."""
+    """Return the parameters of submitit's SLURM executor."""
     extra: dict[str, Any] = {"requeue": True}
     for argument in resources.sbatch:
         key, _, value = argument.partition("=")
@@ -173,11 +155,11 @@ def slurm(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
     ours = environment(name, resources.cpus)
     names = (MARK, "PYTHONPATH", SAFE_PATH, "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK")
     # Exported once more: a site may start jobs without the submitter's environment.
-    setup = [f'echo "{ATTEMPT} ${{SLURM_RESTART_COUNT:-0}} on $SLURM_JOB_NODELIST"']
+    setup = ['echo "maect: attempt ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST"']
     setup += [f"export {key}={shlex.quote(ours[key])}" for key in names]
     if resources.setup:
         setup.append(f"source {shlex.quote(resources.setup)} || exit 1")
-    parameters: dict[str, Any] = {
+    return {
         "job_name": name,
         "comment": str(folder),
         "partition": resources.partition,
@@ -194,4 +176,3 @@ def slurm(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
         "stderr_to_stdout": True,
         "wckey": None,
     }
-    return parameters

@@ -1,4 +1,4 @@
-"""Frame of every rank: environment, signals, progress, and the verdict at the end."""
+"""Run a function as one rank of a job: environment, signals, reports, the verdict at its end."""
 
 import faulthandler
 import gc
@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 
 from maect.core.context import Context
-from maect.core.files import sealed, watch_folder, write_record
+from maect.core.files import sealed, write_record
 from maect.core.log import rank_log
 from maect.launch import record
 from maect.launch.record import VERDICTS, Job, RankReport, Request
-from maect.launch.rendezvous import Rendezvous
+from maect.launch.rendezvous import Rendezvous, find_rendezvous, open_rendezvous
 from maect.launch.resources import LaunchError
 from maect.launch.slurm import command
 
@@ -38,17 +38,17 @@ log = logging.getLogger(__name__)
 REPORT_SECONDS = 0.5
 TEARDOWN_SECONDS = 60  # a rank that hangs after its function has returned is ended by force
 REQUEUE_TRIES = 5
-CHECKS = 4  # that find a folder gone, until that is believed
 
 
 class RankFile:
-    """State of one rank, in the file that only this rank writes."""
+    """Report of one rank, in the file that only this rank writes."""
 
     def __init__(
         self, folder: Path, name: str, rank: int, job_id: str, held: float, ranks: int
     ) -> None:
-        """Begin, with the device time of the attempts before this one, in seconds x ranks."""
-        self._held, self._ranks = held, ranks
+        """Begin a report; `held`: device time of the attempts before, in seconds x ranks."""
+        self._held = held
+        self._ranks = ranks
         self._began = time.monotonic() - (time.time() - psutil.Process().create_time())
         self._path = record.rank_file(folder, name, rank)
         # The thread that saves states reports here, too, beside the main thread.
@@ -56,16 +56,16 @@ class RankFile:
         self._report = RankReport(rank, job_id, os.getpid(), time.time())
 
     def held(self) -> float:
-        """Seconds x ranks for which this run's jobs have held their devices so far."""
+        """Return the seconds x ranks for which this run's jobs have held their devices so far."""
         return self._held + max(0.0, time.monotonic() - self._began) * self._ranks
 
     def note(self, **values: Any) -> None:
-        """Add what must not be lost."""
+        """Add values to the report and flush it to the disk."""
         with self._lock:
             write_record(self._path, self._updated(values))
 
     def hint(self, **values: Any) -> None:
-        """Add what is worth no waiting for the disk: neither durable nor sure."""
+        """Add values that may be lost, without waiting for the disk."""
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         with self._lock, suppress(OSError):
             temporary.write_text(json.dumps(sealed(self._updated(values))), encoding="utf-8")
@@ -76,9 +76,9 @@ class RankFile:
         return asdict(self._report)
 
     def fail(self, error: BaseException) -> None:
-        """Note what this rank failed of."""
+        """Add the error that ended this rank."""
         names = [cls.__name__ for cls in type(error).__mro__]
-        if "SupersededError" in names:  # whoever took the folder over may have this job's name
+        if "SupersededError" in names:  # the job that took the folder over may have this name
             return
         known = [name for name in names if name in ("NodeError", "RankError", "UserError")]
         self.note(
@@ -92,13 +92,13 @@ class RankFile:
 
 @dataclass(kw_only=True)
 class Rank(Context):
-    """The context of one rank, and its line to the launcher.
+    """Context of one rank, which reports to the launcher.
 
     Attributes:
         attempt: how often SLURM has restarted the job under the same id.
-        file: what this rank's file says about it; that of rank 0 holds the verdict.
-        rendezvous: the way to the other ranks, once it has joined them.
-        said: what the launcher's terminal has to show.
+        file: this rank's report; that of rank 0 holds the verdict.
+        rendezvous: the store that the ranks share, once it has joined them.
+        said: messages for the launcher's terminal.
     """
 
     rank: int
@@ -121,8 +121,9 @@ class Rank(Context):
     _first: tuple[int, float] | None = None
 
     def store(self, timeout: timedelta) -> "Store":
-        """The store in which the ranks' process group meets."""
-        assert self.rendezvous is not None
+        """Return the store in which the ranks' process group meets."""
+        if self.rendezvous is None:  # the only rank
+            return super().store(timeout)
         return self.rendezvous.store(timeout)
 
     def stop_requested(self) -> bool:
@@ -133,10 +134,7 @@ class Rank(Context):
         return bool(self.reasons)
 
     def is_current(self) -> bool:
-        """Return whether the launcher's record still names this job, as far as that can be read.
-
-        A folder that was moved has none any more.
-        """
+        """Return whether the launcher's record names this job; True if it cannot be read."""
         try:
             job = record.read_job(self.folder)
         except (OSError, LaunchError):
@@ -144,7 +142,7 @@ class Rank(Context):
         return job is not None and job.name == self.name and job.state != "ended"
 
     def report(self, progress: dict[str, Any]) -> None:
-        """Tell people how far the job is; cheap, and ignored on ranks other than 0.
+        """Report progress; cheap, and ignored on ranks other than 0.
 
         Known keys: epoch, epochs, step, steps, loss, images_per_second.
         """
@@ -160,31 +158,37 @@ class Rank(Context):
             self.flush()
 
     def say(self, message: str) -> None:
-        """Tell people a sentence, in the launcher's terminal; rank 0 does."""
+        """Print a message in the launcher's terminal; ignored on ranks other than 0."""
         if self.rank == 0:
             self.said.append(message)
             self.file.note(said=self.said)
 
     def saving(self, writes: bool) -> None:
-        """Tell the launcher whether a state is being written."""
+        """Report whether a state is being written."""
         if self.rank == 0:
             self.file.hint(saving=writes)
 
     def saved(self, step: int) -> None:
-        """Tell the launcher that the state of this step is complete on disk."""
+        """Report that the state of this step is complete on disk."""
         if self.rank == 0 and step != self.last_saved:
             self.last_saved = step
             self.file.hint(saved=step)
 
     def held_seconds(self) -> float:
-        """Seconds x ranks for which this job and those before it have held their devices."""
+        """Return the seconds x ranks for which this run's jobs have held their devices so far."""
         return self.file.held()
 
     def flush(self) -> None:
-        """Write the last report."""
+        """Write the last progress."""
         if self._pending is not None:
             self.file.hint(progress=self._pending)
-            self._pending, self._reported = None, time.monotonic()
+            self._pending = None
+            self._reported = time.monotonic()
+
+    def close(self) -> None:
+        """Remove the file in which the ranks met."""
+        if self.rendezvous is not None and self.rank == 0:
+            self.rendezvous.close()
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this rank at once with an error, from beside a main thread that is stuck."""
@@ -192,26 +196,17 @@ class Rank(Context):
         self.flush()
         with suppress(OSError):
             self.file.fail(error)
-        self.exit()
-
-    def close(self) -> None:
-        """Remove what it has made to meet the others."""
-        if self.rendezvous is not None:
-            self.rendezvous.close()
-
-    def exit(self) -> NoReturn:
-        """End this rank at once."""
         self.close()
         os._exit(1)
 
 
 def run(folder_name: str, name: str) -> None:
-    """Entry point of each rank, called by submitit."""
+    """Run the job on record as one of its ranks; submitit calls this."""
     import submitit
 
     environment = submitit.JobEnvironment()
-    folder, rank = Path(folder_name), environment.global_rank
-    rank_log(rank)
+    folder = Path(folder_name)
+    rank_log(environment.global_rank)
     logging.getLogger("submitit").handlers.clear()  # ours has its messages, with time and rank
     # Only the job that `job.json` names may run: one submitted twice by a crash ends here, and one
     # that was given up while nobody could cancel it.
@@ -220,15 +215,16 @@ def run(folder_name: str, name: str) -> None:
         why = f"over: {job.ending}" if job and job.name == name else "replaced by another one"
         log.warning("job %s was %s; nothing to do", name, why)
         return
-    # Should the folder be moved, it is not made again in its old place.
-    with watch_folder(folder), record.alive(folder, job):
+    with record.lock_while_alive(folder, job):
         _run(environment, job, folder)
 
 
 def _run(environment: Any, job: Job, folder: Path) -> None:
-    # What an attempt before this one has saved, under the same id, is still saved.
-    before, seconds = record.saved_step(folder, job), record.held_seconds(folder, job)
-    number, size = environment.global_rank, environment.num_tasks
+    # An attempt before this one, under the same id, may have saved steps.
+    before = record.saved_step(folder, job)
+    seconds = record.held_seconds(folder, job)
+    number = environment.global_rank
+    size = environment.num_tasks
     file = RankFile(folder, job.name, number, environment.job_id, seconds, job.ranks)
     file.note(**({"saved": before} if number == 0 else {}))
     rank = Rank(
@@ -273,16 +269,18 @@ def _run(environment: Any, job: Job, folder: Path) -> None:
 def _join(rank: Rank, environment: Any, job: Job) -> None:
     """Meet the other ranks of this attempt, and let libraries know all of them."""
     hosts = list(environment.hostnames)
-    published = record.rank_file(rank.folder, rank.name, 0)
-    rank.rendezvous = Rendezvous(published, rank.attempt, rank.rank, rank.world_size, hosts)
-    if rank.rank == 0:
+    if rank.world_size > 1 and rank.rank == 0:
+        rank.rendezvous = open_rendezvous(rank.attempt, rank.world_size, hosts)
         rank.file.note(meeting=asdict(rank.rendezvous.address))
+    elif rank.world_size > 1:
+        published = record.rank_file(rank.folder, rank.name, 0)
+        rank.rendezvous = find_rendezvous(published, rank.attempt, rank.world_size)
     os.environ |= {
         "RANK": str(rank.rank),
         "LOCAL_RANK": str(rank.local_rank),
         "WORLD_SIZE": str(rank.world_size),
         "LOCAL_WORLD_SIZE": str(rank.local_world_size),
-        "MASTER_ADDR": rank.rendezvous.address.host,
+        "MASTER_ADDR": rank.rendezvous.address.host if rank.rendezvous else "127.0.0.1",
         "OMP_NUM_THREADS": str(rank.cpus),
     }
     # Blocks of GPU memory that grow leave fewer gaps.
@@ -310,7 +308,7 @@ def _call(request: Request, context: Rank) -> str:
 
 
 def _listen(rank: Rank) -> None:
-    """Turn signals and the launcher's request into reasons to stop; end once the folder is gone.
+    """Turn signals and the launcher's request into reasons to stop.
 
     submitit's own handler would requeue at once from rank 0, in the middle of a step.
     """
@@ -322,13 +320,7 @@ def _listen(rank: Rank) -> None:
     signal.signal(signal.SIGTERM, note)
 
     def watch() -> None:
-        gone = 0
         while not _is_asked_to_stop(rank):
-            # Nobody could save, or say so to the ranks that wait for this one.
-            gone = 0 if rank.folder.is_dir() else gone + 1
-            if gone == CHECKS:
-                log.error("%s was moved or removed: this job ends", rank.folder)
-                rank.exit()
             # A thousand ranks asking twice a second would be a load on a shared file system.
             time.sleep(0.5 if rank.rank == 0 else max(0.5, rank.world_size / 64))
         rank.reasons.add("stop")
@@ -339,7 +331,7 @@ def _listen(rank: Rank) -> None:
 def _is_asked_to_stop(rank: Rank) -> bool:
     try:
         job = record.read_job(rank.folder)
-    except (OSError, LaunchError):  # the launcher that owns the record says so
+    except (OSError, LaunchError):  # the launcher reports it
         return False
     return job is not None and job.name == rank.name and job.stop
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maect.core.errors import UserError
-from maect.launch.owner import own
+from maect.launch.owner import lock_folder
 from maect.records import RunRecord, is_finished
 from maect.tools.plan_text import size_text
 from maect.train.run_folder import check_weights, remove_states
@@ -55,7 +55,7 @@ def clean(root: Path, remove: bool) -> None:
     """
     if not any(root.glob("runs/*")):
         raise UserError(f"{root}: no runs there; give a results folder such as results/digits")
-    with own(root, patience=0):
+    with lock_folder(root, patience=0):
         found = list(states(root))
         free = [state for state in found if not state.needed]
         for state in found:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 from maect import experiment
-from maect.launch.owner import own
+from maect.launch.owner import lock_folder
 from maect.tools.first_look import first_look, table
 
 ASKED = (
@@ -26,7 +26,7 @@ def demo(snakemake: Callable[..., int]) -> int:
     level = ours.level
     ours.setLevel(logging.WARNING)
     try:
-        with own(chosen.root, patience=0):  # it trains runs of the pipeline
+        with lock_folder(chosen.root, patience=0):  # it trains runs of the pipeline
             out = first_look(chosen)
     finally:
         ours.setLevel(level)

@@ -26,7 +26,7 @@ from maect.experiment import working_folder
 from maect.experiment.asked import Asked
 from maect.experiment.pages import PAGES, report_inputs
 from maect.experiment.schema import fill_path, one_of
-from maect.launch.owner import SNAKEMAKE, own, this_process
+from maect.launch.owner import SNAKEMAKE, lock_folder, this_process
 from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS
 from maect.stages import STAGES
 
@@ -266,7 +266,7 @@ def start():
     try:
         if reason := why_public(ROOT):
             stop(f"{reason}; or put `storage` into a folder of your own")
-        ownership.enter_context(own(Path(ROOT), patience=15))
+        ownership.enter_context(lock_folder(Path(ROOT), patience=15))
     except UserError as error:
         stop(error)
     if asked.changed:

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 from launching import Run
-from slurm_commands import Clock, Commands
-
-from maect.launch import slurm
+from slurm_commands import Commands
 
 
 @pytest.fixture
@@ -22,13 +20,5 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     commands = Commands(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{commands.folder}:/usr/bin:/bin")
-    monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
+    monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "0.3")
     return commands
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The only time that questions to SLURM know."""
-    clock = Clock()
-    monkeypatch.setattr(slurm, "time", clock)
-    return clock

@@ -4,12 +4,14 @@ import time
 from pathlib import Path
 
 UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
+AWAY = "slurm_load_jobs error: Unable to contact slurm controller"
 SCRIPT = """#!/bin/sh
 echo "$0 $*" >> {folder}/asked
 error=$(cat {folder}/{name}.fails 2> /dev/null) && {{ printf %s "$error" >&2; exit 1; }}
 cat {folder}/{name}.says 2> /dev/null
 exit 0
 """
+SHOWN = "JobId={id} JobName={name} UserId=me(1) JobState={state} Reason={reason} Comment={comment}"
 
 
 class Commands:
@@ -19,20 +21,23 @@ class Commands:
         self.folder = folder
         folder.mkdir()
         for name in ("squeue", "sacct", "scancel", "scontrol", "sbatch", "srun"):
-            self.install(name)
-        self.says("sacct", "")
+            script = self.folder / name
+            script.write_text(SCRIPT.format(folder=self.folder, name=name))
+            script.chmod(0o755)
         self.fails("scontrol", UNKNOWN)
-
-    def install(self, name: str) -> None:
-        script = self.folder / name
-        script.write_text(SCRIPT.format(folder=self.folder, name=name))
-        script.chmod(0o755)
 
     def says(self, name: str, text: str) -> None:
         self._write(f"{name}.says", text)
+        (self.folder / f"{name}.fails").unlink(missing_ok=True)
 
     def fails(self, name: str, error: str) -> None:
         self._write(f"{name}.fails", error)
+
+    def shows(
+        self, state: str, name: str, reason: str = "None", id: str = "7", comment: str = "/x"
+    ) -> None:
+        """Let the controller know a job."""
+        self.says("scontrol", SHOWN.format(**locals()))
 
     def _write(self, name: str, text: str) -> None:
         """Write a file that the commands never see half written."""
@@ -46,24 +51,16 @@ class Commands:
 
 
 class Clock:
-    """Stands in for the module `time`: a loaded machine does not move it, but for a reading's."""
-
-    READING = 1e-6  # seconds: what is read later is later
+    """Stands in for the module `time`: a loaded machine does not move it."""
 
     def __init__(self) -> None:
-        self.zero = time.time() - time.monotonic()
         self.now = time.monotonic()
 
     def time(self) -> float:
-        return self.zero + self.monotonic()
+        return time.time()
 
     def monotonic(self) -> float:
-        self.now += self.READING
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-
-    def set_back(self, seconds: float) -> None:
-        """Change the machine's time of day."""
-        self.zero -= seconds

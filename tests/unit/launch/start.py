@@ -8,10 +8,9 @@ from maect.core.errors import UserError
 from maect.core.log import command_log
 from maect.launch import Resources, Task, launch, launcher, record
 from maect.launch.local import Local
-from maect.launch.slurm import Slurm
 
 # File systems that others share are looked at less often; tests need not wait as long.
-launcher.TICK, Local.interval, Slurm.interval = 0.1, 0.1, 0.5
+launcher.TICK, Local.interval = 0.1, 0.1
 
 
 def without_patience() -> None:

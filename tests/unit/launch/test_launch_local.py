@@ -14,14 +14,14 @@ from counting import expected
 from launching import MAECT_RUN, Run, finish, kill, wait_for
 
 from maect.launch import owner
-from maect.launch.owner import TOGETHER, Interruption, is_snakemake_alive, own, this_process
+from maect.launch.owner import TOGETHER, Interruption, is_snakemake_alive, lock_folder, this_process
 from maect.launch.resources import LaunchError
 
 
 def assert_undisturbed(run, steps: int = 40) -> None:
     """The result of a run that was never disturbed, and nothing left behind."""
     assert run.read("done.json") == expected(steps)
-    wait_for(lambda: not run.processes() and not run.rendezvous_folders(), 20)
+    wait_for(lambda: not run.processes(), 20)
     job = run.read("job.json")
     assert job["state"] == "ended" and job["ending"] == "done"
 
@@ -319,11 +319,11 @@ def test_folder_has_one_owner(run):
     launcher = run.start()
     run.reaches(1)
     owner = f"process {launcher.pid} on .*, running since"
-    with pytest.raises(LaunchError, match=owner), own(run.folder, patience=0.3):
+    with pytest.raises(LaunchError, match=owner), lock_folder(run.folder, patience=0.3):
         pass
     gate.unlink()
     finish(launcher)
-    with own(run.folder, patience=0):
+    with lock_folder(run.folder, patience=0):
         pass
 
 

@@ -1,4 +1,4 @@
-"""The parts of the launcher that need no job: settings, progress line, ports, squeue's cache."""
+"""Parts of the launcher that need no job: settings, progress line, environment."""
 
 import json
 import os
@@ -11,38 +11,32 @@ from launching import HERE, finish, wait_for
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.launch import LaunchError, Resources, Task, launch, progress, slurm, submit
+from maect.launch import LaunchError, Resources, Task, launch, progress, submit
 from maect.launch.record import new_job
 from maect.launch.worker import Rank
 
 
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        ({"cluster": "pbs"}, "'pbs' is unknown"),
-        ({"devices": 0}, "devices=0"),
-        ({"minutes": 1.5}, "minutes=1.5"),
-        ({"nodes": 2}, "nodes=2 needs cluster='slurm'"),
-        ({"setup": "envs/juwels.sh"}, "setup=envs/juwels.sh"),
-    ],
-)
-def test_wrong_resources_are_refused(wrong, words):
-    with pytest.raises(UserError, match=words):
-        Resources(**wrong)
+def from_words(**words):
+    return Resources.parse(nodes=1, **words)
 
 
 @pytest.mark.parametrize(
-    "wrong, words",
+    "make, wrong, words",
     [
-        ({"account": "$MAECT_ACCOUNT"}, r"--account \$MAECT_ACCOUNT: this variable is not set"),
-        ({"cluster": "slurm", "devices": 4}, "--cpus auto is for this machine"),
-        ({"cluster": "slurm", "devices": "auto", "cpus": 8}, "--devices auto is for this machine"),
-        ({"cpus": "many"}, "--cpus many: a positive number, or auto"),
+        (Resources, {"cluster": "pbs"}, "'pbs' is unknown"),
+        (Resources, {"devices": 0}, "devices=0"),
+        (Resources, {"minutes": 1.5}, "minutes=1.5"),
+        (Resources, {"nodes": 2}, "nodes=2 needs cluster='slurm'"),
+        (Resources, {"setup": "envs/juwels.sh"}, "setup=envs/juwels.sh"),
+        (from_words, {"account": "$A"}, r"--account \$A: this variable is not set"),
+        (from_words, {"cluster": "slurm", "devices": 4}, "--cpus auto is for this machine"),
+        (from_words, {"cluster": "slurm", "devices": "auto", "cpus": 8}, "--devices auto is for"),
+        (from_words, {"cpus": "many"}, "--cpus many: a positive number, or auto"),
     ],
 )
-def test_wrong_words_for_resources_are_refused(wrong, words):
+def test_wrong_resources_are_refused(make, wrong, words):
     with pytest.raises(UserError, match=words):
-        Resources.parse(nodes=1, **wrong)
+        make(**wrong)
 
 
 def test_words_for_resources():
@@ -154,32 +148,6 @@ def test_slurm_without_slurm_says_so(tmp_path, monkeypatch):
         launch(Task("counting:count"), tmp_path / "run", Resources("slurm"),
                is_done=lambda: False, describe="count")  # fmt: skip
     assert json.loads((tmp_path / "run" / "job.json").read_text())["state"] == "ended"
-
-
-def test_failed_squeue_is_no_verdict_and_no_storm(commands, clock):
-    """A controller that does not answer is asked no more often."""
-    commands.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
-    squeue = slurm.Squeue()
-    assert [squeue.ask(newer_than=0) for _ in range(5)] == [None] * 5
-    assert len(commands.asked("squeue")) == 1
-
-
-def test_answer_older_than_the_question_is_no_verdict(commands, clock):
-    commands.says("squeue", "7|RUNNING|None|maect-a|/x\n")
-    squeue, before = slurm.Squeue(), clock.monotonic()
-    assert squeue.ask(newer_than=before).jobs["7"][0] == "RUNNING"
-    assert squeue.ask(newer_than=clock.monotonic()) is None
-    clock.sleep(2)
-    assert squeue.ask(newer_than=clock.monotonic() - 1) is not None
-
-
-def test_a_full_queue_of_ones_own_passes():
-    failed = "Batch job submission failed: Job violates accounting/QOS policy"
-    for limit in ("QOSMaxSubmitJobPerUserLimit", "AssocGrpSubmitJobsLimit"):
-        refusal = f"sbatch: error: {limit}\n{failed}"
-        assert slurm.is_limit(refusal) and not slurm.passes(refusal), "there is no job to search"
-    assert not slurm.is_limit(failed) and not slurm.passes(failed)
-    assert not slurm.is_limit("sbatch: error: Socket timed out on send/recv operation")
 
 
 def test_import_is_light():

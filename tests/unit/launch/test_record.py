@@ -11,9 +11,9 @@ from maect.launch import clusters
 from maect.launch.record import (
     Job,
     RankReport,
-    alive,
     failure,
-    lives,
+    has_live_rank,
+    lock_while_alive,
     make_job_folder,
     new_job,
     progress,
@@ -153,6 +153,6 @@ def test_only_ranks_of_local_jobs_hold_a_lock(tmp_path: Path, job: Job) -> None:
     make_job_folder(tmp_path, job.name)
     for cluster in ("slurm", "local"):
         one = replace(job, cluster=cluster)
-        with alive(tmp_path, one), alive(tmp_path, one):
-            assert lives(tmp_path, one) == (cluster == "local")
-    assert not lives(tmp_path, one)
+        with lock_while_alive(tmp_path, one), lock_while_alive(tmp_path, one):
+            assert has_live_rank(tmp_path, one) == (cluster == "local")
+    assert not has_live_rank(tmp_path, one)

@@ -20,9 +20,9 @@ from exchanging import check
 from launching import HERE, Run, finish, wait_for
 
 from maect.core.context import Context
-from maect.core.errors import NodeError, UserError
-from maect.launch.record import Job, make_job_folder, rank_file, write_job
-from maect.launch.rendezvous import Rendezvous
+from maect.core.errors import NodeError
+from maect.launch.record import make_job_folder, rank_file
+from maect.launch.rendezvous import Rendezvous, find_rendezvous, open_rendezvous
 from maect.launch.worker import RankFile
 
 
@@ -71,10 +71,10 @@ def met(
     folder: Path, attempt: int, rank: int, size: int, hosts: Sequence[str] = ("here",)
 ) -> Rendezvous:
     """A rank's way to the others; rank 0 publishes it, as the worker does."""
-    file = rank_file(folder, "job", 0)
-    rendezvous = Rendezvous(file, attempt, rank, size, list(hosts))
-    if rank == 0:
-        RankFile(folder, "job", 0, "7", 0.0, size).note(meeting=asdict(rendezvous.address))
+    if rank > 0:
+        return find_rendezvous(rank_file(folder, "job", 0), attempt, size)
+    rendezvous = open_rendezvous(attempt, size, list(hosts))
+    RankFile(folder, "job", 0, "7", 0.0, size).note(meeting=asdict(rendezvous.address))
     return rendezvous
 
 
@@ -142,33 +142,6 @@ def test_a_group_does_not_meet_in_what_one_before_it_left(tmp_path: Path) -> Non
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("function", ["counting:count", "test_rendezvous:stuck"])
-def test_a_rank_that_fails_leaves_no_folder_to_meet_in(tmp_path: Path, function: str) -> None:
-    """Whoever started it: on a cluster nobody else could remove it."""
-    arguments = {"folder": str(tmp_path), "steps": 1, "complain": "no such file"}
-    request = {"function": function, "arguments": arguments, "cpus": 1}
-    make_job_folder(tmp_path, "job")
-    write_job(tmp_path, Job("local", "job", 1, 0, request))
-    words = [
-        sys.executable,
-        "-c",
-        "import sys; from maect.launch.worker import run; run(*sys.argv[1:])",
-    ]
-    submitit = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1"}
-    submitit |= {f"SUBMITIT_LOCAL_{name}": "0" for name in ("GLOBALID", "LOCALID", "NODEID")}
-    environment = Run(tmp_path / "run").environment() | submitit
-    assert subprocess.run([*words, str(tmp_path), "job"], env=environment, timeout=120).returncode
-    rank = json.loads(rank_file(tmp_path, "job", 0).read_text())
-    assert rank["message"] == "no such file"
-    assert rank["meeting"]["file"].startswith(str(tmp_path))
-    assert list(tmp_path.glob("maect-*")) == []
-
-
-def stuck(context: Context, complain: str, **_: object) -> None:
-    """Fail as the watchdog does, from beside a main thread that is stuck."""
-    context.fail(UserError(complain))
-
-
 def test_rank_0_that_does_not_come_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maect.launch.rendezvous.PATIENCE", 0.2)
     make_job_folder(tmp_path, "job")
@@ -188,11 +161,6 @@ def test_ranks_of_a_node_without_its_loopback_interface_do_not_wait(tmp_path: Pa
     alone = ["unshare", "--map-root-user", "--net"]  # in a network whose only interface is down
     if not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False).returncode:
         pytest.skip("no network of one's own here")
-    make_job_folder(tmp_path, "job")
-    code = f"from {Rendezvous.__module__} import Rendezvous as R; from pathlib import Path; "
-    for size, said in ((1, ""), (2, "which is down (ip link set lo up)")):
-        meet = code + f"R(Path({str(tmp_path)!r}), 0, 0, {size}, ['here']).close()"
-        done = subprocess.run(
-            [*alone, sys.executable, "-c", meet], capture_output=True, text=True, check=False
-        )
-        assert said in done.stderr and bool(said) == bool(done.returncode), done.stderr
+    code = f"from {Rendezvous.__module__} import open_rendezvous; open_rendezvous(0, 2, ['here'])"
+    done = subprocess.run([*alone, sys.executable, "-c", code], capture_output=True, text=True)
+    assert "which is down (ip link set lo up)" in done.stderr and done.returncode, done.stderr

@@ -1,146 +1,128 @@
-"""What is concluded from what squeue and sacct say, or do not: scripts answer in their place."""
+"""What is concluded from SLURM's answers, or their absence: scripts answer in its place."""
 
 import json
+import os
 import signal
 from types import SimpleNamespace
 
 import pytest
 from launching import finish, wait_for
-from slurm_commands import UNKNOWN
+from slurm_commands import AWAY, UNKNOWN, Clock
 
 from maect.core.errors import UserError
 from maect.core.files import sealed
-from maect.launch import Resources, Task, launcher, record, slurm
+from maect.launch import Resources, Task, launcher, record, slurm, submit
 from maect.launch.record import Job
+from maect.launch.resources import sbatch_arguments
 from maect.launch.slurm import Slurm
+
+NAME = "maect-a-1"
 
 
 @pytest.fixture
-def job(tmp_path):
-    return Job("slurm", "maect-a-1", ranks=1, step=0, state="submitted", id="7", submitted=0.0)
+def job():
+    return Job("slurm", NAME, ranks=1, step=0, state="submitted", id="7", submitted=0.0)
 
 
 @pytest.mark.parametrize(
-    "word, phase, grace, final",
+    "state, phase, grace, final",
     [
         ("RUNNING", "running", 0, False),
         ("COMPLETING", "running", 0, False),
         ("PENDING", "pending", 0, False),
         ("REQUEUED", "pending", 0, False),
-        # SLURM puts these back under the same id: later answers have to say so, too.
-        ("NODE_FAIL", "unknown", 0, False),
-        ("PREEMPTED", "unknown", 0, False),
+        ("RESV_DEL_HOLD", "pending", 0, False),
+        # SLURM puts these back under the same id: the end has to last.
+        ("NODE_FAIL", "ended", 0.6, False),
+        ("PREEMPTED", "ended", 0.6, False),
         ("FAILED", "ended", 1, False),
         ("TIMEOUT", "ended", 1, False),
         ("OUT_OF_MEMORY", "ended", 1, False),
         ("CANCELLED", "ended", 1, True),
         ("DEADLINE", "ended", 1, True),
-        ("RESV_DEL_HOLD", "pending", 0, False),
         # Of a later SLURM: nobody here knows whether such a job is over.
         ("HIBERNATED", "unknown", 0, False),
     ],
 )
-def test_words_of_squeue(tmp_path, commands, job, word, phase, grace, final):
-    cluster = Slurm()
-    commands.says("squeue", f"7|{word}|None|maect-a-1\n")
-    state = cluster.poll(tmp_path, job)
-    assert (state.phase, state.grace, state.final) == (phase, grace, final)
+def test_states_of_the_controller(tmp_path, commands, job, state, phase, grace, final):
+    commands.shows(state, NAME)
+    notice = Slurm().poll(tmp_path, job)
+    assert (notice.phase, notice.grace, notice.final) == (phase, grace, final)
     assert not commands.asked("sacct")
 
 
-def test_a_clock_that_is_set_back_blinds_nobody(tmp_path, commands, job, clock):
-    cluster = Slurm()
-    job.submitted = clock.time()
-    commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
-    assert cluster.poll(tmp_path, job).phase == "running"
-    clock.set_back(3600)
-    clock.sleep(1.1)
-    commands.says("squeue", "7|FAILED|None|maect-a-1\n")
-    assert cluster.poll(tmp_path, job).phase == "ended"
-    cluster.poll(tmp_path, job)
-    assert len(commands.asked("squeue")) == 2, "and SLURM is asked no more often"
-
-
 @pytest.mark.parametrize(
-    "says, phase, final",
+    "says, text, final",
     [
-        ("COMPLETED|maect-a-1\n", "ended", False),
-        ("NODE_FAIL|maect-a-1\n", "unknown", False),
-        ("CANCELLED by 0|maect-a-1\n", "ended", True),
-        # It lags behind: squeue has forgotten the job, so this is no verdict.
-        ("RUNNING|maect-a-1\n", "unknown", False),
-        # Just submitted, or never: an end that has to last.
-        ("", "ended", False),
-        # Ids begin again some day.
-        ("COMPLETED|another\n", "ended", False),
+        (f"COMPLETED|{NAME}\n", "COMPLETED (sacct)", False),
+        (f"CANCELLED by 0|{NAME}\n", "CANCELLED (sacct)", True),
+        (f"RUNNING|{NAME}\n", "unknown to SLURM", False),  # it is behind the controller
+        ("", "unknown to SLURM", False),
+        ("COMPLETED|another\n", "unknown to SLURM", False),  # ids begin again some day
+        (None, "unknown to SLURM", False),  # accounting is switched off, or away
     ],
 )
-def test_words_of_sacct(tmp_path, commands, job, clock, says, phase, final):
-    cluster = Slurm()
-    commands.says("squeue", "")
-    commands.says("sacct", says)
-    state = cluster.poll(tmp_path, job)
-    assert (state.phase, state.final) == (phase, final)
-    assert says.endswith("-1\n") or (state.text, state.grace) == ("unknown to SLURM", 1)
-    cluster.poll(tmp_path, job)
-    assert len(commands.asked("sacct")) == 1, "asked again within the interval"
-
-
-@pytest.mark.parametrize(
-    "scontrol, phase",
-    [
-        # Our list of jobs lacks it, and it lives: another partition, user or format was listed.
-        ("JobId=7 JobName=maect-a-1 UserId=me(1) JobState=RUNNING Reason=None", "running"),
-        ("JobId=7 JobName=maect-a-1 UserId=me(1) JobState=FAILED Reason=None", "ended"),
-        ("JobId=7 JobName=another UserId=me(1) JobState=RUNNING Reason=None", "ended"),
-        ("JobId=7 JobName=maect-a-12 UserId=me(1) JobState=RUNNING Reason=None", "ended"),
-        ("", "unknown"),
-    ],
-)
-def test_only_the_controller_knows_that_there_is_no_such_job(
-    tmp_path, commands, job, scontrol, phase
+def test_accounting_is_asked_about_what_the_controller_forgot(
+    tmp_path, commands, job, says, text, final
 ):
-    commands.says("squeue", "8|RUNNING|None|another\n")
-    (commands.folder / "scontrol.fails").unlink()
-    commands.says("scontrol", scontrol)
-    assert Slurm().poll(tmp_path, job).phase == phase
-    commands.fails("scontrol", "slurm_load_jobs error: Unable to contact slurm controller")
-    assert Slurm().poll(tmp_path, job).phase == "unknown"
-
-
-def test_a_name_with_blanks_is_read_whole(tmp_path, commands, job):
-    """That of a folder with blanks; accounting is switched off."""
-    job.name = "maect-my JobState=x run-1"
-    commands.says("squeue", "")
-    commands.fails("sacct", "Slurm accounting storage is disabled")
-    (commands.folder / "scontrol.fails").unlink()
-    shown = "JobId=7 JobName={} UserId=me(1) JobState=PENDING Reason=Priority Restarts=0"
-    commands.says("scontrol", shown.format(job.name))
+    if says is None:
+        commands.fails("sacct", "Slurm accounting storage is disabled")
+    else:
+        commands.says("sacct", says)
     notice = Slurm().poll(tmp_path, job)
-    assert (notice.phase, notice.text) == ("pending", "PENDING (Priority)")
-    assert Slurm().waits(tmp_path, job)
-    commands.says("scontrol", shown.format("maect-my JobState=x run-2"))
+    assert (notice.phase, notice.text, notice.final) == ("ended", text, final)
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "JobId=7 JobName=another UserId=me(1) JobState=RUNNING Reason=None Comment=/y",
+        f"JobId=7 JobName={NAME}2 UserId=me(1) JobState=RUNNING Reason=None",
+    ],
+)
+def test_ids_begin_again(tmp_path, commands, job, shown):
+    job.request["parameters"] = {"comment": "/x"}
+    commands.says("scontrol", shown)
+    assert Slurm().poll(tmp_path, job).text == "unknown to SLURM"
+    assert Slurm().end(tmp_path, job) and not commands.asked("scancel")
+
+
+def test_silence_is_no_verdict(tmp_path, commands, job):
+    commands.says("sacct", f"FAILED|{NAME}\n")
+    for answer in (lambda: commands.fails("scontrol", AWAY), lambda: commands.says("scontrol", "")):
+        answer()
+        assert Slurm().poll(tmp_path, job).phase == "unknown"
+        assert not Slurm().end(tmp_path, job)
+    commands.fails("squeue", AWAY)
+    job.id = None
+    assert Slurm().poll(tmp_path, job).phase == "unknown"
+    assert not commands.asked("sacct") and not commands.asked("scancel")
+
+
+@pytest.mark.parametrize("name", ["mine", "my JobState=FAILED job", "a|b"])
+def test_a_renamed_job_is_the_run_s(tmp_path, commands, job, name):
+    """`scontrol update JobId=7 JobName=mine`, by a user or a site: its comment is the folder."""
+    job.request["parameters"] = {"comment": str(tmp_path)}
+    commands.shows("RUNNING", name, comment=str(tmp_path))
+    assert Slurm().poll(tmp_path, job).phase == "running"
+    assert Slurm().end(tmp_path, job) and commands.asked("scancel")[-1].endswith(" 7")
+    commands.shows("RUNNING", name, comment=f"{tmp_path}2")
     assert Slurm().poll(tmp_path, job).text == "unknown to SLURM"
 
 
-@pytest.mark.parametrize("word, phase", [("RUNNING", "running"), ("PENDING", "pending")])
-def test_a_job_of_another_user(tmp_path, commands, job, clock, word, phase):
-    """squeue was asked about one's own alone; accounting and controller know it."""
-    cluster = Slurm()
-    commands.says("squeue", "")
-    commands.says("sacct", f"{word}|maect-a-1\n")
-    (commands.folder / "scontrol.fails").unlink()
-    commands.says("scontrol", f"JobId=7 JobName=maect-a-1 UserId=b(2) JobState={word} Reason=None")
-    for _ in range(3):
-        assert cluster.poll(tmp_path, job).phase == phase
-    assert len(commands.asked("sacct")) == len(commands.asked("scontrol")) == 1
-    # What it says of an end is accounting's to say.
-    commands.says("scontrol", "JobId=7 JobName=maect-a-1 UserId=b(2) JobState=FAILED Reason=None")
-    assert Slurm().poll(tmp_path, job).phase == "unknown"
+def test_a_job_without_an_id_is_found_by_its_name(tmp_path, commands, job):
+    """Names of other jobs may be in any encoding, and have any sign."""
+    job.id = None
+    (commands.folder / "squeue").write_bytes(
+        b"#!/bin/sh\necho $* > " + os.fsencode(commands.folder / "words") + b"\n"
+        b"printf '8|gr\\374n\\n9|a|b\\n7|maect-a-1\\n'\n"
+    )
+    commands.shows("PENDING", NAME, "Priority")
+    assert Slurm().poll(tmp_path, job).text == "PENDING (Priority)" and job.id == "7"
+    assert f"-u {os.getuid()} " in (commands.folder / "words").read_text(), "LOGNAME may be another"
 
 
-def test_unknown_to_another_cluster_is_no_verdict(tmp_path, commands, job):
-    commands.says("squeue", "")
+def test_another_cluster_is_refused_by_name(tmp_path, commands, job):
     (commands.folder / "scontrol").write_text(
         '#!/bin/sh\n[ "$2" = config ] && echo "ClusterName             = there" && exit\n'
         f"echo {UNKNOWN} >&2\nexit 1\n"
@@ -149,104 +131,8 @@ def test_unknown_to_another_cluster_is_no_verdict(tmp_path, commands, job):
     assert Slurm().poll(tmp_path, job).text == "unknown to SLURM"
     job.site = "here"
     for job.id in ("7", None):
-        with pytest.raises(UserError, match=r"submitted to the cluster here, and this is there"):
+        with pytest.raises(UserError, match="submitted to the cluster here, and this is there"):
             Slurm().poll(tmp_path, job)
-
-
-@pytest.mark.parametrize(
-    "error, phase",
-    [
-        ("sacct: error: Connection refused", "unknown"),
-        ("sacct: error: slurm_persist_conn_open: Something happened", "unknown"),
-        ("Slurm accounting storage is disabled", "ended"),
-    ],
-)
-def test_sacct_that_fails(tmp_path, commands, job, error, phase):
-    cluster = Slurm()
-    commands.says("squeue", "")
-    commands.fails("sacct", error)
-    assert cluster.poll(tmp_path, job).phase == phase
-
-
-def test_no_sacct_on_this_cluster(tmp_path, commands, job, monkeypatch):
-    cluster = Slurm()
-    commands.says("squeue", "")
-    (commands.folder / "sacct").unlink()
-    monkeypatch.setenv("PATH", str(commands.folder))
-    (commands.folder / "squeue").write_text("#!/bin/sh\n")
-    (commands.folder / "scontrol").write_text(f"#!/bin/sh\necho {UNKNOWN} >&2\nexit 1\n")
-    state = cluster.poll(tmp_path, job)
-    assert (state.phase, state.grace) == ("ended", 1)
-
-
-def test_squeue_that_fails_is_no_verdict_whatever_sacct_says(tmp_path, commands, job):
-    cluster = Slurm()
-    commands.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
-    commands.says("sacct", "FAILED\n")
-    assert cluster.poll(tmp_path, job).phase == "unknown"
-    assert not commands.asked("sacct")
-
-
-def test_submitter_whose_clock_was_ahead_is_answered(tmp_path, commands, job, clock):
-    cluster = Slurm()
-    job.submitted = clock.time() + 3600
-    commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
-    cluster.poll(tmp_path, job)
-    clock.sleep(1.1)
-    assert cluster.poll(tmp_path, job).phase == "running"
-
-
-@pytest.mark.parametrize(
-    "log, phase",
-    [
-        ("maect: attempt 0 on n1\nsrun: error: n1: task 3: Killed\n", "ended"),
-        (
-            "maect: attempt 0 on n1\nsrun: error: n1: tasks 0-1,3: Exited with exit code 1\n",
-            "ended",
-        ),
-        ("maect: attempt 0 on n1\nsrun: error: n1: task 3: Killed\nmaect: attempt 1\n", "running"),
-        # Attempt 2 runs, and its node's prolog has not ended.
-        ("maect: attempt 1 on n1\nsrun: error: n1: task 0: Terminated\n", "running"),
-        ("maect: attempt 0 on n1\ntasks 3: srun: error: of mine\n", "running"),
-    ],
-)
-def test_job_that_lost_a_rank_and_is_not_ended(
-    tmp_path, commands, job, clock, log, phase, monkeypatch
-):
-    cluster = Slurm()
-    monkeypatch.setattr(slurm, "BROKEN_GRACE", 0.2)
-    commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
-    (commands.folder / "scontrol.fails").unlink()
-    restarts = 2 if "attempt 1 on" in log else 0
-    commands.says("scontrol", f"JobId=7 JobName=maect-a-1 Requeue=1 Restarts={restarts} Reboot=0")
-    record.make_job_folder(tmp_path, job.name)
-    record.log(tmp_path, job, 0).write_text(log)
-    assert cluster.poll(tmp_path, job).phase == "running"
-    clock.sleep(0.3)
-    # The same answer says nothing new.
-    assert cluster.poll(tmp_path, job).phase == "running"
-    clock.sleep(1)
-    assert cluster.poll(tmp_path, job).phase == phase
-
-
-@pytest.mark.parametrize("word", ["RUNNING", "NODE_FAIL"])
-def test_silence_of_slurm_ends_no_job(tmp_path, commands, job, clock, monkeypatch, word):
-    """The last answer grows old while the controller is away: that makes nothing of it true."""
-    cluster = Slurm()
-    monkeypatch.setattr(slurm, "BROKEN_GRACE", 0.2)
-    commands.says("squeue", f"7|{word}|None|maect-a-1\n")
-    record.make_job_folder(tmp_path, job.name)
-    record.log(tmp_path, job, 0).write_text("maect: attempt 0\nsrun: error: n1: task 3: Killed\n")
-    (commands.folder / "scontrol.fails").unlink()
-    commands.says("scontrol", "JobId=7 JobName=maect-a-1 Requeue=1 Restarts=0 Reboot=0")
-    cluster.poll(tmp_path, job)
-    commands.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
-    for _ in range(4):
-        clock.sleep(1)
-        assert cluster.poll(tmp_path, job).phase in ("running", "unknown")
-    (commands.folder / "squeue.fails").unlink()
-    clock.sleep(1)
-    assert cluster.poll(tmp_path, job).phase == "ended"
 
 
 @pytest.mark.parametrize(
@@ -257,43 +143,13 @@ def test_silence_of_slurm_ends_no_job(tmp_path, commands, job, clock, monkeypatc
     ],
 )
 def test_whether_a_job_was_cancelled(tmp_path, commands, job, says, over):
-    cluster = Slurm()
-    (commands.folder / "scontrol.fails").unlink()
-    commands.says("scontrol", "JobId=7 JobName=maect-a-1 UserId=me(1) JobState=RUNNING Reason=None")
+    commands.shows("RUNNING", NAME)
     commands.fails("scancel", says)
-    assert cluster.end(tmp_path, job) is over
-    assert commands.asked("scancel")[-1].endswith(" 7")
-    (commands.folder / "scancel.fails").unlink()
-    job.id = None
-    assert cluster.end(tmp_path, job)
-    assert commands.asked("scancel")[-1].endswith("--name=maect-a-1")
-
-
-def test_somebody_elses_job_of_the_same_id_is_not_cancelled(tmp_path, commands, job):
-    """Ids begin again some day; a controller that does not answer says nothing."""
-    (commands.folder / "scontrol.fails").unlink()
-    commands.says("scontrol", "JobId=7 JobName=another UserId=me(1) JobState=RUNNING Comment=/x")
-    assert Slurm().end(tmp_path, job) and not commands.asked("scancel")
-    commands.fails("scontrol", "slurm_load_jobs error: Unable to contact slurm controller")
-    assert not Slurm().end(tmp_path, job) and not commands.asked("scancel")
-
-
-@pytest.mark.parametrize("name", ["mine", "my JobState=FAILED job", "a|b"])
-def test_a_job_that_was_renamed_is_still_the_run_s(tmp_path, commands, job, name):
-    """`scontrol update JobId=7 JobName=mine`, by a user or a site: its comment is the folder."""
-    job.request["parameters"] = {"comment": str(tmp_path)}
-    commands.says("squeue", f"7|RUNNING|None|{name}|{tmp_path}\n")
-    assert Slurm().poll(tmp_path, job).phase == "running"
-    commands.says("squeue", f"7|RUNNING|None|{name}|{tmp_path}2\n")
-    assert Slurm().poll(tmp_path, job).phase != "running"
-    (commands.folder / "scontrol.fails").unlink()
-    about = f"JobId=7 JobName={name} UserId=me(1) JobState=RUNNING Comment={tmp_path}"
-    commands.says("scontrol", about)
-    assert Slurm().end(tmp_path, job) and commands.asked("scancel")[-1].endswith(" 7")
+    assert Slurm().end(tmp_path, job) is over
 
 
 @pytest.mark.parametrize(
-    "word, reason",
+    "state, reason",
     [
         ("PENDING", "JobHeldUser"),
         ("PENDING", "JobHeldAdmin"),
@@ -301,218 +157,246 @@ def test_a_job_that_was_renamed_is_still_the_run_s(tmp_path, commands, job, name
         ("REQUEUE_HOLD", "None"),
     ],
 )
-def test_a_held_job_is_named_with_its_cure(tmp_path, commands, job, word, reason):
-    commands.says("squeue", f"7|{word}|{reason}|maect-a-1|/x\n")
+def test_a_held_job_is_named_with_its_cure(tmp_path, commands, job, state, reason):
+    commands.shows(state, NAME, reason)
     notice = Slurm().poll(tmp_path, job)
     assert notice.phase == "pending" and "`scontrol release 7`" in notice.hint
-    commands.says("squeue", "7|PENDING|Priority|maect-a-1|/x\n")
+    commands.shows("PENDING", NAME, "Priority")
     assert Slurm().poll(tmp_path, job).hint == ""
 
 
-def test_a_held_job_is_said_once(run, commands):
-    take_over(run)
-    commands.says("squeue", f"7|PENDING|JobHeldUser|{run.job().name}|/x\n")
-    launcher = run.start()
-    wait_for(lambda: len(commands.asked("squeue")) > 2)
+SETTINGS = {
+    "SQUEUE_PARTITION": "elsewhere", "SLURM_CLUSTERS": "other", "SBATCH_ARRAY_INX": "0-2",
+    "SBATCH_JOB_NAME": "mine", "SACCT_FORMAT": "jobid", "SCANCEL_INTERACTIVE": "yes",
+    "SLURM_JOB_ID": "3",
+}  # fmt: skip
+
+
+def test_settings_of_a_shell_change_nothing(commands, monkeypatch):
+    for key, value in SETTINGS.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
+    (commands.folder / "squeue").write_text("#!/bin/sh\nenv\n")
+    code, out, _ = slurm.command("squeue")
+    seen = {line.partition("=")[0] for line in out.splitlines()}
+    assert code == 0 and not seen & SETTINGS.keys() and {"SLURM_CONF", "PATH"} <= seen
+    assert not submit.environment(NAME, 1).keys() & SETTINGS.keys()
+    with pytest.raises(UserError, match="SLURM_CLUSTERS=other is set"):
+        submit.check_shell()
+
+
+@pytest.mark.parametrize(
+    "argument", ["array=0-2", "clusters=a", "M=a", "job_name=x", "--output=x", "wait", "ntasks=3"]
+)
+def test_arguments_that_would_lose_the_job_are_refused(argument):
+    with pytest.raises(UserError, match=rf"slurm_extra: {argument}: .* is set by maect"):
+        Resources("slurm", sbatch=(argument,))
+
+
+def test_a_list_is_one_argument():
+    text = "exclude=n1,n[3-5,7],qos=default,exclusive, gres=gpu:4,nvme:1"
+    assert sbatch_arguments(text) == (
+        "exclude=n1,n[3-5,7]", "qos=default", "exclusive", "gres=gpu:4,nvme:1",
+    )  # fmt: skip
+    assert sbatch_arguments("") == ()
+
+
+def take_over(run) -> str:
+    """Leave the record of a launcher that was killed after it had submitted job 7."""
+    run.folder.mkdir()
+    run.resources |= {"cluster": "slurm", "devices": 1}
+    name = f"maect-{run.folder.name}-1"
+    job = Job("slurm", name, 1, 0, {"cpus": 1}, state="submitted", id="7", submitted=0.0)
+    record.write_job(run.folder, job)
+    return name
+
+
+def complete(run) -> None:
+    """Let the job on record return with its result."""
     (run.folder / "done.json").write_text("{}")
     run.returns("done")
-    words = finish(launcher)
-    assert words.count("`scontrol release 7`") == 1, words
+
+
+def answering(run, commands, answer: str, state: str = "CANCELLED", more: str = "") -> None:
+    """Let sbatch accept a job and say something; its id is 41."""
+    run.resources |= {"cluster": "slurm", "devices": 1}
+    shown = f"JobId=41 JobName=$name UserId=me(1) JobState={state} Reason=None"
+    (commands.folder / "sbatch").write_text(
+        f'#!/bin/sh\necho "$0 $*" >> {commands.folder}/asked\n'
+        f"name=$(grep -o 'maect-{run.folder.name}-[0-9a-f]*' {run.folder}/job.json | tail -1)\n"
+        f"rm -f {commands.folder}/scontrol.fails\n"
+        f'echo "41|$name" > {commands.folder}/squeue.says\n'
+        f'echo "{shown}" > {commands.folder}/scontrol.says\nprintf "{answer}"\n{more}\n'
+    )
+
+
+ANSWERS = {
+    "as it is": "41\\n",
+    "another cluster's form": "41;there\\n",
+    "without --parsable": "Submitted batch job 41\\n",
+    "after a banner": "Welcome, job 7 is your best\\n7 users online\\nquota: 12\\n41\\n",
+    "not UTF-8": "\\377 gr\\374\\303\\n41\\n",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_the_job_s_id_is_sbatch_s_own(run, commands, answer):
+    answering(run, commands, answer)
+    words = finish(run.start())
+    assert run.job().id == "41" and "job 41 was cancelled" in words
+    assert "--parsable" in commands.asked("sbatch")[0]
 
 
 def test_submission_that_broke_off_is_looked_for(run, commands):
-    """sbatch has accepted the job; the process that called it dies before it can say so."""
-    run.resources |= {"cluster": "slurm", "devices": 1}
-    name = f"maect-{run.folder.name}-"
-    (commands.folder / "sbatch").write_text(
-        f'#!/bin/sh\necho "$0 $*" >> {commands.folder}/asked\n'
-        f"name=$(grep -o '{name}[0-9a-f]*' {run.folder}/job.json | tail -1)\n"
-        f'echo "7|PENDING|None|$name" > {commands.folder}/squeue.says\n'
-        "kill -9 $PPID\n"
-    )
+    """sbatch has accepted a job of a run; the process that called it dies before it can say so."""
+    take_over(run)
+    commands.shows("NODE_FAIL", run.job().name)
+    answering(run, commands, "", "PENDING", "kill -9 $PPID")
     launcher = run.start()
-    wait_for(lambda: run.read("job.json").get("id") == "7")
-    assert run.read("job.json")["state"] == "submitted"
-    (run.folder / "done.json").write_text("{}")
-    run.returns("done")
+    wait_for(lambda: run.read("job.json").get("id") == "41")
+    assert run.state() == "submitted"
+    complete(run)
     words = finish(launcher)
     assert launcher.returncode == 0 and len(commands.asked("sbatch")) == 1, words
 
 
-def test_submission_that_breaks_off_each_time_is_given_up(run, commands):
-    run.resources |= {"cluster": "slurm", "devices": 1}
-    (commands.folder / "sbatch").write_text(
-        f'#!/bin/sh\necho "$0 $*" >> {commands.folder}/asked\nkill -9 $PPID\n'
-    )
+def test_a_held_job_is_said_once(run, commands):
+    name = take_over(run)
+    commands.shows("PENDING", name, "JobHeldUser")
     launcher = run.start()
+    wait_for(lambda: len(commands.asked("scontrol")) > 2)
+    complete(run)
     words = finish(launcher)
-    assert launcher.returncode == 2 and "the submission broke off" in words
-    assert len(commands.asked("sbatch")) == 3
+    assert words.count("`scontrol release 7`") == 1, words
 
 
 def test_job_that_could_not_be_cancelled_is_not_called_so(run, commands):
-    take_over(run)
-    name = run.read("job.json")["name"]
-    commands.says("squeue", f"7|PENDING|None|{name}\n")
-    (commands.folder / "scontrol.fails").unlink()
-    commands.says("scontrol", f"JobId=7 JobName={name} JobState=PENDING Reason=None")
+    name = take_over(run)
+    commands.shows("PENDING", name)
     commands.fails("scancel", "scancel: error: Unable to contact slurm controller")
     launcher = run.start()
-    wait_for(lambda: commands.asked("squeue"))
+    wait_for(lambda: commands.asked("scontrol"))
     launcher.send_signal(signal.SIGINT)
     words = finish(launcher)
     assert launcher.returncode == 130 and "was not cancelled" in words
     assert run.state() == "submitted" and run.job().stop
 
 
-def take_over(run) -> None:
-    """A launcher was killed after it had submitted job 7."""
-    run.folder.mkdir()
-    run.resources |= {"cluster": "slurm", "devices": 1}
-    name = f"maect-{run.folder.name}-1"
-    job = Job("slurm", name, 1, 0, {"cpus": 1}, state="submitted", id="7", submitted=0.0)
-    record.write_job(run.folder, job)
-
-
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_fault_of_a_node_ends_only_what_has_not_worked_elsewhere(run, commands, step):
     """As without a GPU: a setting's fault at first, this node's in a run that has saved a step."""
-    run.resources |= {"cluster": "slurm", "devices": 1}
-    count = f"$(ls {commands.folder} | grep -c script-)"
-    jobs = f"{run.folder}/jobs"
-    told = {"rank": 0, "node": "n7", "end": "error", "kind": "NodeError", "message": "no GPU here"}
+    told = {"rank": 0, "end": "error", "kind": "NodeError", "message": "no GPU here"}
     told |= {"traceback": "NodeError: no GPU here", "time": 0.0, "saved": step}
-    (commands.folder / "sbatch").write_text(
-        f"#!/bin/sh\nname=$(ls -t {jobs} | head -1)\n"
-        f'cp "$2" {commands.folder}/script-{count}\nid={count}\n'
-        f"echo '{json.dumps(sealed(told))}' > {jobs}/$name/rank-0.json\n"
-        f'echo "$id|FAILED|None|$name" > {commands.folder}/squeue.says\necho $id\n'
-    )
+    report = f"echo '{json.dumps(sealed(told))}' > {run.folder}/jobs/$name/rank-0.json"
+    answering(run, commands, "41\\n", "FAILED", report)
     words = finish(run.start())
-    scripts = sorted(commands.folder.glob("script-*"))
     assert "no GPU here" in words
     if not step:
-        assert len(scripts) == 1 and "gave up" not in words
+        assert len(commands.asked("sbatch")) == 1 and "gave up" not in words
         return
-    assert "gave up after 3 attempts" in words and len(scripts) == 4  # the first saved a step
+    # The first saved a step.
+    assert "gave up after 3 attempts" in words and len(commands.asked("sbatch")) == 4
 
 
-def test_a_limit_on_submitted_jobs_is_waited_for(run, commands):
-    run.resources |= {"cluster": "slurm", "devices": 1}
-    commands.says("squeue", "")
-    (commands.folder / "scontrol").write_text(
-        '#!/bin/sh\n[ "$2" = config ] && echo "ClusterName             = here" && exit\nexit 1\n'
-    )
-    commands.fails("sbatch", "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job "
-                   "submission failed: Job violates accounting/QOS policy")  # fmt: skip
-    launcher = run.start()
-    wait_for(lambda: len(commands.asked("sbatch")) > 2)
-    launcher.send_signal(signal.SIGINT)
-    words = finish(launcher)
-    assert launcher.returncode == 130 and "no job is running" in words, words
-    assert words.count("SLURM takes no job for now") == 1
-    assert "QOSMaxSubmitJobPerUserLimit" in words and "does not answer" not in words
-    assert run.state() == "ended" and run.job().ending.startswith(
-        "not accepted for now: sbatch: error: QOS"
-    )
-    assert run.job().earlier == [] and not list((run.folder / "jobs").iterdir())
-    launcher = run.start()
-    wait_for(lambda: len(commands.asked("sbatch")) > 4)
-    commands.says("sbatch", "7\n")
-    (commands.folder / "sbatch.fails").unlink()
-    wait_for(lambda: run.state() == "submitted")
-    commands.says("squeue", f"7|RUNNING|None|{run.job().name}\n")
-    run.returns("done")
-    (run.folder / "done.json").write_text("{}")
-    words = finish(launcher)
-    assert launcher.returncode == 0 and "gave up" not in words, words
-    assert run.job().attempt == 1 and run.job().earlier == []
-
-
+LIMIT = (
+    "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: "
+    "Job violates accounting/QOS policy"
+)
+FAILED = "sbatch: error: Batch job submission failed: "
 REFUSALS = {
-    "munge is away": "sbatch: error: Batch job submission failed: Protocol authentication error",
-    "the controller's disk is full": "sbatch: error: Batch job submission failed: "
-    "I/O error writing script/environment to file",
+    "a limit on submitted jobs": LIMIT,
+    "munge is away": f"{FAILED}Protocol authentication error",
+    "the controller is away": f"{FAILED}Unable to contact slurm controller (connect failure)",
+    "the controller's disk is full": f"{FAILED}I/O error writing script/environment to file",
     "anything, of a run whose settings were accepted": "sbatch: error: no more of this",
 }
 
 
 @pytest.mark.parametrize("why", REFUSALS)
 def test_a_refusal_for_a_moment_is_tried_again(run, commands, why):
+    name = f"maect-{run.folder.name}-"
+    earlier = 0
     if why.startswith("anything"):
-        take_over(run)
+        commands.shows("NODE_FAIL", take_over(run))
+        earlier = 1
     run.resources |= {"cluster": "slurm", "devices": 1}
-    commands.says("squeue", "")
     commands.fails("sbatch", REFUSALS[why])
     launcher = run.start()
     wait_for(lambda: len(commands.asked("sbatch")) > 1)
     commands.says("sbatch", "8\n")
-    (commands.folder / "sbatch.fails").unlink()
     wait_for(lambda: run.state() == "submitted" and run.job().id == "8")
-    commands.says("squeue", f"8|RUNNING|None|{run.job().name}|/x\n")
-    run.returns("done")
-    (run.folder / "done.json").write_text("{}")
+    commands.shows("RUNNING", run.job().name, id="8")
+    complete(run)
     words = finish(launcher)
-    assert launcher.returncode == 0, words
-    assert words.count(f"takes no job for now; trying again: {REFUSALS[why]}") == 1, words
+    assert launcher.returncode == 0 and "gave up" not in words, words
+    said = " ".join(REFUSALS[why].split())
+    assert words.count(f"takes no job for now; trying again: {said}") == 1, words
+    assert run.job().attempt == 1 + earlier and len(run.job().earlier) == earlier
+    assert run.job().name.startswith(name)
 
 
-def test_a_refusal_is_tried_again_for_an_hour_and_no_longer(tmp_path, monkeypatch, clock):
+def test_an_interrupt_ends_the_wait_for_a_limit(run, commands):
+    run.resources |= {"cluster": "slurm", "devices": 1}
+    commands.fails("sbatch", LIMIT)
+    launcher = run.start()
+    wait_for(lambda: len(commands.asked("sbatch")) > 1)
+    launcher.send_signal(signal.SIGINT)
+    words = finish(launcher)
+    assert launcher.returncode == 130 and "no job is running" in words, words
+    assert run.state() == "ended" and run.job().ending.startswith("not accepted for now: sbatch")
+    assert run.job().earlier == [] and not list((run.folder / "jobs").iterdir())
+
+
+def test_refusals_are_tried_again_for_an_hour(tmp_path, monkeypatch):
     """A first job's settings may be wrong: it is tried once."""
+    clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
-    given = Task("a:b"), tmp_path, Resources("slurm"), lambda: False, None, None, lambda: True
-    one, refusal = launcher._Launch(*given), "sbatch: error: Invalid account"
+    one = launcher._Launch(Task("a:b"), tmp_path, Resources("slurm"), lambda: False, None, None)
     first = Job("slurm", "maect-a-1", 1, 0)
     later = Job("slurm", "maect-a-2", 1, 0, earlier=[{"name": "maect-a-1", "id": "7"}])
-    assert not one.may_be_taken_later(first, refusal)
-    assert one.may_be_taken_later(later, refusal)
+    refusal = "sbatch: error: Invalid account"
+    assert not one.may_try_again(first, refusal)
+    assert one.may_try_again(first, REFUSALS["munge is away"])
+    assert one.may_try_again(later, refusal)
     clock.sleep(launcher.REFUSAL_PATIENCE - 1)
-    assert one.may_be_taken_later(later, refusal)
+    assert one.may_try_again(later, refusal)
     clock.sleep(2)
-    assert not one.may_be_taken_later(later, refusal)
-    assert one.may_be_taken_later(later, "sbatch: error: QOSMaxSubmitJobPerUserLimit")
+    assert not one.may_try_again(later, refusal)
+    assert one.may_try_again(later, LIMIT), "it ends whenever a job before it does"
 
 
-def test_each_wait_for_a_limit_is_longer(tmp_path, monkeypatch, clock):
+def test_each_wait_is_longer(tmp_path, monkeypatch):
     """Half a minute, then twice as long each time, up to ten minutes."""
     monkeypatch.delenv(slurm.INTERVAL_VARIABLE, raising=False)
+    clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
+    monkeypatch.setattr(Slurm, "site", lambda self: None)
+    monkeypatch.setattr(submit, "submit", lambda *_: {"error": LIMIT, "refused": True})
     people = SimpleNamespace(stops=0, reason_to_leave=lambda: None)
-    given = Task("a:b"), tmp_path, Resources("slurm"), lambda: False, None, people, lambda: True
-    one, began = launcher._Launch(*given), clock.now
+    line = SimpleNamespace(say=lambda text: None, title="")
+    one = launcher._Launch(Task("a:b"), tmp_path, Resources("slurm"), lambda: False, line, people)
     waited = []
+    job = None
     for _ in range(7):
-        one.wait_after_refusal()
-        waited.append(round(clock.now - began))
-        began = clock.now
+        job = one.submit(job)
+        start = clock.now
+        one.wait_before_submission()
+        waited.append(round(clock.now - start))
     assert waited == [30, 60, 120, 240, 480, 600, 600]
 
 
-@pytest.mark.parametrize("word", ["NODE_FAIL", pytest.param("PREEMPTED", marks=pytest.mark.slow)])
-def test_job_that_slurm_puts_back_is_waited_for(run, commands, word):
-    take_over(run)
-    row = f"7|{{}}|None|{run.read('job.json')['name']}\n"
-    commands.says("squeue", row.format(word))
+@pytest.mark.parametrize("state", ["NODE_FAIL", "PREEMPTED"])
+def test_job_that_slurm_puts_back_is_waited_for(run, commands, monkeypatch, state):
+    monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
+    name = take_over(run)
+    commands.shows(state, name)
     launcher = run.start()
-    wait_for(lambda: commands.asked("squeue"))
-    commands.says("squeue", row.format("PENDING"))
-    count = len(commands.asked("squeue"))
-    wait_for(lambda: len(commands.asked("squeue")) > count + 2)
-    commands.says("squeue", row.format("RUNNING"))
-    run.returns("done")
-    (run.folder / "done.json").write_text("{}")
+    wait_for(lambda: commands.asked("scontrol"))
+    commands.shows("PENDING", name)
+    count = len(commands.asked("scontrol"))
+    wait_for(lambda: len(commands.asked("scontrol")) > count + 2)
+    commands.shows("RUNNING", name)
+    complete(run)
     words = finish(launcher)
     assert launcher.returncode == 0, words
     assert not commands.asked("sbatch") and not commands.asked("scancel")
-
-
-def test_lost_job_that_does_not_come_back_is_submitted_again(run, commands):
-    take_over(run)
-    commands.says("squeue", f"7|NODE_FAIL|None|{run.read('job.json')['name']}\n")
-    commands.fails("sbatch", "sbatch: error: no more of this")
-    launcher = run.start()
-    wait_for(lambda: commands.asked("sbatch"))
-    launcher.send_signal(signal.SIGINT)
-    words = finish(launcher)
-    assert launcher.returncode == 130 and "trying again: sbatch: error: no more of this" in words
-    assert run.read("job.json")["earlier"][0]["ending"] == "NODE_FAIL"
