@@ -28,7 +28,7 @@ rule report:
     input:
         LOST_SHARDS,
         rules.report_html.output,
-        SHOWN if {"tables", "figures"} & changes.keys() else rules.evaluations.input,
+        SHOWN if {"tables", "figures"} & config.keys() else rules.evaluations.input,
     localrule: True
 
 
@@ -37,4 +37,4 @@ onstart:
 
 
 onsuccess:
-    finish()
+    pipeline.say_where_the_report_is(experiment, began)

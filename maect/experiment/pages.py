@@ -320,8 +320,29 @@ def _groups(experiment: Experiment, name: str) -> Groups | None:
     return groups if FIGURES[name].groups_classes and _classes(experiment, name) else None
 
 
+def menu_entry(experiment: Experiment, page: Page) -> str:
+    """Return a page's entry in the report's menu: its category, numbered in the order of pages."""
+    shown = [one.category for one in PAGES.values() if one.names(experiment)]
+    categories = list(dict.fromkeys(["Summary", *shown]))
+    if page.category not in categories:
+        return page.category
+    return f"{categories.index(page.category) + 1} {page.category}"
+
+
+def shown_evaluations(experiment: Experiment) -> list[Path]:
+    """Return the evaluations that tables and figures show."""
+    inputs = (
+        page.inputs(experiment, name)
+        for page in PAGES.values()
+        if page.folder
+        for name in page.names(experiment)
+    )
+    folder = experiment.root / "evaluations"
+    return [file for files in inputs for file in files if folder in file.parents]
+
+
 def report_inputs(experiment: Experiment) -> list[Path]:
-    """Files that the report shows."""
+    """Return the files that the report shows."""
     return [
         page.outputs(experiment, name)[-1]
         for page in PAGES.values()

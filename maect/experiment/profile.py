@@ -24,6 +24,26 @@ SLURM = PROFILES / "slurm/config.yaml"
 KINDS = ("training", "node", "device", "cpu")
 HERE = ("write_shards", "import")
 """Rules that run where Snakemake does, of which a profile may say `threads`."""
+PROFILE: dict[str, tuple[str, Any]] = {
+    "cluster": ("cluster", "local"),
+    "nodes": ("nodes", 1),
+    "devices": ("devices", 1),
+    "cpus_per_task": ("cpus", "auto"),
+    "mem_mb": ("memory_mb", 0),
+    "runtime": ("minutes", 1440),
+    "slurm_partition": ("partition", ""),
+    "slurm_account": ("account", ""),
+    "slurm_extra": ("sbatch", ""),
+    "setup": ("setup", ""),
+    "python": ("python", ""),
+}
+"""A rule's resources in a profile: the option of `maect` that says the same, and the default."""
+PROFILE_OF_TRAININGS: dict[str, tuple[str, Any]] = {
+    "gpu": ("gpu", ""),
+    "save_every_minutes": ("save_every_minutes", 2),
+    "stage_to": ("stage_to", ""),
+}
+"""The same, of trainings only."""
 Jobs = Mapping[str, Mapping[str, Any]]
 
 

@@ -22,9 +22,10 @@ from yte.exceptions import YteError
 from maect.core.errors import UserError, counted
 from maect.core.files import read_json
 from maect.experiment import Experiment
+from maect.experiment.profile import PROFILE, PROFILE_OF_TRAININGS
 from maect.experiment.resolve import features_file, features_read
 from maect.launch import LaunchError, Resources, Task, launch, submit
-from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS, node_range
+from maect.launch.resources import node_range
 from maect.launch.slurm import command
 from maect.records import is_finished
 from maect.tools import neighbors

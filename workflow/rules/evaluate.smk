@@ -30,10 +30,11 @@ rule features:
 
 def evaluation_inputs(wildcards):
     pair = wildcards.run, wildcards.evaluation
-    warn(starting.missing_lists(experiment, [pair]))
+    warn_in_dry_run(starting.missing_lists(experiment, [pair]))
     return stamps(resolve.inputs_of_evaluation(experiment, *pair))
 
 
+# One rule for each protocol (maect/evaluate): knn, linear_probe and so on.
 for protocol in PROTOCOLS.values():
 
     rule:

@@ -1,7 +1,9 @@
-# Parts of the report's menu, in its order.
-CATEGORIES = ["Summary", *(p.category for p in PAGES.values() if p.names(experiment))]
-CATEGORIES = list(dict.fromkeys(CATEGORIES))
+def name_of(wildcards, page):
+    """Return the name of a page, which a page without a folder has from its kind."""
+    return wildcards.page if page.folder else page.name
 
+
+# One rule for each kind of page (maect/experiment/pages.py): table, figure, claims and so on.
 for page in PAGES.values():
     pattern = f"{page.folder}/{{page}}" if page.folder else page.name
     *unshown, shown = [f"{ROOT}/{pattern}.{ending}" for ending in page.endings]
@@ -19,11 +21,7 @@ for page in PAGES.values():
             report(
                 shown,
                 caption="../report/page.rst",
-                category=(
-                    f"{CATEGORIES.index(page.category) + 1} {page.category}"
-                    if page.category in CATEGORIES
-                    else page.category
-                ),
+                category=menu_entry(experiment, page),
                 labels=lambda w, page=page: page.label(experiment, name_of(w, page)),
             ),
         log:
@@ -45,14 +43,7 @@ for page in PAGES.values():
 
 
 # Snakemake does not miss what a table was made of, once that is there: targets name it.
-SHOWN = stamps(
-    file
-    for page in PAGES.values()
-    if page.folder
-    for name in page.names(experiment)
-    for file in page.inputs(experiment, name)
-    if experiment.root / "evaluations" in file.parents
-)
+SHOWN = stamps(shown_evaluations(experiment))
 
 
 rule tables:
@@ -86,14 +77,8 @@ rule report_html:
         ENVIRONMENT
     params:
         config=f"{ROOT}/report.yaml",
-        changes=[f"{k}={'' if v is None else v}" for k, v in config.items()],
-        snakefile=workflow.main_snakefile,
-        style=Path(workflow.main_snakefile).parent / "workflow/report/style.css",
     message:
         "Report {output}"
     shell:
-        "python3 -P -m maect.tools.start_snakemake"
-        " --profile none --workflow-profile none"
-        " --snakefile {params.snakefile:q} --config {params.changes:q}"
-        " --nolock --report {output} --report-stylesheet {params.style:q}"
-        " --cores 1 {input.shown} 2> {log} && maect page {params.config:q} 2>> {log}"
+        pipeline.report_command(config, Path(workflow.main_snakefile)) + " && "
+        "maect page {params.config:q} 2>> {log}"

@@ -1,3 +1,4 @@
+# One rule for each stage (maect/stages): pretrain, head, tune and so on.
 for stage in filter(lambda stage: stage.trains, STAGES.values()):
 
     rule:
@@ -26,7 +27,13 @@ for stage in filter(lambda stage: stage.trains, STAGES.values()):
         message:
             stage.title.format(run="{wildcards.run}")
         shell:
-            on_devices("maect train {params.config:q}", PROFILE_OF_TRAININGS)
+            on_devices("maect train {params.config:q}", trains=True)
+
+
+# A resource, not in `params`: weights that moved re-run nothing.
+def weights_file(wildcards):
+    warn_in_dry_run(starting.missing_weights(experiment, [wildcards.run]))
+    return str(experiment.runs[wildcards.run].weights)
 
 
 for stage in filter(lambda stage: not stage.trains, STAGES.values()):

@@ -1,0 +1,234 @@
+"""Functions of the workflow's rules: `workflow/rules/common.smk` gives them Snakemake's objects."""
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from maect.core.errors import UserError
+from maect.core.owners import why_public
+from maect.data.sources import open_source
+from maect.data.sources.view import check_classes
+from maect.experiment import load, resolve, start, working_folder
+from maect.experiment.asked import Asked
+from maect.experiment.load import Experiment
+from maect.experiment.profile import PROFILE, PROFILE_OF_TRAININGS
+from maect.experiment.schema import fill_path
+
+CLUSTER = {key: default for key, (_, default) in (PROFILE | PROFILE_OF_TRAININGS).items()}
+"""Resources of a rule that computes: defaults for one machine, set by `set-resources` of a profile.
+
+The shell command reads them, not `params`, so that changing them re-runs nothing.
+"""
+
+
+def fail(message: object) -> NoReturn:
+    """Print one line on what the user can mend, without a traceback, and exit."""
+    print(f"maect: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+@cache
+def say(message: str) -> None:
+    """Print a line once."""
+    print(f"maect: {message}", file=sys.stderr)
+
+
+def on_devices(command: str, trains: bool = False) -> str:
+    """Return a shell command that runs a `maect` command where the profile says."""
+    options = PROFILE | (PROFILE_OF_TRAININGS if trains else {})
+    words = [
+        f"--{option.replace('_', '-')}={{resources.{key}:q}}"
+        for key, (option, _) in options.items()
+    ]
+    return " ".join([command, *words, "--log {log:q}"])
+
+
+def check_working_folder(pipeline: Path, words: Sequence[str]) -> None:
+    """Refuse a working folder where others could put something in Snakemake's way."""
+    try:
+        working_folder.check_working_folder()
+        working_folder.check_profiles(words)
+    except UserError as error:
+        fail(error)
+    for note in working_folder.notes(pipeline, words):
+        say(f"warning: {note}")
+
+
+def load_experiment(config: Mapping[str, Any]) -> Experiment:
+    """Load the experiment that Snakemake's config names, with the changes that it says."""
+    changes = {key: value for key, value in config.items() if key != "experiment"}
+    try:
+        experiment = load(config.get("experiment", "paper"), **changes)
+    except UserError as error:
+        fail(error)
+    try:
+        _check_views(experiment)
+    except UserError as error:
+        fail(f"{experiment.file}: {error}")
+    return experiment
+
+
+def _check_views(experiment: Experiment) -> None:
+    """Look for the classes of views before anything is sharded (UserError)."""
+    for dataset, name in experiment.splits:
+        splits = experiment.datasets[dataset].splits
+        view = splits[name]
+        if view.of is None or view.classes is None:
+            continue
+        images = open_source(splits[view.of].kind, experiment.images(dataset, view.of))
+        check_classes(fill_path(view.classes), experiment.shards(dataset, view.of), images)
+
+
+def check_targets(experiment: Experiment, words: Sequence[str]) -> None:
+    """Refuse a result's file as a target of Snakemake by itself.
+
+    `maect run` asks for its stamp instead. Snakemake would take a file that is there for finished,
+    whatever it was made by.
+    """
+    if working_folder.is_bare(words):
+        for word, stamp in zip(words, resolve.targets(experiment, words), strict=True):
+            if word != stamp:
+                fail(f"{word}: ask Snakemake for {stamp}, or ask `maect run` for the file")
+
+
+def resolved_input(asked: Asked, rule: str, pattern: str) -> Callable[[Any], str]:
+    """Return the input function of a rule's resolved file: a newer file if that is outdated."""
+
+    def resolved_file(wildcards: Any) -> str:
+        try:
+            path = Path(pattern.format_map(wildcards))
+            return str(asked.file(rule, path, dict(wildcards.items())))
+        except UserError as error:
+            fail(error)
+
+    return resolved_file
+
+
+def stamps(experiment: Experiment, files: Iterable[Path]) -> list[str]:
+    """Return the stamps that Snakemake waits for before a job reads these files."""
+    return list(dict.fromkeys(str(resolve.stamp_of(experiment, file)) for file in files))
+
+
+def shards_stamp(experiment: Experiment, dataset: str, split: str) -> list[str]:
+    """Return the stamp of a split's shards."""
+    return stamps(experiment, [experiment.shards(dataset, split) / "index.json"])
+
+
+def lost_shards(experiment: Experiment) -> list[str]:
+    """Return the stamps of shards that are gone, though something finished was made of them.
+
+    Snakemake does not miss what lies between images and results that are there: targets name it.
+    """
+    lost = start.lost_shards(experiment)
+    for dataset, split in lost:
+        say(f"the shards of {dataset} {split} are gone: they are made again")
+    return [stamp for split in lost for stamp in shards_stamp(experiment, *split)]
+
+
+def shards_inputs(experiment: Experiment, dataset: str, split: str) -> list[str]:
+    """Return the inputs of shards: bundled images; of a view, its split's shards and its classes.
+
+    A user's folder of images is not watched.
+    """
+    given = experiment.datasets[dataset].splits[split]
+    if given.of is not None:
+        return [*shards_stamp(experiment, dataset, given.of), *map(str, given.files())]
+    if experiment.datasets[dataset].bundled:
+        return [f"{experiment.root}/images/{dataset}"]
+    return []
+
+
+def is_forced(settings: Any, job: Any) -> bool:
+    """Return whether the user wants a job to compute: `-F`, `-R RULE or FILE`, `-f` of a target.
+
+    `settings` is `workflow.dag_settings`.
+    """
+    names = {job.rule.name, *map(os.path.abspath, job.output)}
+
+    def is_among(words: Iterable[str]) -> bool:
+        return not names.isdisjoint({*words, *map(os.path.abspath, words)})
+
+    if settings.forceall or is_among(settings.forcerun):
+        return True
+    return bool(settings.forcetargets) and is_among(settings.targets)
+
+
+def pending_jobs(workflow: Any) -> list[start.PendingJob]:
+    """Return the jobs that Snakemake will run.
+
+    `workflow.dag.needrun_jobs` is the only way to ask for them (snakemake 9.27).
+    """
+    return [
+        start.PendingJob(
+            job.rule.name,
+            dict(job.wildcards.items()),
+            [*job.input, *job.output] if job.rule.shellcmd else [],
+            Path(job.params.config) if "config" in job.params.keys() else None,  # noqa: SIM118
+            is_forced(workflow.dag_settings, job),
+        )
+        for job in workflow.dag.needrun_jobs()
+    ]
+
+
+def check_jobs(
+    experiment: Experiment, jobs: Sequence[start.PendingJob], profile: Iterable[Mapping[str, Any]]
+) -> None:
+    """Refuse to start jobs that would fail or read something wrong; `profile`: its resources."""
+    for given in profile:
+        account = str(given["slurm_account"].raw).strip("'") if "slurm_account" in given else ""
+        if account.startswith("$") and os.path.expandvars(account) == account:
+            fail(f"the profile's account is {account}, which is not set: export it")
+    for fault in start.faults(experiment, jobs):
+        fail(fault)
+    if reason := why_public(experiment.root):
+        fail(f"{reason}; or put `storage` into a folder of your own")
+
+
+def say_outdated(experiment: Experiment, asked: Asked) -> None:
+    """Name the first results whose settings or inputs have changed."""
+    if not asked.changed:
+        return
+    few = ", ".join(str(path.relative_to(experiment.root)) for path in asked.changed[:3])
+    more = f" and {len(asked.changed) - 3} more" if len(asked.changed) > 3 else ""
+    say(
+        f"not of the settings and inputs that {experiment.file} asks for, and looked at again: "
+        f"{few}{more}"
+    )
+
+
+def end_quietly_at_ctrl_c(logger: Any) -> None:
+    """Replace the three pages that Snakemake prints at Ctrl-C by a line; jobs save and end."""
+
+    def interrupt(*_: object) -> NoReturn:
+        logger.addFilter(lambda record: False)
+        say("interrupted: trainings save; the same command goes on from there")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def say_where_the_report_is(experiment: Experiment, began: float) -> None:
+    """Name the report if it was made since `began` (Unix time)."""
+    page = experiment.root / "report.html"
+    if page.exists() and page.stat().st_mtime >= began:
+        say(f"the report is {page}; open it in a browser")
+
+
+def report_command(config: Mapping[str, Any], snakefile: Path) -> str:
+    """Return the shell command that lets Snakemake write its report of `{input.shown}`."""
+    changes = [f"{key}={'' if value is None else value}" for key, value in config.items()]
+    style = snakefile.parent / "workflow/report/style.css"
+    words = [
+        *("python3", "-P", "-m", "maect.tools.start_snakemake"),
+        *("--profile", "none", "--workflow-profile", "none", "--snakefile", str(snakefile)),
+        *("--config", *changes, "--nolock", "--report-stylesheet", str(style), "--cores", "1"),
+    ]
+    # Braces are Snakemake's, which fills in the rest.
+    quoted = shlex.join(words).replace("{", "{{").replace("}", "}}")
+    return f"{quoted} --report {{output}} {{input.shown}} 2> {{log}}"
