@@ -92,44 +92,10 @@ def check_literal_path(path: Path) -> None:
         )
 
 
-_watched: set[Path] = set()
-
-
-@contextmanager
-def watch_folder(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Yield whether `folder` is still the one that it was: neither moved nor replaced by another.
-
-    Meanwhile this process does not make it again: results would begin anew in an empty one.
-    """
-    # Open, so that its number is not given to another.
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-
-    def is_there() -> bool:
-        try:
-            return os.path.samestat(os.stat(folder), os.fstat(descriptor))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:  # a file system that is away for a moment says nothing
-            return True
-
-    _watched.add(folder)
-    try:
-        yield is_there
-    finally:
-        _watched.discard(folder)
-        os.close(descriptor)
-
-
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, that is still there after a loss of power.
-
-    Raises:
-        FileNotFoundError: one that this process watches (`watch_folder`) is gone.
-    """
+    """Make a folder, and those above it, that is still there after a loss of power."""
     if path.is_dir():
         return
-    if path in _watched:
-        raise FileNotFoundError(errno.ENOENT, "moved or removed while it was used", str(path))
     make_folder(path.parent)
     path.mkdir(mode=FOLDER_MODE, exist_ok=True)
     fsync_path(path.parent)

@@ -288,7 +288,14 @@ class _Launch:
             time.sleep(TICK)
 
     def poll(self, job: Job) -> Notice:
-        """Return the cluster's notice about a job, asked for now and then, and at an interrupt."""
+        """Return the cluster's notice about a job, asked for now and then, and at an interrupt.
+
+        Raises:
+            LaunchError: the folder was moved or removed; nothing begins anew in its place.
+        """
+        path = self.folder / "job.json"
+        if not path.exists():
+            raise LaunchError(f"{path}: gone, with its folder; start again where that is now")
         now = time.monotonic()
         if now >= self.next_poll or self.interruption.stops > self.polled_stops:
             self.next_poll = now + self.clusters[job.cluster].interval

@@ -1,6 +1,5 @@
 """What SLURM, its nodes and their disks can do to a job, for real."""
 
-import os
 import signal
 import time
 
@@ -52,23 +51,6 @@ def test_node_loses_power(run):
     assert len(run.starts()) == 2 and run.starts()[1]["step"] >= 15
 
 
-@pytest.mark.slow
-def test_lost_node_that_is_needed_comes_back(run):
-    run.resources |= {"nodes": 3, "devices": 1}
-    launcher = run.start(steps=150)
-    run.reaches(20)
-    run.slurm.kill_node("jwb0003")
-    wait_for(lambda: run.slurm.node_states()["jwb0003"].startswith("down"), 60, pause=0.5)
-    wait_for(lambda: "PENDING" in run.jobs().values(), 60, pause=0.5)
-    time.sleep(5)
-    run.slurm.start_node("jwb0003")
-    run.wait(launcher)
-    run.undisturbed(
-        150, "power loss of a node that is needed, and its return", "waited for it, then went on"
-    )
-    assert len(run.starts()) == 2 and run.starts()[1]["step"] >= 15
-
-
 def test_job_that_pends_for_ever_is_reported_with_slurm_s_reason(run):
     tomorrow = ["StartTime=now+1days", "Duration=60", "Nodes=ALL", "Users=root"]
     run.slurm.run("scontrol", "create", "reservation", "ReservationName=later", *tomorrow)
@@ -91,38 +73,19 @@ def test_job_that_pends_for_ever_is_reported_with_slurm_s_reason(run):
     )
 
 
-@pytest.mark.parametrize("seconds", [0, pytest.param(120, marks=pytest.mark.slow)])
-def test_controller_away_is_no_verdict(run, seconds):
+def test_controller_away_is_no_verdict(run):
     """Nobody can say how the job is: the new launcher waits instead of submitting another."""
-    pace = {"steps": 800, "seconds": 0.1} if seconds else {"steps": 250}
-    steps = pace["steps"]
-    launcher = run.start(**pace)
+    launcher = run.start(steps=250)
     run.reaches(20)
     run.kill(launcher)
     run.slurm.stop_daemon("slurmctld")
     try:
-        launcher = run.start(**pace)
-        if seconds:
-            # Early: whatever patience there is with a lost rank must not end with the outage.
-            time.sleep(5)
-            psutil.Process(run.starts(3)[0]["pid"]).kill()
-            time.sleep(seconds - 5)
-            assert launcher.poll() is None and len(run.starts()) == 1
-        else:
-            words = finish(launcher)
-            assert "submitted" not in words
+        words = finish(run.start(steps=250))
+        assert "submitted" not in words
     finally:
         run.slurm.start_daemon("slurmctld")
-    if not seconds:
-        run.undisturbed(steps, "slurmctld away when the launcher starts again", "waited for it")
-        assert len(run.jobs()) == 1
-    else:
-        words = run.wait(launcher)
-        fault = "slurmctld away for two minutes, a rank killed meanwhile"
-        run.undisturbed(
-            steps, fault, "ended once it was back, since SLURM had not; submitted again"
-        )
-        assert len(run.jobs()) == 2, words
+    run.undisturbed(250, "slurmctld away when the launcher starts again", "waited for it")
+    assert len(run.jobs()) == 1
 
 
 @pytest.mark.slow
@@ -147,31 +110,11 @@ def test_interrupt_while_the_controller_is_away(run):
 
 
 @pytest.mark.slow
-def test_controller_that_hangs(run):
-    """It accepts connections and says nothing: every question runs into its time limit."""
-    launcher = run.start(steps=500, seconds=0.1)
-    run.reaches(20)
-    controller = run.slurm.daemon("slurmctld")
-    controller.suspend()
-    try:
-        psutil.Process(run.starts(3)[0]["pid"]).kill()
-        time.sleep(45)
-        assert launcher.poll() is None and len(run.starts()) == 1
-    finally:
-        controller.resume()
-    words = run.wait(launcher)
-    run.undisturbed(
-        500, "slurmctld hangs for 45 s, a rank killed meanwhile", "no verdict until it answered"
-    )
-    assert len(run.jobs()) <= 2, words
-
-
-@pytest.mark.slow
 def test_controller_away_at_submission(run):
     run.slurm.stop_daemon("slurmctld")
     try:
         launcher = run.start(steps=50)
-        wait_for(lambda: "does not answer" in launcher.stderr.readline(), 120)
+        wait_for(lambda: "takes no job for now" in launcher.stderr.readline(), 120)
         assert launcher.poll() is None
     finally:
         run.slurm.start_daemon("slurmctld")
@@ -181,27 +124,17 @@ def test_controller_away_at_submission(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0, 120])
-def test_accounting_away(run, seconds):
-    began = time.monotonic()
-    pace = {"steps": 1000, "seconds": 0.1} if seconds else {"steps": 100}
-    steps = pace["steps"]
+def test_accounting_away(run):
     run.slurm.stop_daemon("slurmdbd")
     try:
-        launcher = run.start(**pace)
+        launcher = run.start(steps=100)
         run.reaches(20)
         psutil.Process(run.starts(0)[0]["pid"]).kill()
-        if seconds:
-            wait_for(lambda: len(run.starts()) == 2)
-            time.sleep(max(0, seconds - (time.monotonic() - began)))
-        else:
-            finish(launcher)
+        finish(launcher)
     finally:
         run.slurm.start_daemon("slurmdbd")
-    finish(launcher, 400) if seconds else None
-    away = "two minutes" if seconds else "the whole run"
     run.undisturbed(
-        steps, f"slurmdbd away for {away}, a rank killed meanwhile", "squeue alone; submitted again"
+        100, "slurmdbd away, a rank killed meanwhile", "the controller alone; submitted again"
     )
     assert len(run.jobs()) == 2
 
@@ -247,27 +180,3 @@ def test_full_disk(run):
         run.undisturbed(
             150, "full disk", "stopped, naming the full disk; went on once there was space"
         )
-
-
-@pytest.mark.slow
-def test_nodes_whose_clocks_are_off(run):
-    nodes = {"jwb0001": 3600, "jwb0002": -3600}
-    for node, seconds in nodes.items():
-        run.slurm.set_clock(node, seconds)
-    try:
-        launcher = run.start(steps=100)
-        run.reaches(20)
-        job = run.read("job.json")["name"]
-        for rank, seconds in {0: 3600, 2: -3600}.items():
-            file = run.folder / "jobs" / job / f"rank-{rank}.json"
-            wrong = run.read(str(file.relative_to(run.folder)))["time"] - os.stat(file).st_mtime
-            assert abs(wrong - seconds) < 60
-        psutil.Process(run.starts(3)[0]["pid"]).kill()
-        finish(launcher)
-    finally:
-        for node in nodes:
-            run.slurm.set_clock(node, 0)
-    run.undisturbed(
-        100, "two nodes an hour off, a rank killed", "no time of another machine is believed"
-    )
-    assert len(run.jobs()) == 2

@@ -4,16 +4,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from launching import ROOT, finish, kill, wait_for
-from slurm_cluster import ACCOUNT
 from slurm_run import SlurmRun
 
-from maect.launch.record import saved_step
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig
@@ -112,15 +109,6 @@ def training(run: SlurmRun, shards: Path) -> Training:
     return training
 
 
-def test_killed_launcher(training, reference):
-    launcher = training.start()
-    training.trains(10)
-    training.kill(launcher)
-    words = training.wait(training.start())
-    assert len(training.jobs()) == 1 and "re-attached to slurm job" in words
-    training.is_the_same_as(reference, "kill -9 of a launcher", "the job went on; was found")
-
-
 def test_killed_snakemake_and_launcher(training, reference, tmp_path):
     first = training.pipeline(tmp_path)
     training.trains(10)
@@ -146,30 +134,6 @@ def test_killed_rank(training, reference):
     training.is_the_same_as(reference, "kill -9 of one rank", "submitted again from its last state")
 
 
-def test_all_ranks_killed(training, reference):
-    launcher = training.start()
-    training.trains(10)
-    kill([psutil.Process(pid) for pid in training.pids().values()])
-    training.wait(launcher)
-    assert len(training.jobs()) == 2
-    training.is_the_same_as(
-        reference, "kill -9 of all ranks", "submitted again from its last state"
-    )
-
-
-def test_cancelled_by_a_person(training, reference):
-    launcher = training.start()
-    training.trains(10)
-    training.slurm.run("scancel", *training.jobs())
-    words = finish(launcher)
-    assert launcher.returncode == 2 and "was cancelled by a person" in words
-    assert len(training.jobs()) == 1 and not training.live()
-    training.wait(training.start())
-    training.is_the_same_as(
-        reference, "scancel by the user", "saved, stopped, said so; the next start went on"
-    )
-
-
 def test_interrupted(training, reference):
     launcher = training.start()
     training.trains(10)
@@ -189,128 +153,3 @@ def test_node_loses_power(training, reference):
     wait_for(lambda: training.jobs() != dict.fromkeys(training.jobs(), "RUNNING"), 90, pause=0.5)
     training.wait(launcher, 400)
     training.is_the_same_as(reference, "power loss of one of two nodes", "went on elsewhere")
-
-
-def test_lost_node_that_is_needed_comes_back(training, reference):
-    training.slurm.run("scontrol", "update", "NodeName=jwb0003", "State=DRAIN", "Reason=test")
-    try:
-        launcher = training.start()
-        training.trains(10)
-        training.slurm.kill_node("jwb0002")
-        wait_for(lambda: "PENDING" in training.jobs().values(), 120, pause=0.5)
-        time.sleep(5)
-        assert launcher.poll() is None
-        training.slurm.start_node("jwb0002")
-        training.wait(launcher)
-    finally:
-        training.slurm.run("scontrol", "update", "NodeName=jwb0003", "State=RESUME")
-    training.is_the_same_as(
-        reference, "power loss of a node that is needed, and its return", "waited, then went on"
-    )
-
-
-def test_requeued_by_the_administrator(training, reference):
-    launcher = training.start()
-    training.trains(10)
-    (job,) = training.jobs()
-    training.slurm.run("scontrol", "requeue", job)
-    wait_for(lambda: training.jobs()[job] == "PENDING", pause=0.2)
-    training.wait(launcher, 400)
-    assert len(training.jobs()) == 1
-    training.is_the_same_as(reference, "scontrol requeue", "same job id, from its last state")
-
-
-def test_preempted_by_a_higher_partition(training, reference):
-    launcher = training.start()
-    training.trains(10)
-    (job,) = training.jobs()
-    urgent = ["sbatch", "-p", "urgent", "-A", ACCOUNT, "-N", "3", "-o", "/dev/null"]
-    training.slurm.run(*urgent, "--wrap", "sleep 3")
-    wait_for(lambda: training.jobs()[job] == "PENDING", pause=0.2)
-    training.wait(launcher)
-    assert len(training.jobs()) == 1
-    training.is_the_same_as(
-        reference, "preemption by a higher partition", "SLURM queued the job again; waited"
-    )
-
-
-def test_controller_away(training, reference):
-    launcher = training.start()
-    training.trains(10)
-    training.slurm.stop_daemon("slurmctld")
-    try:
-        psutil.Process(training.pids()[1]).kill()
-        time.sleep(120)
-        assert launcher.poll() is None
-    finally:
-        training.slurm.start_daemon("slurmctld")
-    training.wait(launcher)
-    training.is_the_same_as(
-        reference, "slurmctld away for two minutes, a rank killed meanwhile",
-        "no verdict until it answered; from its last state",
-    )  # fmt: skip
-
-
-def test_accounting_away(training, reference):
-    training.slurm.stop_daemon("slurmdbd")
-    try:
-        launcher = training.start()
-        training.trains(10)
-        psutil.Process(training.pids()[1]).kill()
-        training.wait(launcher)
-    finally:
-        training.slurm.start_daemon("slurmdbd")
-    assert len(training.jobs()) == 2
-    training.is_the_same_as(
-        reference, "slurmdbd away for the whole run, a rank killed meanwhile",
-        "squeue alone; submitted again",
-    )  # fmt: skip
-
-
-def test_full_disk(training, reference):
-    with training.small_disk("100m"):
-        launcher = training.start()
-        training.trains(10)
-        filler = training.fill_disk()
-        words = finish(launcher)
-        assert launcher.returncode == 2 and "No space left on device" in words
-        wait_for(lambda: not training.live())
-        filler.unlink()
-        training.wait(training.start())
-        training.is_the_same_as(
-            reference, "full disk", "stopped, naming the full disk; went on once there was space"
-        )
-
-
-def test_nodes_whose_clocks_are_off(training, reference):
-    nodes = {"jwb0001": 3600, "jwb0002": -3600}
-    for node, seconds in nodes.items():
-        training.slurm.set_clock(node, seconds)
-    try:
-        launcher = training.start()
-        training.trains(10)
-        psutil.Process(training.pids()[1]).kill()
-        training.wait(launcher)
-    finally:
-        for node in nodes:
-            training.slurm.set_clock(node, 0)
-    training.is_the_same_as(
-        reference, "two nodes an hour off, a rank killed", "no time of another machine is believed"
-    )
-
-
-def test_three_wall_limits(training, reference):
-    launcher = training.start()
-    wait_for(training.jobs, what="for the job")
-    (job,) = training.jobs()
-    for step in (8, 20, 32):
-        training.trains(step)
-        training.slurm.run("scancel", "--signal=USR2", job)  # as SLURM does before the limit
-        wait_for(lambda: training.jobs()[job] == "PENDING", 120, pause=0.2)
-        assert training.returned() == "requeue"
-        assert saved_step(training.folder, training.job()) >= step
-        training.before = training.progress()
-        training.release()
-    training.wait(launcher, 400)
-    assert len(training.jobs()) == 1 and training.repeated() == 0
-    training.is_the_same_as(reference, "three wall limits", "saved together, queued itself again")

@@ -19,7 +19,7 @@ from maect.launch import record
 from maect.launch.launcher import _Launch
 from maect.launch.worker import Rank, RankFile
 from maect.records import RunRecord
-from maect.train.attempts import Attempt, note_attempt, threads_before
+from maect.train.attempts import Attempt, note_attempt
 
 SEEN: dict[str, Any] = {
     "step": 0, "revision": "a", "versions": {"torch": "2.0", "maect": "1"}, "ranks": 2,
@@ -110,19 +110,6 @@ def test_a_resume_with_other_threads(half: dict[str, Any], tmp_path: Path) -> No
     assert "1 thread a rank, as before, for the same bits, although 2 would do" in said
     (only,) = read_record(Path(half["folder"]) / "recipe.json")["attempts"]
     assert (only["step"], only["threads"]) == (0, 1)
-
-
-def test_a_machine_without_as_many_threads(half: dict[str, Any], tmp_path: Path) -> None:
-    """Audit 6: what the machine does not have is not used, and that is said."""
-    edit(half["folder"], threads=len(os.sched_getaffinity(0)) + 1)
-    assert "resumes with threads 1, it was " in resume(half, tmp_path / "log")
-    assert threads_before(Path(half["folder"]), 4) == 1
-
-
-def test_threads_that_are_meant_to_change(half: dict[str, Any], tmp_path: Path) -> None:
-    """Control: `--convert-world-size` takes the threads that are given, and says so."""
-    said = resume(half | {"convert_world_size": True}, tmp_path / "log", cpus=2)
-    assert "resumes with threads 2, it was 1" in said
 
 
 def test_another_revision_and_cpu(half: dict[str, Any], tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What was made of something else, or has changed since, is not taken for what is asked for."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -9,24 +8,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import maect
 from maect.answers.vectors import Vectors
 from maect.cli import main
-from maect.core.arrays import seek_kept, write_kept
 from maect.core.context import Context
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError
-from maect.core.files import read_record, read_table_text, sha256_file, write_record
+from maect.core.files import read_record, sha256_file, write_record
 from maect.data.changes import changes, may_differ
 from maect.data.index import LABEL, open_index
 from maect.data.shards import shard
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.features import extract
-from maect.evaluate.training_free import Score
 from maect.records import ImportedFile, RunRecord
 from maect.stages.imported import is_another_file
-from maect.tools.compare import _read_scores, _write_scores
 from maect.train import trainer
 
 RUN = "results/runs/ct_tiny"
@@ -62,24 +57,6 @@ def test_a_model_card_has_no_numbers_of_another_encoder(
     card = (tmp_path / "after/README.md").read_text()
     assert "| k-NN accuracy (%) |" not in card and "model-index" not in card
     assert "knn.json: of an encoder that ct_tiny no longer has" in capsys.readouterr().err
-
-
-def test_duplicates_are_not_looked_for_by_the_features_of_another_encoder(
-    pipeline: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`maect audit` after the encoder was replaced."""
-    train_otherwise(pipeline / RUN)
-    assert main(["audit", str(pipeline / RUN)]) == 2
-    assert "digits-train.safetensors: made with another encoder" in capsys.readouterr().err
-
-
-def test_the_page_of_images_is_not_of_another_encoder(
-    pipeline: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`maect page images.yaml` after the encoder was replaced."""
-    train_otherwise(pipeline / RUN)
-    assert main(["page", str(pipeline / "results/images.yaml")]) == 2
-    assert "explore.safetensors: not there, or of an encoder that" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shards", [True, False])
@@ -161,19 +138,6 @@ def test_a_log_that_was_cut_between_two_lines(
     assert f"{log}: the entries after epoch" in caplog.text
 
 
-def test_a_table_that_was_edited(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another digit in a table; `sha256sum -c` knows its checksum, too."""
-    table = pipeline / "results/tables/low_shot.csv"
-    text = table.read_text()
-    sums = table.with_name("low_shot.csv.sha256").read_text()
-    assert sums == f"{sha256_file(table)}  low_shot.csv\n"
-    table.write_text(text.replace("tiny", "base", 1))
-    assert main(["show", str(pipeline / "results")]) == 2
-    assert "low_shot.csv: damaged or edited" in capsys.readouterr().err
-    table.with_name("low_shot.csv.sha256").unlink()  # as of a table made by hand
-    assert "base" in read_table_text(table)
-
-
 def bitmaps(folder: Path, count: int) -> list[Path]:
     """Images whose files have one size whatever is on them."""
     files = []
@@ -203,19 +167,6 @@ def test_images_edited_in_place_that_keep_their_size(tmp_path: Path) -> None:
     assert [*found.edited] == ["a/00.bmp", "a/02.bmp", "b/01.bmp"]
 
 
-def test_images_that_were_copied_are_the_same(tmp_path: Path) -> None:
-    """A copy has other times, and is no change; nor is it where shards are not finished."""
-    images, shards = tmp_path / "images", tmp_path / "shards/mine/train"
-    bitmaps(images, 6)
-    shard(images, shards, "folder", 1)
-    for file in shutil.copytree(images, tmp_path / "copy").rglob("*.bmp"):
-        os.utime(file, (1, 1))
-    assert changes(shards, tmp_path / "copy") is None
-    (shards / "index.json").unlink()
-    next(images.glob("a/*")).touch()
-    assert changes(shards) is None
-
-
 def embedded(pipeline: Path, name: str, *words: str) -> Path:
     """Vectors of the images of `val` with their classes, by the run's encoder."""
     out = pipeline / name
@@ -229,24 +180,6 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-
-
-def test_vectors_that_were_damaged(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A flipped bit in the numbers of `maect embed`: no search, no classes, nothing added."""
-    vectors, images = embedded(pipeline, "vectors.parquet"), pipeline / "images/val"
-    right = Vectors.read(vectors)
-    flip(vectors, vectors.read_bytes().index(right.values[3].tobytes()[:16]))
-    query = str(next(images.rglob("*.png")))
-    for words in (
-        ["search", str(pipeline / RUN), str(vectors), query],
-        ["cluster", str(vectors), "--out", str(pipeline / "clusters")],
-        ["predict", str(pipeline / RUN), str(images), "--labelled", str(vectors),
-         "--classifier", str(pipeline / "c.safetensors"), "--out", str(pipeline / "c.csv")],
-        ["embed", str(pipeline / RUN), str(images), "--out", str(vectors)],
-    ):  # fmt: skip
-        capsys.readouterr()
-        assert main(words) == 2, words
-        assert "vectors.parquet: damaged (its checksum differs)" in capsys.readouterr().err
 
 
 def test_vectors_of_another_encoder(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,88 +201,6 @@ def test_vectors_of_another_encoder(pipeline: Path, capsys: pytest.CaptureFixtur
     assert not np.allclose(Vectors.read(vectors).values, before.values)
 
 
-def test_a_classifier_that_was_damaged(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A flipped bit of a classifier that `maect predict` kept."""
-    vectors, kept = embedded(pipeline, "vectors.parquet"), pipeline / "c.safetensors"
-    words = [
-        "predict",
-        str(pipeline / RUN),
-        str(pipeline / "images/val"),
-        "--classifier",
-        str(kept),
-    ]
-    out = ["--out", str(pipeline / "c.csv")]
-    assert main([*words, "--labelled", str(vectors), *out]) == 0
-    assert main([*words, *out]) == 0
-    flip(kept, -5)
-    assert main([*words, *out]) == 2
-    assert "c.safetensors: damaged (its checksum differs)" in capsys.readouterr().err
-
-
-def test_kept_parts_and_scores_under_each_others_names(tmp_path: Path) -> None:
-    """Parts of features, and scores of `maect compare`: a damaged or renamed one is made again."""
-    one, other = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
-    for number, path in enumerate((one, other)):
-        write_kept(path, {"features": np.full((3, 4), number, np.float32)})
-    part = seek_kept(one)
-    assert part is not None and (part[0]["features"] == 0).all()
-    exchange(one, other)
-    assert seek_kept(one) is None is seek_kept(other)
-    for number, path in enumerate((one, other)):
-        _write_scores(path, {"knn": Score(np.array([50.0, number]), "k 1", (1.0, 2.0))})
-    found = _read_scores(one)
-    assert found is not None and found["knn"].per_image.tolist() == [50.0, 0.0]
-    assert found["knn"].sets == (1.0, 2.0) and found["knn"].chosen == "k 1"
-    exchange(one, other)
-    assert _read_scores(one) is None is _read_scores(other)
-    exchange(one, other)
-    flip(one, -8)
-    assert _read_scores(one) is None is not _read_scores(other)
-
-
-def test_features_of_another_data_set(pipeline: Path) -> None:
-    """Features of the same split of another data set, whose shards are not there."""
-    features = pipeline / "results/features/ct_tiny"
-    shutil.rmtree(pipeline / "results/shards")
-    for split in ("train", "val"):
-        (features / f"digits-{split}.safetensors").rename(features / f"other-{split}.safetensors")
-    config = pipeline / "results/evaluations/ct_tiny/knn.yaml"
-    text = config.read_text()
-    assert "digits-val" in text
-    config.write_text(text.replace("digits-", "other-"))
-    with pytest.raises(UserError, match=r"other-\w+\.safetensors: made as digits-(train|val)"):
-        evaluate(Context(cpus=2), config=config)
-
-
-def test_features_of_an_encoder_whose_file_is_gone(pipeline: Path) -> None:
-    """The run's record still promises another one."""
-    train_otherwise(pipeline / RUN)
-    (pipeline / RUN / "encoder.safetensors").unlink()
-    config = pipeline / "results/evaluations/ct_tiny/knn.yaml"
-    with pytest.raises(UserError, match="made from another encoder than"):
-        evaluate(Context(cpus=2), config=config)
-
-
-def test_an_exported_folder_that_was_edited(
-    pipeline: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Weights, their crop or their record: another digit is no other resize."""
-    out, image = pipeline / "export", next((pipeline / "images/val").rglob("*.png"))
-    assert main(["export", str(pipeline / RUN), str(out), "--resize", "20"]) == 0
-    assert maect.load(out, "cpu").resize == 20
-    text = (out / "config.json").read_text()
-    for part, words in (("pretrained_cfg", "crop_pct edited"), ("maect", "damaged")):
-        config = json.loads(text)
-        config[part]["crop_pct"] = 1.0
-        (out / "config.json").write_text(json.dumps(config))
-        with pytest.raises(UserError, match=words):
-            maect.load(out, "cpu")
-    (out / "config.json").write_text(text)
-    flip(out / "model.safetensors", -4)
-    assert main(["embed", str(out), str(image.parent), "--out", str(pipeline / "x.npy")]) == 2
-    assert "model.safetensors: missing or damaged" in capsys.readouterr().err
-
-
 def test_weights_that_were_replaced_are_imported_again(tmp_path: Path) -> None:
     """Another file under the name of the one that was imported, of its size and an old time."""
     weights = tmp_path / "w.pth"
@@ -369,15 +220,3 @@ def test_weights_that_were_replaced_are_imported_again(tmp_path: Path) -> None:
     assert is_another_file(weights, noted)
     weights.unlink()
     assert not is_another_file(weights, noted)
-
-
-def test_pairs_that_look_alike_have_a_checksum(
-    pipeline: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another number in `audit.json`."""
-    audit = pipeline / "results/audit.json"
-    value = json.loads(audit.read_text())
-    value["pairs"][0]["similarity"] = 0.5
-    audit.write_text(json.dumps(value))
-    assert main(["page", str(pipeline / "results/images.yaml")]) == 2
-    assert "audit.json: damaged" in capsys.readouterr().err

@@ -64,14 +64,6 @@ def test_a_purge_took_the_states(purged: dict[str, Any], tmp_path: Path) -> None
     assert entries(folder) == 3 and noted(folder)["saved"] == 3
 
 
-def test_only_the_log_is_left(purged: dict[str, Any], tmp_path: Path) -> None:
-    """Audit 5: neither states nor recipe.json; a log of somebody's training is not cut short."""
-    folder = Path(purged["folder"])
-    (folder / "recipe.json").unlink()
-    ended = run(1, purged, log=tmp_path / "log")
-    assert ended.startswith("UserError") and "metrics.jsonl" in ended and entries(folder) == 3
-
-
 def test_a_damaged_recipe(stopped: tuple[Path, Job], tmp_path: Path) -> None:
     """Its cure was to delete it, which was refused next, and then to delete the log."""
     shutil.copytree(stopped[0] / "runs", tmp_path / "runs")
@@ -91,14 +83,6 @@ def test_it_ends_before_it_queues(purged: dict[str, Any]) -> None:
     here = Where(Resources(devices=1), nodes="1")
     with pytest.raises(UserError, match="no state"):
         jobs._as_saved(Path(purged["folder"]), 1, here)
-
-
-def test_the_cure_that_it_names(purged: dict[str, Any], tmp_path: Path) -> None:
-    """Audit 5: what the message says to delete is enough to begin anew."""
-    folder = Path(purged["folder"])
-    for name in ("recipe.json", "metrics.jsonl"):
-        (folder / name).unlink(missing_ok=True)
-    assert run(1, purged, log=tmp_path / "log", stop_at=1) == ["requeue"]
 
 
 def test_a_kill_before_the_first_save(stopped: tuple[Path, Job], tmp_path: Path) -> None:

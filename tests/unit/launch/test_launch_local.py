@@ -184,17 +184,6 @@ def test_everything_killed_at_once(run):
     assert [start["step"] for start in run.starts()] == [0, 20]
 
 
-def test_killed_controller_leaves_the_ranks_to_finish(run):
-    gate = run.hold(20)
-    launcher = run.start()
-    run.reaches(20)
-    psutil.Process(int(run.read("job.json")["id"])).kill()
-    gate.unlink()
-    finish(launcher)
-    assert_undisturbed(run)
-    assert len(run.starts()) == 1
-
-
 def test_gives_up_after_three_attempts_with_the_failing_rank_s_error(run):
     launcher = run.start(fail_at=3)
     words = finish(launcher)
@@ -348,26 +337,6 @@ def test_snakemake_killed(run, tmp_path):
     assert len(run.starts()) == 1
 
 
-def test_snakemake_killed_before_its_launcher_looked(run, tmp_path, monkeypatch):
-    """While the launcher was still importing: it finds no parent, but knows whom it works for."""
-    gone = subprocess.Popen(["sleep", "60"])
-    began = Path(f"/proc/{gone.pid}/stat").read_text().split()[21]
-    monkeypatch.setenv("MAECT_SNAKEMAKE", f"{gone.pid} {began}")
-    gate = run.hold(5)
-    launcher = run.start(steps=300)
-    run.reaches(5)
-    gone.kill()
-    gone.wait()
-    assert "Snakemake is gone" in finish(launcher) and launcher.returncode == 130
-    late = run.start(steps=300)
-    assert "Snakemake is gone" in finish(late) and late.returncode == 130
-    monkeypatch.delenv("MAECT_SNAKEMAKE")
-    gate.unlink()
-    finish(run.start(steps=300))
-    assert_undisturbed(run, 300)
-    assert len(run.starts()) == 1
-
-
 def test_the_snakemake_of_a_launcher(monkeypatch):
     """It is known by its number and its beginning, whatever becomes of the clock."""
     monkeypatch.setenv("MAECT_SNAKEMAKE", this_process())
@@ -383,21 +352,6 @@ def test_the_snakemake_of_a_launcher(monkeypatch):
     for text in ("abc", "", "1", "1 2 3", "-1 5"):  # somebody else's variable of this name
         monkeypatch.setenv("MAECT_SNAKEMAKE", text)
         assert is_snakemake_alive(), text
-
-
-def test_a_hang_up_that_snakemake_ignores(run, monkeypatch):
-    gate = run.hold(5)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup, for those started below
-    try:
-        launcher = run.start(steps=60)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    run.reaches(5)
-    launcher.send_signal(signal.SIGHUP)
-    gate.unlink()
-    words = finish(launcher)
-    assert launcher.returncode == 0 and "detached" not in words
-    assert_undisturbed(run, 60)
 
 
 def test_found_job_whose_files_are_gone_runs_again(run):
