@@ -35,7 +35,7 @@ def shards_config(split: Split, pixels: Pixels, images: Path) -> ShardsConfig:
 
 
 def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
-    """Folder of the shards that a split reads; `own` if no other experiment has them.
+    """Return the folder of the shards that a split reads; `own` if no other experiment has them.
 
     An experiment keeps shards, its own and another's: an image that is added later re-runs nothing.
     It does not begin with those of images that have changed since.
@@ -95,7 +95,8 @@ def said_otherwise(folder: Path, split: Split, pixels: Pixels) -> str:
     if made is None:
         return ""
     asked = ShardsConfig(images=made.images, lists_sha256=checksums, **stated)
-    before, now = _compared(folder, made), _compared(folder, asked)
+    before = _compared(folder, made)
+    now = _compared(folder, asked)
     described = []
     for key in sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k)):
         file = stated[key] if key in made.lists_sha256.keys() | checksums else None
@@ -113,14 +114,19 @@ def is_made_otherwise(folder: Path, split: Split, pixels: Pixels) -> bool:
     if made is None:
         return False
     asked = ShardsConfig(images=made.images, **_stated(split, pixels))
-    before, now = _compared(folder, made), _compared(folder, asked)
+    before = _compared(folder, made)
+    now = _compared(folder, asked)
     for content in (before, now):
         content |= {name: name in content for name in LISTS}
     return before != now
 
 
 def last_changes(images: Path) -> str:
-    """Hash of when a file, what a pattern fits, or folders below one changed (else OSError)."""
+    """Return a hash of the times of a file, a pattern's files or the folders below one.
+
+    Raises:
+        OSError: there is none.
+    """
     pending = [images] if images.exists() else sorted(images.parent.glob(images.name)) or [images]
     times: dict[tuple[int, int], int] = {}  # a link may lead back
     while pending:
@@ -139,7 +145,7 @@ def last_changes(images: Path) -> str:
 
 
 def _stated(split: Split, pixels: Pixels) -> dict[str, Any]:
-    """Return what an experiment says of a split's shards, in the names of `ShardsConfig`."""
+    """Return an experiment's settings of a split's shards, by the names of `ShardsConfig`."""
     stated = split.model_dump(include={"kind", "shards", "skip_unreadable"})
     given = {name: getattr(split, name) for name in LISTS}
     lists = {name: fill_path(file) if file else None for name, file in given.items()}
@@ -148,13 +154,13 @@ def _stated(split: Split, pixels: Pixels) -> dict[str, Any]:
 
 
 def _checksums(stated: dict[str, Any]) -> dict[str, str]:
-    """Checksums of the lists that are files; OSError if one is gone."""
+    """Return the checksums of the lists that are files; OSError if one is gone."""
     files = {name: stated[name] for name in LISTS if stated[name]}
     return {name: _checksum(Path(f)) for name, f in files.items() if f not in CLASS_LISTS}
 
 
 def _checksum(path: Path) -> str:
-    """sha256 of a list, or of what is in a folder such as the unpacked devkit of ImageNet."""
+    """Return the sha256 of a list, or of a folder such as the unpacked devkit of ImageNet."""
     if not path.is_dir():
         return sha256_file(path)
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -162,7 +168,7 @@ def _checksum(path: Path) -> str:
 
 
 def _compared(folder: Path, config: ShardsConfig) -> dict[str, Any]:
-    """The content of a config, without a setting that changed nothing in these shards."""
+    """Return the content of a config, without a setting that changed nothing in these shards."""
     content = config.content
     if not seek_record(folder / "index.json").get("unreadable"):  # nothing was left out by it
         content.pop("skip_unreadable", None)

@@ -58,7 +58,8 @@ class Run:
         """Return the encoder's size, with the image size if that is not its own."""
         if isinstance(self.settings, Import) and self.settings.timm is not None:
             return self.settings.timm.partition(".")[0]
-        usual, shape = load_encoder(self.size), self.encoder
+        usual = load_encoder(self.size)
+        shape = self.encoder
         own = [
             f"{name}{getattr(shape, key)}"
             for name, key in (("w", "width"), ("d", "depth"), ("p", "patch_size"))
@@ -106,7 +107,9 @@ def _run(
         except (KeyError, ValueError, IndexError) as error:
             raise UserError(f"{where}: {template}: {text!r}: {error} is not in `each`") from None
 
-    base, size, recipe = fill(template), fill(spec.size), fill(spec.recipe or "")
+    base = fill(template)
+    size = fill(spec.size)
+    recipe = fill(spec.recipe or "")
     check_name(where, base)
     if end := base.removeprefix(seedless(base)):
         raise UserError(f"{where}: {base}: an end such as {end} is for seeds; choose another name")
@@ -125,7 +128,8 @@ def _run(
                 encoder = validated(Encoder, encoder.model_dump() | spec.encoder, "encoder")
         elif spec.timm:
             known = find_timm(fill(spec.timm))
-            size, settings = known.size, Import(timm=known.name)
+            size = known.size
+            settings = Import(timm=known.name)
             encoder = known.encoder(spec.image_size, pixels)
         else:
             layout = fill(spec.layout) if spec.layout else None
@@ -151,7 +155,7 @@ def _run(
 
 
 def _shared_by_seeds(runs: Mapping[str, Run]) -> dict[str, Run]:
-    """Imported weights have no seed: runs of every seed start from the same ones."""
+    """Let runs of every seed start from the same imported weights, which have no seed."""
     shared = {name for name, run in runs.items() if not run.settings.trains}
     return {
         name: replace(run, source=seedless(run.source))
@@ -162,7 +166,7 @@ def _shared_by_seeds(runs: Mapping[str, Run]) -> dict[str, Run]:
 
 
 def _as_sources(runs: Mapping[str, Run]) -> dict[str, Run]:
-    """Blocks have the norms of those that a run starts from: a size does not say where they are."""
+    """Give each run the norms of the run that it begins with: a size does not imply them."""
     made = dict(runs)
     for name, run in runs.items():
         first = begins_with(name, runs)
@@ -175,7 +179,7 @@ def _as_sources(runs: Mapping[str, Run]) -> dict[str, Run]:
 def runs_to_score(
     runs: Mapping[str, Run], evaluations: Iterable[tuple[str, str, Protocol, Computing, str]]
 ) -> dict[str, Run]:
-    """The runs that evaluations ask to be trained: `RUN.EVALUATION.PART`.
+    """Return the runs that evaluations ask to be trained: `RUN.EVALUATION.PART`.
 
     Evaluations are run, name, settings, way of training and data set, whatever the run was trained
     on.
@@ -214,7 +218,8 @@ def begins_with(name: str, runs: Mapping[str, Run]) -> Run:
 def check_sources(runs: Mapping[str, Run], where: str) -> None:
     """Refuse the first run that does not start from what its stage can start from (UserError)."""
     for run in runs.values():
-        this, given = f"{where}: {run.name}", None
+        this = f"{where}: {run.name}"
+        given = None
         if run.source is not None:
             if run.source not in runs:
                 hint = did_you_mean(run.source, runs)
@@ -235,7 +240,7 @@ CHANGES = (*REPLACED, "splits", "tables", "figures", "protocols")
 
 
 def restricted(spec: ExperimentSpec, changes: Mapping[str, Any]) -> ExperimentSpec:
-    """An experiment that asks for less than its file does: some `tables`, `figures`, `protocols`.
+    """Reduce an experiment to some of its `tables`, `figures` and `protocols`.
 
     Raises:
         UserError: one that the file does not ask for.
@@ -243,7 +248,8 @@ def restricted(spec: ExperimentSpec, changes: Mapping[str, Any]) -> ExperimentSp
     new: dict[str, Any] = {}
     for kind in ("tables", "figures"):
         if kind in changes:
-            rows, wanted = getattr(spec, kind), names(changes[kind])
+            rows = getattr(spec, kind)
+            wanted = names(changes[kind])
             check_names(f"--config {kind}", wanted, rows)
             new[kind] = {name: rows[name] for name in wanted}
     if "protocols" in changes:
@@ -266,7 +272,7 @@ def names(value: Any) -> list[str]:
 
 
 def matching(pattern: str, runs: Mapping[str, Run]) -> list[str]:
-    """Runs of all seeds that a name or a pattern such as `ct_*` names.
+    """Return the runs of all seeds that a name or a pattern such as `ct_*` names.
 
     A run that is trained for an evaluation has to be named in full.
     """
@@ -285,7 +291,7 @@ def may_be_scored(name: str, runs: Mapping[str, Run]) -> bool:
 def lines(
     where: str, rows: Rows, runs: Mapping[str, Run], shown: Collection[str], partial: bool = False
 ) -> list[Row]:
-    """The lines of a table or figure, in the order of the rows, then in that of `runs`.
+    """Return the lines of a table or figure, in the order of the rows, then in that of `runs`.
 
     Args:
         shown: names of the runs that have anything to show.
@@ -316,7 +322,7 @@ def lines(
 
 
 def without_twins(rows: Iterable[Row], runs: Mapping[str, Run]) -> list[Row]:
-    """The lines of a table without those that another one, `METHOD_public`, says the same as.
+    """Remove the lines of a table that another one, `METHOD_public`, repeats.
 
     Both begin with the same file: there is nothing to compare.
     """

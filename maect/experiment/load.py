@@ -102,7 +102,8 @@ class Experiment:
             for name in (name for name in spec.tables if not TABLES[name].of_public):
                 self._rows[name] = expand.without_twins(self._rows[name], self.runs)
         for name in spec.figures:
-            figure, rows = FIGURES[name], self._rows[name]
+            figure = FIGURES[name]
+            rows = self._rows[name]
             measured = any(
                 (run, figure.unless) in self.evaluations for row in rows for run in row.runs
             )
@@ -125,7 +126,8 @@ class Experiment:
                 check_name(f"{self.file}: datasets: {name}: splits", split)
         first: dict[str, str] = {}
         for name, split in self.splits:
-            called, this = f"{name}-{split}", f"{name}: {split}"
+            called = f"{name}-{split}"
+            this = f"{name}: {split}"
             if (other := first.setdefault(called, this)) != this:
                 raise self._error(
                     f"datasets: features of {other} and of {this} would both be called {called}; "
@@ -133,7 +135,7 @@ class Experiment:
                 )
 
     def _add_runs_to_score(self) -> tuple[tuple[str, str], ...]:
-        """The evaluations that are asked for, once their trainings are among the runs."""
+        """Add the trainings that evaluations need to the runs; return all evaluations."""
         asked = tuple(dict.fromkeys(self._asked(self.runs)))
         given = [
             (run, e, self.evaluation(run, e), self._computing(e), self.dataset_of(e))
@@ -190,7 +192,7 @@ class Experiment:
 
     @cache  # noqa: B019 (an experiment lives as long as the process)
     def evaluation(self, run: str, name: str) -> Protocol:
-        """Settings of an evaluation of a run.
+        """Return the settings of an evaluation of a run.
 
         Lists that are gone are what they were when it was prepared, so that its results stay.
         """
@@ -223,7 +225,8 @@ class Experiment:
         return validated(Computing, how, f"{self.file}: protocols: {name}")
 
     def _check_evaluation(self, run: str, name: str) -> None:
-        dataset, computing = self.dataset_of(name), self._computing(name)
+        dataset = self.dataset_of(name)
+        computing = self._computing(name)
         trainings = self.evaluation(run, name).trainings().values()
         try:
             for stage, _ in trainings:
@@ -254,7 +257,8 @@ class Experiment:
                 raise self._error(f"evaluate: {name} of {run} reads the output of {needed}; add it")
 
     def _check_resize(self, run: str, dataset: str) -> None:
-        given, side = self.datasets[dataset].resize, self.runs[run].encoder.image_size
+        given = self.datasets[dataset].resize
+        side = self.runs[run].encoder.image_size
         if given is not None and given < side:
             raise self._error(
                 f"datasets: {dataset}: resize {given} is smaller than the {side} pixels that "
@@ -293,7 +297,7 @@ class Experiment:
 
     @cache  # noqa: B019
     def shards(self, dataset: str, split: str) -> Path:
-        """Folder of a split's shards: its own, or those that another experiment beside it has."""
+        """Return the folder of a split's shards: its own, or one of another experiment."""
         given = self._given(dataset, split)
         return find_shards(self.own_shards(dataset, split), *given, self.images(dataset, split))
 
@@ -302,7 +306,7 @@ class Experiment:
         return self.root / "shards" / dataset / split
 
     def shards_config(self, dataset: str, split: str) -> ShardsConfig:
-        """The resolved settings of a split's shards."""
+        """Return the resolved settings of a split's shards."""
         return shards_config(*self._given(dataset, split), self.images(dataset, split))
 
     def said_otherwise(self, dataset: str, split: str) -> str:
@@ -318,7 +322,7 @@ class Experiment:
         return changes(self.shards(dataset, split), self.images(dataset, split))
 
     def images(self, dataset: str, split: str) -> Path:
-        """Folder of a split's images; of a view, that of the shards that it shows a part of."""
+        """Return the folder of a split's images; of a view, that of the shards it selects from."""
         given = self.datasets[dataset].splits[split]
         if given.of is not None:
             return self.shards(dataset, given.of)
@@ -328,17 +332,18 @@ class Experiment:
 
     def other_kind(self, dataset: str) -> str:
         """Return the kind of the bundled images that were written, if it is not that asked for."""
-        asked, path = self.datasets[dataset], self.root / "images" / dataset / "kind.txt"
+        asked = self.datasets[dataset]
+        path = self.root / "images" / dataset / "kind.txt"
         written = path.read_text().strip() if asked.bundled and path.exists() else asked.kind
         return written if written != asked.kind else ""
 
     def rows(self, name: str) -> list[Row]:
-        """Lines of a table or figure."""
+        """Return the lines of a table or figure."""
         return self._rows[name]
 
     @property
     def tables(self) -> list[str]:
-        """Names of the tables that have any line, in the file's order."""
+        """Return the names of the tables that have any line, in the file's order."""
         return [name for name in self.spec.tables if self._rows[name]]
 
     @property
@@ -347,7 +352,7 @@ class Experiment:
         return [name for name in self.spec.figures if self._rows[name]]
 
     def behind(self, runs: Iterable[str]) -> list[str]:
-        """The runs and all that they start from, sorted."""
+        """Return the runs and all that they start from, sorted."""
         return sorted({one.name for run in runs for one in lineage(run, self.runs.get)})
 
 
@@ -403,7 +408,7 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
 
 
 def _with_splits(datasets: Any, file: Path) -> Any:
-    """Data sets as written, in which splits are what a file of `DATASET: {SPLIT: ...}` says."""
+    """Replace the splits of data sets by those of a file of `DATASET: {SPLIT: ...}`."""
     try:
         given = read_yaml(file)
     except FileNotFoundError:

@@ -94,7 +94,7 @@ CAPTIONS: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 def figures(experiment: Experiment) -> list[str]:
-    """The figures that have anything to show, where less is evaluated than the file asks for."""
+    """Return the figures that have anything to show, if less is evaluated than the file says."""
     return [name for name in experiment.figures if _can_show(experiment, name, FIGURES[name])]
 
 
@@ -117,7 +117,7 @@ def _can_show(experiment: Experiment, name: str, shown: Table | Figure) -> bool:
 
 
 def shown_config(experiment: Experiment, name: str, figure: bool) -> configs.ShownConfig:
-    """Settings of a table or figure."""
+    """Return the settings of a table or figure."""
     return configs.ShownConfig(
         name=name,
         rows=experiment.rows(name),
@@ -130,7 +130,7 @@ def shown_config(experiment: Experiment, name: str, figure: bool) -> configs.Sho
 
 
 def claims_config(experiment: Experiment, name: str) -> configs.ClaimsConfig:
-    """Settings of the claims."""
+    """Return the settings of the claims."""
     names = tables(experiment)
     rows = dict.fromkeys(row for name in names for row in experiment.rows(name))
     return configs.ClaimsConfig(
@@ -307,7 +307,7 @@ def _evaluations(
 
 
 def _classes(experiment: Experiment, name: str) -> Path | None:
-    """The index that names the classes a figure shows, if it shows any."""
+    """Return the index that names the classes a figure shows, if it shows any."""
     shown = FIGURES[name]
     for pair in _evaluations(experiment, name, shown) if shown.names_classes else ():
         split = experiment.evaluation(*pair).test_split
@@ -351,12 +351,12 @@ def report_inputs(experiment: Experiment) -> list[Path]:
 
 
 def report_config(experiment: Experiment) -> configs.ReportConfig:
-    """Return what is in the resolved file of the report."""
+    """Return the resolved file of the report."""
     return configs.ReportConfig(reads=tuple(report_inputs(experiment)))
 
 
 def pages(experiment: Experiment) -> Iterator[tuple[Path, configs.PageConfig]]:
-    """The resolved file of each page, by its path."""
+    """Yield the path and the resolved file of each page."""
     for page in PAGES.values():
         for name in page.names(experiment):
             yield page.config_path(experiment, name), page.config(experiment, name)

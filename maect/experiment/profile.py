@@ -48,7 +48,7 @@ Jobs = Mapping[str, Mapping[str, Any]]
 
 
 def find_profile(name_or_path: str) -> Path:
-    """A profile's folder, by its name or path: `cluster_profiles/NAME` is found from anywhere.
+    """Find a profile's folder by its name or path; `cluster_profiles/NAME` works from anywhere.
 
     A name without a `/` is one of the pipeline's: whatever the working folder has of that name, a
     profile may run code.
@@ -78,7 +78,7 @@ def find_profile(name_or_path: str) -> Path:
 
 
 def kinds() -> dict[str, str]:
-    """Kind of job of every rule that computes."""
+    """Return the kind of job of every rule that computes."""
     kind_of = {"features": "node"}
     for name, protocol in PROTOCOLS.items():
         alone = "device" if protocol.encoder_input else "cpu"
@@ -91,7 +91,8 @@ def by_rule(jobs: Jobs) -> dict[str, dict[str, dict[str, Any]]]:
 
     `jobs` has resources by kind of job (`KINDS`) or rule; `threads` is a rule's share of the cores.
     """
-    kind_of, asked = kinds(), dict[str, Mapping[str, Any]]()
+    kind_of = kinds()
+    asked = dict[str, Mapping[str, Any]]()
     for name in jobs:
         if name not in {*KINDS, *kind_of, *HERE}:
             hint = did_you_mean(name, [*KINDS, *kind_of])

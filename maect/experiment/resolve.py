@@ -23,7 +23,7 @@ REPORT = "report_html"
 
 
 def run_config(experiment: Experiment, name: str) -> RunConfig:
-    """The config of a training or an import."""
+    """Return the config of a training or an import."""
     run = experiment.runs[name]
     return RunConfig(
         run=name,
@@ -50,7 +50,7 @@ def scored_on(experiment: Experiment, run: Run) -> Path:
 
 
 def evaluation_config(experiment: Experiment, run: str, name: str) -> EvaluationConfig:
-    """The config of an evaluation."""
+    """Return the config of an evaluation."""
     settings = experiment.evaluation(run, name)
     return EvaluationConfig(
         evaluation=name,
@@ -136,13 +136,13 @@ def features_read(experiment: Experiment) -> Iterable[tuple[str, str, Features]]
 
 
 def ending(features: Features) -> str:
-    """Return what is behind a split's name in that of its features' file: `.before_norm.last_4`."""
+    """Return the suffix of a features file, such as `.before_norm.last_4`."""
     norm = "" if features.norm else WITHOUT_NORM
     return norm + (f"{LAST}{features.blocks}" if features.blocks > 1 else "")
 
 
 def of_ending(split: str, ending: str) -> Features:
-    """The features that are in a file with this behind the split's name."""
+    """Return the features in a file with this suffix after the split's name."""
     return Features(split, not ending, int(ending.partition(LAST)[2] or 1))
 
 
@@ -219,7 +219,8 @@ def is_current(experiment: Experiment, path: Path, config: StampedFile) -> bool:
     """
     if not isinstance(config, EvaluationConfig):
         return stamps.is_current(path, config)
-    run, dataset = config.run.name, experiment.dataset_of(config.evaluation)
+    run = config.run.name
+    dataset = experiment.dataset_of(config.evaluation)
     features = {
         config.path(name): features_config(experiment, run, dataset, kind).identity_to_be
         for name, kind in config.settings.inputs().items()
@@ -243,7 +244,7 @@ def shards_are_current(experiment: Experiment, dataset: str, split: str) -> bool
 
 
 def files(experiment: Experiment) -> Iterator[tuple[Path, StampedFile]]:
-    """The resolved file of every run, evaluation, page and features that are read, by path."""
+    """Return the resolved file of every run, evaluation, page and features file, by path."""
     for run in experiment.runs:
         yield experiment.folder(run) / "config.yaml", run_config(experiment, run)
     for run, name in experiment.evaluations:

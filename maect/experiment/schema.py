@@ -169,7 +169,7 @@ class RunSpec(Settings):
         return self
 
     def from_public(self) -> "RunSpec":
-        """The run that imports the public weights instead, if it has any."""
+        """Return the run that imports the public weights instead, if it has any."""
         if self.public is None:
             return self
         kept = self.model_dump(include={"size", "image_size", "method", "each", "seeds"})
@@ -201,7 +201,7 @@ WrittenTables = list[str] | dict[str, WrittenRows | None]
 
 
 def _flat(value: Any) -> Any:
-    """Lists in a list as one, so that a file can name a list once and use it in others."""
+    """Flatten a list of lists, so that a file can name a list once and use it in others."""
     if not isinstance(value, list):
         return value
     return [one for item in value for one in (_flat(item) if isinstance(item, list) else [item])]
@@ -241,7 +241,7 @@ class ExperimentSpec(Settings):
     @field_validator("tables", "figures", mode="before", json_schema_input_type=WrittenTables)
     @classmethod
     def _rows(cls, value: Any) -> Any:
-        """A list of names, or a name without rows, means every evaluated run."""
+        """Read a list of names, or a name without rows, as every evaluated run."""
         if isinstance(value, list):
             value = dict.fromkeys(value)
         if isinstance(value, dict):

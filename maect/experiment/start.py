@@ -1,4 +1,4 @@
-"""Before the first job: what it would miss, and what is written down for it."""
+"""Check an experiment before its first job, and write the configs of all jobs."""
 
 import os
 import re
@@ -47,7 +47,7 @@ class PendingJob:
 
 
 def faults(experiment: Experiment, jobs: Sequence[PendingJob]) -> list[str]:
-    """Return what jobs would miss or read wrongly: a sentence each, empty if all is well."""
+    """Return a sentence for each input that jobs would miss or read wrongly."""
     sharded = _sharded(experiment, jobs)
     imports = [job for job in jobs if job.rule in STAGES]
     return [
@@ -99,7 +99,7 @@ def prepare(experiment: Experiment, jobs: Sequence[PendingJob]) -> None:
 
 
 def _note_shards(experiment: Experiment, dataset: str, split: str) -> None:
-    """Write what shards are made of, unless they are finished: then their file says what it was."""
+    """Write the config of shards, unless they are finished: then it says what they were made of."""
     own = experiment.own_shards(dataset, split)
     is_view = experiment.datasets[dataset].splits[split].of is not None
     if is_view or not ((own / CONFIG).exists() and _is_finished(own)):
@@ -138,7 +138,7 @@ def _link_before_forcerun(run: Path) -> None:
 
 
 def _sharded(experiment: Experiment, jobs: Iterable[PendingJob]) -> list[tuple[str, str]]:
-    """(dataset, split) whose images are listed and read by jobs."""
+    """Return (dataset, split) whose images are listed and read by jobs."""
     given = (
         (job, (job.wildcards["dataset"], job.wildcards["split"]))
         for job in jobs
@@ -159,7 +159,7 @@ def missing_images(
     splits: Iterable[tuple[str, str]] | None = None,
     again: bool = False,
 ) -> list[str]:
-    """Return what a start would not find of the images (of `splits`, or all): a sentence each.
+    """Return a sentence for each folder of images (of `splits`, or all) that is missing.
 
     Not of shards that are finished, unless they are made `again`.
     """
@@ -168,7 +168,8 @@ def missing_images(
         given = experiment.datasets[name].splits[split]
         if not again and _is_finished(experiment.shards(name, split)):
             continue
-        where, images = f"{experiment.file}: datasets: {name}", experiment.images(name, split)
+        where = f"{experiment.file}: datasets: {name}"
+        images = experiment.images(name, split)
         if given.images is not None and not is_there(images):
             missing.append(
                 f"{where}: no images at {images} (split {split}){_unset(images)}; "
@@ -182,7 +183,7 @@ def missing_images(
 def missing_weights(
     experiment: Experiment, runs: Iterable[str] | None = None, again: bool = False
 ) -> list[str]:
-    """Likewise, a sentence a file of weights that is to be imported, for runs or for all."""
+    """Return a sentence for each file of weights that is missing, for runs or for all."""
     chosen = [experiment.runs[name] for name in (experiment.runs if runs is None else runs)]
     return [
         f"{experiment.file}: runs: {run.name}: no weights at {run.weights}{_unset(run.weights)}; "
@@ -195,7 +196,7 @@ def missing_weights(
 
 
 def missing_lists(experiment: Experiment, evaluations: Iterable[tuple[str, str]]) -> list[str]:
-    """Likewise, a sentence a folder of low-shot lists that lacks what evaluations of runs read."""
+    """Return a sentence for each folder of low-shot lists that lacks files of these evaluations."""
     gone: dict[Path, Path] = {}
     own = set()
     for settings in (experiment.evaluation(*one) for one in evaluations):
@@ -216,7 +217,7 @@ def missing_lists(experiment: Experiment, evaluations: Iterable[tuple[str, str]]
 
 
 def changed_images(experiment: Experiment) -> list[str]:
-    """A sentence for each split whose images are no longer those in its shards, or lost there."""
+    """Return a sentence for each split whose images are no longer those in its shards."""
     notes: list[str] = []
     for pair in experiment.splits:
         folder = experiment.shards(*pair)
@@ -234,13 +235,14 @@ def changed_images(experiment: Experiment) -> list[str]:
 
 
 def other_shards(experiment: Experiment, splits: Iterable[tuple[str, str]]) -> list[str]:
-    """A sentence for each split that the file says otherwise than its shards were made by.
+    """Return a sentence for each split whose settings are not those of its shards.
 
     Images that were merely added, removed or edited where they lie are none of these.
     """
     notes = []
     for name, split in splits:
-        folder, given = experiment.shards(name, split), experiment.datasets[name].splits[split]
+        folder = experiment.shards(name, split)
+        given = experiment.datasets[name].splits[split]
         if not (given.source.sharded and (folder / "plan.json").exists()):
             continue
         # Bundled images are always the same.
@@ -262,7 +264,7 @@ def other_shards(experiment: Experiment, splits: Iterable[tuple[str, str]]) -> l
 
 
 def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:
-    """(dataset, split) whose shards are gone though something finished was made of them.
+    """Return (dataset, split) whose shards are gone though something finished was made of them.
 
     Not where the images are gone as well: such results stay as they are.
     """
@@ -294,7 +296,7 @@ def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:
 
 
 def shards_of(experiment: Experiment, files: Iterable[str]) -> list[tuple[str, str]]:
-    """(dataset, split) whose shards, or features of them, are among files of jobs.
+    """Return (dataset, split) whose shards, or features of them, are among files of jobs.
 
     Of a view it is the split whose images it shows.
     """
@@ -319,7 +321,7 @@ def _is_sharded(experiment: Experiment, name: str, split: str) -> bool:
 
 
 def unset_variables(path: Path) -> list[str]:
-    """Names of the environment variables that a path still has, since they are not set."""
+    """Return the environment variables in a path that are not set."""
     return re.findall(r"\$\{?(\w+)", str(path))
 
 

@@ -34,7 +34,7 @@ def check_profiles(words: Sequence[str]) -> None:
 
 
 def notes(pipeline: Path, words: Sequence[str]) -> list[str]:
-    """Say what is not as somebody who looks at the working folder may believe: a sentence each."""
+    """Return a sentence for each thing that the working folder suggests and that is not so."""
     clones = [other_clone(folder) for folder in {Path.cwd(), pipeline}]
     profile = os.environ.get("SNAKEMAKE_PROFILE")
     if profile and not any(word.startswith("--profile") for word in words) and is_bare(words):
@@ -48,8 +48,9 @@ def is_bare(words: Sequence[str]) -> bool:
 
 
 def other_clone(folder: Path) -> str:
-    """A sentence if a folder is a clone of maect, and another one than that which runs; else ""."""
-    ours, theirs = Path(maect.__file__).parent, folder / "maect"
+    """Return a sentence if a folder is another clone of maect than the one that runs; else ""."""
+    ours = Path(maect.__file__).parent
+    theirs = folder / "maect"
     is_clone = (theirs / "__init__.py").is_file() and (folder / "Snakefile").is_file()
     if not is_clone or theirs.samefile(ours):
         return ""

@@ -37,7 +37,7 @@ class Report(TypedDict, total=False):
 
 
 def describe(progress: Report) -> str:
-    """One line from a report; keys that it does not know are left out.
+    """Return one line on a report; unknown keys are left out.
 
     The time left follows from the steps done since this attempt began, not from those before it.
     """
@@ -60,7 +60,7 @@ def describe(progress: Report) -> str:
 
 
 def seconds_a_step(progress: Report) -> float | None:
-    """Mean seconds of this attempt's steps, or None if unknown."""
+    """Return the mean seconds of this attempt's steps, or None if unknown."""
     try:
         done = progress["step"] - progress["first_step"]
         return float(progress["seconds"]) / done if done > 0 else None
@@ -69,7 +69,7 @@ def seconds_a_step(progress: Report) -> float | None:
 
 
 def seconds_left(progress: Report) -> float | None:
-    """Seconds until the last step at the mean speed of this attempt, or None if unknown."""
+    """Return the seconds until the last step at this attempt's mean speed, or None if unknown."""
     step = seconds_a_step(progress)
     try:
         return None if step is None else step * (progress["steps"] - progress["step"])
@@ -78,20 +78,21 @@ def seconds_left(progress: Report) -> float | None:
 
 
 def part(progress: Report) -> float | None:
-    """The part of the steps that is done, or None if unknown."""
-    step, steps = progress.get("step"), progress.get("steps")
+    """Return the part of the steps that is done, or None if unknown."""
+    step = progress.get("step")
+    steps = progress.get("steps")
     return step / steps if isinstance(step, int) and isinstance(steps, int) and steps else None
 
 
 def duration(seconds: float) -> str:
-    """`1d 02:03:04`, without the day when there is none."""
+    """Return a duration as `1d 02:03:04`, without the day if there is none."""
     days, rest = divmod(round(seconds), 86400)
     clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}d {clock}" if days else clock
 
 
 def rough(seconds: float) -> str:
-    """A time as people say it: `40 seconds`, `8 minutes`, `3.5 hours`, `12 days`."""
+    """Return a rounded duration: `40 seconds`, `8 minutes`, `3.5 hours`, `12 days`."""
     if seconds < 90:
         return counted(round(seconds), "second")
     if seconds < 90 * 60:
@@ -119,11 +120,11 @@ class ProgressLine:
         self._shown = ""
 
     def say(self, text: str) -> None:
-        """Give a message that stays."""
+        """Log a message."""
         log.info("%s: %s", self.title, text)
 
     def is_due(self) -> bool:
-        """Return whether it is time to show the state again, for the reader's sake."""
+        """Return whether it is time to show the progress again."""
         now = time.monotonic()
         if self._watched:
             wait = TERMINAL_SECONDS
@@ -132,10 +133,11 @@ class ProgressLine:
         return now - self._shown_at >= wait
 
     def show(self, text: str, part: float | None) -> None:
-        """Show the present state, unless nothing has changed; `part` of it is done, if known."""
+        """Show a line on the progress unless it is unchanged; `part` of it is done, if known."""
         if not text or text == self._shown:
             return
-        self._shown, self._shown_at = text, time.monotonic()
+        self._shown = text
+        self._shown_at = time.monotonic()
         if self._watched:
             self._draw(text, part)
         else:

@@ -18,14 +18,14 @@ WALL_MINUTES = 1440
 VISIBLE = re.compile("[0-9]|GPU-|MIG-")  # how CUDA names a device; the first other word ends a list
 
 
-# Each of these would make the launcher lose track of its job or wait for the wrong ranks.
-OURS = {
+# Refused: each would make the launcher lose its job or wait for the wrong ranks.
+RESERVED_SBATCH_OPTIONS = {
     "array", "clusters", "cluster-constraint", "job-name", "output", "error", "open-mode", "signal",
     "wait", "parsable", "test-only", "wrap", "nodes", "ntasks", "ntasks-per-node", "uid", "gid",
     "a", "M", "J", "o", "e", "W", "N", "n",
 }  # fmt: skip
 # Arguments of sbatch without a value: any other word between commas belongs to the value before it.
-FLAGS = {
+SBATCH_FLAGS = {
     "contiguous", "exclusive", "hold", "kill-on-invalid-dep", "no-kill", "no-requeue",
     "overcommit", "oversubscribe", "reboot", "requeue", "spread-job", "use-min-nodes",
 }  # fmt: skip
@@ -37,7 +37,7 @@ class LaunchError(UserError):
 
 @dataclass(frozen=True)
 class Task:
-    """The function that every rank calls, by name, so that nothing heavy is imported to start it.
+    """Function that every rank calls, by name, so that a start imports nothing heavy.
 
     Attributes:
         function: `package.module:function`; called as `function(context=..., **arguments)`.
@@ -96,7 +96,7 @@ class Resources:
                 raise UserError(f"resources: {name}={value!r} must be a positive integer")
         for argument in self.sbatch:
             name = argument.partition("=")[0].strip().lstrip("-").replace("_", "-")
-            if name in OURS:
+            if name in RESERVED_SBATCH_OPTIONS:
                 raise UserError(
                     f"slurm_extra: {argument}: `{name}` is set by maect, which watches one job a "
                     "step; nodes, devices, runtime and so on are keys of the profile"
@@ -125,7 +125,7 @@ class Resources:
         setup: str = "",
         python: str = "",
     ) -> "Resources":
-        """Resources as a person states them: on the command line, or in a profile.
+        """Read resources as people write them on the command line or in a profile.
 
         Args:
             devices: ranks per node, or what `count_devices` counts on this machine.
@@ -165,17 +165,17 @@ class Resources:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the job."""
+        """Return the number of ranks of the job."""
         return self.nodes * self.devices
 
     @property
     def warning_seconds(self) -> int:
-        """Seconds between the signal to save and the wall limit: a tenth of it, 20 to 300."""
+        """Return the seconds from the signal to save until the limit: a tenth of it, 20 to 300."""
         return max(20, min(300, self.minutes * 6))
 
 
 def _absolute(word: str) -> str:
-    """A word of a command; a file's path in full, since jobs begin in other folders.
+    """Return a word of a command, the path of a file in full: jobs begin in other folders.
 
     A word without a `/` is a command's name, whatever lies in the working folder.
     """
@@ -183,10 +183,10 @@ def _absolute(word: str) -> str:
 
 
 def sbatch_arguments(text: str) -> tuple[str, ...]:
-    """Arguments of sbatch between commas; `exclude=a,b` is one of them."""
+    """Split arguments of sbatch at commas; `exclude=a,b` is one of them."""
     arguments: list[str] = []
     for part in filter(None, (word.strip() for word in text.split(","))):
-        if arguments and "=" not in part and part.lstrip("-") not in FLAGS:
+        if arguments and "=" not in part and part.lstrip("-") not in SBATCH_FLAGS:
             arguments[-1] += f",{part}"
         else:
             arguments.append(part)
@@ -194,7 +194,7 @@ def sbatch_arguments(text: str) -> tuple[str, ...]:
 
 
 def count_devices(devices: str) -> int:
-    """`auto`: the GPUs of this machine, or two processes where there is none; `gpus`: or one.
+    """Count devices: `auto`, the GPUs of this machine, else two processes; `gpus`, else one.
 
     GPUs that `CUDA_VISIBLE_DEVICES` hides are not there.
     """
@@ -221,7 +221,7 @@ def gpu_here() -> str:
 
 
 def gpus_here() -> int:
-    """The GPUs of this machine that `CUDA_VISIBLE_DEVICES` does not hide."""
+    """Count the GPUs of this machine that `CUDA_VISIBLE_DEVICES` does not hide."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is not None:
         return len(list(takewhile(VISIBLE.match, names.replace(" ", "").split(","))))
@@ -233,7 +233,7 @@ def gpus_here() -> int:
 
 
 def node_range(nodes: str) -> tuple[int, int]:
-    """`4` as (4, 4), `1..16` as (1, 16)."""
+    """Read a range of nodes: `4` as (4, 4), `1..16` as (1, 16)."""
     match = re.fullmatch(r"([1-9][0-9]*)(?:\.\.([1-9][0-9]*))?", nodes)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if least > most:
@@ -242,7 +242,7 @@ def node_range(nodes: str) -> tuple[int, int]:
 
 
 def fixed_nodes(nodes: str) -> int:
-    """The nodes of a job whose size does not depend on a recipe."""
+    """Return the nodes of a job whose size does not depend on a recipe."""
     least, most = node_range(nodes)
     if least != most:
         raise UserError(f"--nodes {nodes}: a range is for trainings; give one number here")
@@ -252,7 +252,7 @@ def fixed_nodes(nodes: str) -> int:
 def training_nodes(
     nodes: str, devices: int, batch_size: int, step_flops: float, speed: float = 1.0
 ) -> int:
-    """Nodes for a training: as many of the range as its batch is worth.
+    """Return the nodes for a training: as many of the range as its batch is worth.
 
     That is the largest number with which the ranks divide the batch evenly and each has
     `WORTH_A_RANK` of the step's operations, times the speed relative to an A100's; else the
