@@ -223,7 +223,7 @@ def answering(run, commands, answer: str, state: str = "CANCELLED", more: str = 
     shown = f"JobId=41 JobName=$name UserId=me(1) JobState={state} Reason=None"
     (commands.folder / "sbatch").write_text(
         f'#!/bin/sh\necho "$0 $*" >> {commands.folder}/asked\n'
-        f"name=$(grep -o 'maect-{run.folder.name}-[0-9a-f]*' {run.folder}/job.json | tail -1)\n"
+        f"name=$(grep -o 'maect-{run.folder.name}-[0-9a-f]*' {run.folder}/job.json | head -1)\n"
         f"rm -f {commands.folder}/scontrol.fails\n"
         f'echo "41|$name" > {commands.folder}/squeue.says\n'
         f'echo "{shown}" > {commands.folder}/scontrol.says\nprintf "{answer}"\n{more}\n'
