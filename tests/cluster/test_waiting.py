@@ -30,7 +30,7 @@ def test_a_folder_with_blanks_in_its_name(run):
     other = run.beside("a b", sbatch=["begin=now+1hour"])
     launcher = other.start()
     wait_for(lambda: other.read("job.json").get("id"))
-    assert clusters()["slurm"].waits(other.folder, other.job())
+    assert clusters()["slurm"].poll(other.folder, other.job()).phase == "pending"
     launcher.send_signal(signal.SIGINT)
     assert "cancelled at step 0" in finish(launcher)
 

@@ -85,6 +85,29 @@ def warn_in_dry_run(faults):
             pipeline.say(f"warning: {fault}")
 
 
+# Resources, not `params`: images and weights that moved re-run nothing.
+def image_folder(wildcards):
+    split = wildcards.dataset, wildcards.split
+    warn_in_dry_run(starting.missing_images(experiment, [split]))
+    return str(experiment.images(*split))
+
+
+def weights_file(wildcards):
+    warn_in_dry_run(starting.missing_weights(experiment, [wildcards.run]))
+    return str(experiment.runs[wildcards.run].weights)
+
+
+def evaluation_inputs(wildcards):
+    pair = wildcards.run, wildcards.evaluation
+    warn_in_dry_run(starting.missing_lists(experiment, [pair]))
+    return stamps(resolve.inputs_of_evaluation(experiment, *pair))
+
+
+def name_of(wildcards, page):
+    """Return the name of a page, which a page without a folder has from its kind."""
+    return wildcards.page if page.folder else page.name
+
+
 # Held while this Snakemake runs: a second one on the same results folder is refused.
 ownership = ExitStack()
 

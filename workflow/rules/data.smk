@@ -24,13 +24,6 @@ rule write_images:
 SHARDS_CONFIG = f"{ROOT}/shards/{{dataset}}/{{split}}/config.yaml"
 
 
-# A resource, not in `params`: images that moved re-run nothing.
-def image_folder(wildcards):
-    split = wildcards.dataset, wildcards.split
-    warn_in_dry_run(starting.missing_images(experiment, [split]))
-    return str(experiment.images(*split))
-
-
 rule write_shards:
     input:
         config=resolved("write_shards", SHARDS_CONFIG),

@@ -28,12 +28,6 @@ rule features:
         on_devices("maect features {params.config:q}")
 
 
-def evaluation_inputs(wildcards):
-    pair = wildcards.run, wildcards.evaluation
-    warn_in_dry_run(starting.missing_lists(experiment, [pair]))
-    return stamps(resolve.inputs_of_evaluation(experiment, *pair))
-
-
 # One rule for each protocol (maect/evaluate): knn, linear_probe and so on.
 for protocol in PROTOCOLS.values():
 

@@ -1,8 +1,3 @@
-def name_of(wildcards, page):
-    """Return the name of a page, which a page without a folder has from its kind."""
-    return wildcards.page if page.folder else page.name
-
-
 # One rule for each kind of page (maect/experiment/pages.py): table, figure, claims and so on.
 for page in PAGES.values():
     pattern = f"{page.folder}/{{page}}" if page.folder else page.name

@@ -30,12 +30,6 @@ for stage in filter(lambda stage: stage.trains, STAGES.values()):
             on_devices("maect train {params.config:q}", trains=True)
 
 
-# A resource, not in `params`: weights that moved re-run nothing.
-def weights_file(wildcards):
-    warn_in_dry_run(starting.missing_weights(experiment, [wildcards.run]))
-    return str(experiment.runs[wildcards.run].weights)
-
-
 for stage in filter(lambda stage: not stage.trains, STAGES.values()):
 
     rule:

@@ -83,7 +83,7 @@ def test_a_retraining_that_waits_is_not_done(tmp_path, monkeypatch):
     for identity, state in (("now", "waiting"), ("before", "done")):
         job = record.new_job(folder, "slurm", 16, None)
         job.request = record.Request(identity=identity)
-        job.accepted("4711")
+        job.set_id("4711")
         record.write_job(folder, job)
         (line,) = status(tmp_path / "experiment")[1]
         assert (line.state, line.part) == (state, 1.0 if state == "done" else None)
