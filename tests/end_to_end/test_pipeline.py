@@ -378,9 +378,9 @@ def test_an_unknown_experiment_is_one_line() -> None:
 
 
 def test_a_second_pipeline_is_refused(undisturbed: Pipeline) -> None:
-    from maect.launch.owner import own
+    from maect.launch.owner import lock_folder
 
-    with own(undisturbed.results):
+    with lock_folder(undisturbed.results):
         done = undisturbed.run("evaluations", "--forcerun", "tune")
     assert done.returncode != 0
     assert f"process {os.getpid()}" in one_line(done.stderr)

@@ -170,7 +170,7 @@ def test_the_terminal_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )  # fmt: skip
     shown: list[str] = []
     line: Any = SimpleNamespace(say=shown.append)
-    launcher = _Launch(nothing, tmp_path, nothing, nothing, line, nothing, nothing)
+    launcher = _Launch(nothing, tmp_path, nothing, nothing, line, nothing)
     launcher.show_job_messages(job)
     rank.say("resumes with threads 1, it was 2")
     launcher.show_job_messages(job)

@@ -15,7 +15,7 @@ from maect.data.digits import write_digits
 from maect.data.index import open_index
 from maect.experiment import load
 from maect.launch import LaunchError, Task
-from maect.launch.owner import own
+from maect.launch.owner import lock_folder
 from maect.tools import logger
 from maect.tools.demo import ASKED, demo
 from maect.tools.dry_run import jobs_to_run
@@ -76,7 +76,10 @@ def test_a_first_look_by_other_settings_is_made_again(
 def test_no_first_look_beside_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs would take a run from each other, again and again."""
     monkeypatch.chdir(tmp_path)
-    with own(tmp_path / "results/digits"), pytest.raises(LaunchError, match="belongs to process"):
+    with (
+        lock_folder(tmp_path / "results/digits"),
+        pytest.raises(LaunchError, match="belongs to process"),
+    ):
         demo(lambda *_: 0)
 
 
