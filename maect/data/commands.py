@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from maect.core.commands import Log, Positive, Word, command
 from maect.core.errors import UserError
-from maect.core.stamps import stamped
 
 StatedPixels = Annotated[
     str | None,
@@ -64,6 +63,7 @@ def shard(
         verify: check shards that were written.
     """
     from maect.core.settings import validated
+    from maect.core.stamps import stamped
     from maect.data import shard_check
     from maect.data import shards as work
     from maect.data.config import CONFIG, ShardsConfig, stated_pixels

@@ -11,7 +11,6 @@ from maect.answers.commands import Resize
 from maect.core.commands import Log, Word, command
 from maect.core.errors import UserError, check_names
 from maect.core.files import need
-from maect.core.stamps import stamped
 from maect.data.commands import StatedPixels
 
 if TYPE_CHECKING:
@@ -219,6 +218,7 @@ def import_weights(
 
 def _import_as_resolved(path: Path) -> None:
     """Import as the resolved file of a run says, beside it, unless that is done."""
+    from maect.core.stamps import stamped
     from maect.stages.imported import Import, is_imported
     from maect.stages.imported import import_weights as convert
     from maect.stages.run import RunConfig

@@ -37,7 +37,8 @@ def pipeline(published: Path, metrics: dict[str, float], sha256: str | None = No
             assert target.is_relative_to(experiment.root)
             name = target.parent.name
             assert (name, target.stem) in experiment.evaluations
-            write_record(target, {"metrics": metrics})
+            assert target.suffix == ".done"
+            write_record(target.with_suffix(".json"), {"metrics": metrics})
             record = {
                 "run": name,
                 "stage": "tune",

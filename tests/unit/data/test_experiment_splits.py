@@ -208,7 +208,7 @@ def test_view_in_the_workflow(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     root = tmp_path / "results/shards/mine"
     assert np.bincount(open_index(root / "some").labels).tolist() == [4, 4]
-    left = {"config.yaml", "crc32.npy", "index.json", "index.npy", "keys.txt"}
+    left = {"config.yaml", "crc32.npy", "done", "index.json", "index.npy", "keys.txt"}
     assert {p.name for p in (root / "some").iterdir()} == left
     (tmp_path / "classes.txt").write_text("c2\ncat\n")
     wrong = snakemake(file, "-n", "shards")

@@ -15,12 +15,15 @@ import pytest
 import yaml
 
 from maect.core.entries import line_of
-from maect.core.files import read_json, write_json, write_record
+from maect.core.files import read_json, read_record, write_json, write_record
+from maect.core.stamps import stamp_path, stamped
+from maect.evaluate import EvaluationConfig
 from maect.experiment import load
 from maect.experiment.resolve import evaluation_config, run_config
 from maect.records import RunRecord
 from maect.report.render import MISSING
 from maect.report.tables import Row, build_table, write_table
+from maect.stages.run import RunConfig
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs/results"
@@ -306,8 +309,10 @@ def train_here(
     record = {"run": run, "stage": config.stage, "source": source, "seed": config.seed}
     record |= {"settings": told["settings"] | changes, "encoder": told["encoder"]}
     record |= {"device_hours": 1.0, "sha256": {ENCODER: checksum}, "versions": versions or {}}
-    folder = Path("results/cifar10/runs") / run
+    folder = Path("results/cifar10/runs", run).absolute()
     write_record(RunRecord.path(folder), record)
+    settings = config.settings.model_copy(update=changes)
+    leave_stamp(folder / "config.yaml", config.model_copy(update={"settings": settings}))
     step = line_of(5859, {"epoch": 30.0, "loss": 0.4}, {"device_seconds": 3600.0})
     (folder / "metrics.jsonl").write_text(step)
 
@@ -320,7 +325,24 @@ def evaluate_here(
     settings = config.settings.model_dump(mode="json") | {"resize": config.resize}
     result = {"metrics": metrics, "settings": settings, "left_sha256": "0" * 64}
     result |= {"provenance": {"encoder_sha256": checksum, "inputs": inputs or {}}}
-    write_record(Path(f"results/cifar10/evaluations/{run}/{name}.json"), result)
+    path = Path(f"results/cifar10/evaluations/{run}/{name}.yaml").absolute()
+    write_record(path.with_suffix(".json"), result)
+    path.with_suffix(".safetensors").touch()
+    made_of = {config.path(key): left for key, left in (inputs or {}).items()}
+    leave_stamp(path, config, made_of | {RunRecord.path(config.run): checksum})
+
+
+def leave_stamp(
+    path: Path, config: RunConfig | EvaluationConfig, made_of: dict[Path, str] | None = None
+) -> None:
+    """Leave the resolved file at `path`, and its stamp, which says that it was made of these."""
+    config.write(path)
+    with stamped(path, config):
+        pass
+    stamp = read_record(stamp_path(path))
+    for file, checksum in (made_of or {}).items():
+        stamp["made_of"][os.path.relpath(file, path.parent)] = checksum
+    write_record(stamp_path(path), stamp)
 
 
 def known(folder: Path, evaluation: str = "knn") -> dict[tuple[str, str], float]:
