@@ -11,7 +11,7 @@ LOCK := envs/requirements.lock
 OUT := $(LOCK)
 DECODER := maect/data/native/libmaect_jpeg.so
 
-.PHONY: install squashed moved demo test tests test-cpus test-faults test-slow check packages gpu gpu-packages lock docs dist clean
+.PHONY: install squashed moved demo test tests test-cpus test-faults test-slow check packages gpu gpu-packages lock docs dist metadata crate paper clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
@@ -128,6 +128,16 @@ docs: install
 # sdist and wheel, which the slow tests install on each version of Python.
 dist: install
 	$(BIN)/uv build --quiet --out-dir dist .
+
+# What archives and catalogues read, of CITATION.cff.
+metadata: $(VENV)/.installed
+	$(BIN)/python -P docs/metadata.py
+
+# The repository as a Workflow RO-Crate, for WorkflowHub.
+crate: metadata
+	rm -rf build/crate && mkdir -p build/crate
+	git archive HEAD | tar --extract --directory build/crate
+	$(BIN)/python -P docs/metadata.py build/crate
 
 clean:
 	rm -rf $(VENV) .snakemake build dist *.egg-info

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from maect.core.errors import UserError
+from maect.core.files import PIPELINE
 from maect.core.owners import why_public
 from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
+from maect.evaluate import PROTOCOLS
 from maect.experiment import load, resolve, start, working_folder
 from maect.experiment.asked import Asked
 from maect.experiment.load import Experiment
+from maect.experiment.pages import PAGES
 from maect.experiment.profile import PROFILE, PROFILE_OF_TRAININGS
 from maect.experiment.schema import fill_path
+from maect.stages import STAGES
 
 CLUSTER = {key: default for key, (_, default) in (PROFILE | PROFILE_OF_TRAININGS).items()}
 """Resources of a rule that computes: defaults for one machine, set by `set-resources` of a profile.
@@ -143,6 +147,12 @@ def shards_inputs(experiment: Experiment, dataset: str, split: str) -> list[str]
     return []
 
 
+def rule_names() -> list[str]:
+    """Return the names of the rules that run a command."""
+    own = ["write_images", resolve.WRITE_SHARDS, "features", resolve.REPORT]
+    return [*own, *STAGES, *PROTOCOLS, *PAGES]
+
+
 def is_forced(settings: Any, job: Any) -> bool:
     """Return whether the user wants a job to compute: `-F`, `-R RULE or FILE`, `-f` of a target.
 
@@ -158,20 +168,22 @@ def is_forced(settings: Any, job: Any) -> bool:
     return bool(settings.forcetargets) and is_among(settings.targets)
 
 
-def pending_jobs(workflow: Any) -> list[start.PendingJob]:
-    """Return the jobs that Snakemake will run.
+def pending_jobs(workflow: Any, names: Mapping[str, str]) -> list[start.PendingJob]:
+    """Return the jobs of this workflow that Snakemake will run.
 
-    `workflow.dag.needrun_jobs` is the only way to ask for them (snakemake 9.27).
+    `workflow.dag.needrun_jobs` is the only way to ask for them (snakemake 9.27). `names` are those
+    of the rules here, by the names that a workflow which uses this one gives them.
     """
     return [
         start.PendingJob(
-            job.rule.name,
+            names[job.rule.name],
             dict(job.wildcards.items()),
             [*job.input, *job.output] if job.rule.shellcmd else [],
             Path(job.params.config) if "config" in job.params.keys() else None,  # noqa: SIM118
             is_forced(workflow.dag_settings, job),
         )
         for job in workflow.dag.needrun_jobs()
+        if job.rule.name in names
     ]
 
 
@@ -223,7 +235,7 @@ def say_where_the_report_is(experiment: Experiment, began: float) -> None:
 def report_command(config: Mapping[str, Any], snakefile: Path) -> str:
     """Return the shell command that lets Snakemake write its report of `{input.shown}`."""
     changes = [f"{key}={'' if value is None else value}" for key, value in config.items()]
-    style = snakefile.parent / "workflow/report/style.css"
+    style = PIPELINE / "workflow/report/style.css"
     words = [
         *("python3", "-P", "-m", "maect.tools.start_snakemake"),
         *("--profile", "none", "--workflow-profile", "none", "--snakefile", str(snakefile)),

@@ -53,7 +53,7 @@ def test_a_version_that_does_not_work_is_not_allowed(name: str, version: str) ->
 
 def test_the_workflow_asks_for_the_snakemake_that_the_package_asks_for() -> None:
     (wanted,) = (one for one in ASKED if one.name == "snakemake")
-    text = (ROOT / "Snakefile").read_text(encoding="utf-8")
+    text = (ROOT / "workflow/Snakefile").read_text(encoding="utf-8")
     (least,) = re.findall(r'min_version\("([\d.]+)"\)', text)
     assert f">={least}" in {str(one) for one in wanted.specifier}
 

@@ -148,3 +148,54 @@ def test_the_container_is_made_of_what_is_here() -> None:
     for packages in re.findall(r"apt-get install .*?(?=&&|$)", " ".join(installed)):
         assert "--no-install-recommends" in packages
     assert ("ENTRYPOINT", '["maect"]') in [tuple(step) for step in steps]
+
+
+def test_metadata_files_say_what_the_citation_says(tmp_path: Path) -> None:
+    """`make metadata` writes them; CITATION.cff alone is edited by hand."""
+    written = runpy.run_path(str(ROOT / "docs/metadata.py"))
+    about = written["citation"](), written["project"]()
+    for name in ("codemeta", "zenodo"):
+        file = ROOT / {"codemeta": "codemeta.json", "zenodo": ".zenodo.json"}[name]
+        assert file.read_text(encoding="utf-8") == written["as_text"](written[name](*about)), (
+            f"{file.name}: run `make metadata`"
+        )
+    filled = (ROOT / "CITATION.cff").read_text()
+    filled = filled.replace(
+        "# repository-code: https://ADDRESS", "repository-code: https://a.org/b"
+    )
+    person = "{family-names: B, given-names: A, orcid: https://orcid.org/0000-0001}"
+    (tmp_path / "CITATION.cff").write_text(
+        filled.replace("  - name: The maect authors", f"  - {person}")
+    )
+    cited = written["citation"](tmp_path)
+    assert written["codemeta"](cited, about[1])["codeRepository"] == "https://a.org/b"
+    assert written["zenodo"](cited, about[1])["creators"] == [
+        {"name": "B, A", "orcid": "0000-0001"}
+    ]
+
+
+def test_the_crate_describes_files_that_are_there() -> None:
+    written = runpy.run_path(str(ROOT / "docs/metadata.py"))
+    graph = written["crate"](written["citation"](), written["project"]())["@graph"]
+    entities = {entity["@id"]: entity for entity in graph}
+    assert len(entities) == len(graph)
+    assert "workflow-ro-crate" in str(entities["ro-crate-metadata.json"]["conformsTo"])
+    for part in entities["./"]["hasPart"]:
+        assert part["@id"] in entities and (ROOT / part["@id"]).exists()
+    main = entities[entities["./"]["mainEntity"]["@id"]]
+    assert {*main["@type"]} == {"File", "SoftwareSourceCode", "ComputationalWorkflow"}
+    rules = {part["@id"] for part in main["hasPart"]}
+    included = re.findall(r'include: "(.*)"', (ROOT / "workflow/Snakefile").read_text())
+    assert rules == {f"workflow/{name}" for name in included}
+
+
+def test_hosted_workflows_call_targets_of_the_makefile() -> None:
+    """What they run is here; `make` and the tools of .venv are all that they call."""
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    for file in (ROOT / ".github/workflows").glob("*.yml"):
+        jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]
+        lines = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+        for target in re.findall(r"\bmake ([a-z-]+)", " ".join(lines)):
+            assert target in targets, f"{file.name}: make {target}"
+        for path in re.findall(r"(?:tests|workflow|\.test)/[\w./]+", " ".join(lines)):
+            assert (ROOT / path).exists(), f"{file.name}: {path}"

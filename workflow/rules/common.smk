@@ -6,14 +6,21 @@ import shlex
 import sys
 import time
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
+from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
 # Snakemake puts the Snakefile's folder first: the rules call the installed maect, and so it is here.
 sys.path.sort(key=str(workflow.basedir).__eq__)
 
-from maect.core.errors import UserError
+try:
+    from maect.core.errors import UserError
+except ModuleNotFoundError as error:
+    if error.name != "maect":
+        raise
+    raise WorkflowError("install maect beside Snakemake (config/README.md)") from None
 from maect.core.processes import SAFE_PATH
 from maect.evaluate import PROTOCOLS
 from maect.experiment import pipeline, resolve
@@ -65,7 +72,13 @@ wildcard_constraints:
 # hours. Its inputs are its resolved file and the stamps of what it is made of. A job that finds its
 # result to be what is asked for ends at once (maect/core/stamps.py).
 def resolved(rule, pattern):
-    return pipeline.resolved_input(asked, rule, pattern)
+    resolved_file = pipeline.resolved_input(asked, rule, pattern)
+
+    def joined(wildcards):
+        join_handlers()
+        return resolved_file(wildcards)
+
+    return resolved_file if IS_MAIN else joined
 
 
 def stamps(files):
@@ -108,12 +121,18 @@ def name_of(wildcards, page):
     return wildcards.page if page.folder else page.name
 
 
+IS_MAIN = workflow.modifier.is_main_snakefile()
+# Names of the rules here, by those that a workflow which uses this one as a module gives them.
+OWN_NAMES = {
+    workflow.modifier.modify_rulename(name): name for name in pipeline.rule_names()
+}
+
 # Held while this Snakemake runs: a second one on the same results folder is refused.
 ownership = ExitStack()
 
 
 def start():
-    jobs = pipeline.pending_jobs(workflow)
+    jobs = pipeline.pending_jobs(workflow, OWN_NAMES)
     profile = workflow.resource_settings.overwrite_resources.values()
     pipeline.check_jobs(experiment, jobs, profile)
     try:
@@ -123,3 +142,26 @@ def start():
     pipeline.say_outdated(experiment, asked)
     starting.prepare(experiment, jobs)
     pipeline.end_quietly_at_ctrl_c(logger)
+
+
+def finish():
+    pipeline.say_where_the_report_is(experiment, began)
+
+
+# Snakemake runs the handlers of the main workflow alone. Those of a module join them once jobs are planned.
+@cache
+def join_handlers():
+    theirs = {
+        key: workflow.globals.get(key, lambda: None) for key in ("onstart", "onsuccess")
+    }
+
+    def on_start(log):
+        start()
+        theirs["onstart"]()
+
+    def on_success(log):
+        finish()
+        theirs["onsuccess"]()
+
+    workflow.onstart(on_start)
+    workflow.onsuccess(on_success)

@@ -9,7 +9,6 @@ rule write_images:
         f"{BENCHMARKS}/data/{{dataset}}-images.tsv"
     wildcard_constraints:
         dataset=one_of(n for n, d in experiment.datasets.items() if d.bundled),
-    localrule: True
     conda:
         ENVIRONMENT
     resources:
@@ -34,7 +33,6 @@ rule write_shards:
         f"{LOGS}/data/{{dataset}}-{{split}}.log",
     benchmark:
         f"{BENCHMARKS}/data/{{dataset}}-{{split}}.tsv"
-    localrule: True
     conda:
         ENVIRONMENT
     threads: 4

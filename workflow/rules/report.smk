@@ -25,7 +25,6 @@ for page in PAGES.values():
             f"{BENCHMARKS}/{pattern}.tsv"
         wildcard_constraints:
             page=one_of(page.names(experiment)),
-        localrule: True
         conda:
             ENVIRONMENT
         params:

@@ -45,7 +45,6 @@ for stage in filter(lambda stage: not stage.trains, STAGES.values()):
             f"{BENCHMARKS}/{{run}}/{stage.name}.tsv"
         wildcard_constraints:
             run=one_of(experiment.runs_of(stage.name)),
-        localrule: True
         conda:
             ENVIRONMENT
         resources:
