@@ -139,5 +139,10 @@ crate: metadata
 	git archive HEAD | tar --extract --directory build/crate
 	$(BIN)/python -P docs/metadata.py build/crate
 
+# The paper for JOSS and a note of two pages, in build/paper; pandoc and Typst are fetched for it.
+paper: $(VENV)/.installed
+	$(BIN)/uv run --quiet --no-project --python $(BIN)/python --with typst --with pypandoc-binary \
+		--with jinja2 --with pyyaml python -P docs/paper/build.py build/paper
+
 clean:
 	rm -rf $(VENV) .snakemake build dist *.egg-info
