@@ -86,7 +86,7 @@ def make_pdf(markdown: Path, out: Path) -> None:
     pypandoc.convert_file(
         str(markdown), "typst", format="markdown", extra_args=words, outputfile=str(page)
     )
-    out.write_bytes(typst.compile(str(page)))
+    out.write_bytes(typst.compile(str(page), root=str(ROOT)))
 
 
 if __name__ == "__main__":
