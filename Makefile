@@ -11,7 +11,7 @@ LOCK := envs/requirements.lock
 OUT := $(LOCK)
 DECODER := maect/data/native/libmaect_jpeg.so
 
-.PHONY: install squashed moved demo test tests test-cpus test-faults test-slow check packages gpu gpu-packages lock docs dist metadata crate paper clean
+.PHONY: install squashed moved demo test tests test-cpus test-faults test-slow check packages gpu gpu-packages lock docs dist metadata crate conda paper clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
@@ -138,6 +138,11 @@ crate: metadata
 	rm -rf build/crate && mkdir -p build/crate
 	git archive HEAD | tar --extract --directory build/crate
 	$(BIN)/python -P docs/metadata.py build/crate
+
+# A recipe for conda-forge, of the sdist; once that is on an index, `source` is its address there.
+conda: dist
+	mkdir -p build/conda
+	$(BIN)/python -P docs/metadata.py conda build/conda
 
 # The paper for JOSS and a note of two pages, in build/paper; pandoc and Typst are fetched for it.
 paper: $(VENV)/.installed

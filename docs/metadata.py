@@ -1,9 +1,10 @@
 """Write what describes the software from CITATION.cff and pyproject.toml.
 
 `make metadata` writes codemeta.json and .zenodo.json; `make crate` a copy of the repository with
-its ro-crate-metadata.json.
+its ro-crate-metadata.json; `make conda` a recipe for conda-forge of the sdist.
 """
 
+import hashlib
 import json
 import sys
 import tomllib
@@ -12,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 LICENCE = "https://spdx.org/licenses/MIT.html"
 WORKFLOW_PROFILE = "https://bioschemas.org/profiles/ComputationalWorkflow/1.0-RELEASE"
+CONDA = {
+    "huggingface-hub": "huggingface_hub",
+    "isal": "python-isal",
+    "matplotlib": "matplotlib-base",
+    "snakemake": "snakemake-minimal",
+    "torch": "pytorch",
+}
+"""Names that conda-forge (Snakemake: bioconda) has for packages of the index of Python."""
 ABOUT = {
     "README.md": "Overview",
     "CONTRIBUTING.md": "How to contribute",
@@ -195,6 +205,43 @@ def _format(name: str) -> str:
     return endings.get(Path(name).suffix, "text/plain")
 
 
+def conda(cited: dict[str, Any], packaged: dict[str, Any], sdist: Path) -> dict[str, Any]:
+    """Return the recipe (recipe.yaml of rattler-build) of an sdist."""
+    needed = [Requirement(text) for text in packaged["dependencies"]]
+    run = [f"{CONDA.get(one.name, one.name)} {one.specifier}".strip() for one in needed]
+    built = ["pip", "setuptools >=77", "numpy >=1.26", "pyyaml >=6", "libjpeg-turbo"]
+    python = f"python {packaged['requires-python']}"
+    about = {
+        "license": cited["license"],
+        "license_file": "LICENSE",
+        "summary": packaged["description"],
+    }
+    return {
+        "schema_version": 1,
+        "package": {"name": "maect", "version": cited["version"]},
+        "source": {
+            "path": str(sdist.absolute()),
+            "sha256": hashlib.sha256(sdist.read_bytes()).hexdigest(),
+        },
+        "build": {
+            "number": 0,
+            "script": "python -m pip install . --no-deps --no-build-isolation -vv",
+            "python": {"entry_points": [f"maect = {packaged['scripts']['maect']}"]},
+        },
+        "requirements": {
+            "build": ["${{ compiler('c') }}"],
+            "host": [python, *built],
+            "run": [python, *sorted(run)],
+        },
+        "tests": [
+            {"python": {"imports": ["maect"], "pip_check": False}},
+            {"script": ["maect --version", "maect plan --experiment digits"]},
+        ],
+        "about": about
+        | ({"repository": cited["repository-code"]} if "repository-code" in cited else {}),
+    }
+
+
 def as_text(told: dict[str, Any]) -> str:
     """Return JSON as the files hold it."""
     return json.dumps(told, indent=2, ensure_ascii=False) + "\n"
@@ -202,7 +249,11 @@ def as_text(told: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     about = citation(), project()
-    if len(sys.argv) == 2:
+    if sys.argv[1:2] == ["conda"]:
+        (sdist,) = (ROOT / "dist").glob(f"maect-{about[0]['version']}.tar.gz")
+        text = yaml.safe_dump(conda(*about, sdist), sort_keys=False, width=1000)
+        Path(sys.argv[2], "recipe.yaml").write_text(text, encoding="utf-8")
+    elif len(sys.argv) == 2:
         file = Path(sys.argv[1]) / "ro-crate-metadata.json"
         file.write_text(as_text(crate(*about)), encoding="utf-8")
     else:

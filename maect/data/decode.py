@@ -104,8 +104,11 @@ def _open(data: bytes) -> ImageFile.ImageFile:
         raise UnreadableError("empty file")
     if data[4:8] == b"ftyp" and data[8:11] != b"avi" and "HEIF" not in Image.OPEN:
         # Only now: nobody without such images has to wait for it.
-        from pillow_heif import register_heif_opener
-
+        try:
+            from pillow_heif import register_heif_opener
+        except ImportError:
+            heic = "HEIC needs the package pillow-heif: uv pip install pillow-heif"
+            raise UnreadableError(heic) from None
         register_heif_opener()
     if data[:2] in _PNM and not _PNM_HEADER.match(data, 0, _PNM_HEADER_BYTES):
         raise UnreadableError(f"no header in the first {_PNM_HEADER_BYTES} bytes")

@@ -29,6 +29,7 @@ from maect.experiment import Experiment, load
 from maect.experiment.resolve import evaluation_config, run_config
 from maect.records import EvaluationRecord, RunRecord
 from maect.report.configs import ImagesConfig, SummaryConfig
+from maect.report.crate import write_crate
 from maect.report.images import make_images
 from maect.report.summary import make_summary
 
@@ -161,22 +162,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_ro_crate_has_every_job_and_its_files(report: Path) -> None:
-    folder = report.parents[1]
-    crate = folder / "crate/ro-crate-metadata.json"
-    crate.parent.mkdir()
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
-    command += ["--directory", str(folder), "--reporter", "fairscape"]
-    command += ["--report-fairscape-path", str(crate), "report"]
-    command += ["--config", f"experiment={folder}/small.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    entries = json.loads(crate.read_text())["@graph"]
-    (described,) = (entry for entry in entries if entry["@id"] == "ro-crate-metadata.json")
-    assert "w3id.org/ro/crate" in described["conformsTo"]["@id"]
-    jobs = {e["name"] for e in entries if "EVI#Computation" in str(e["@type"])}
-    files = {e["name"] for e in entries if "EVI#Dataset" in str(e["@type"])}
-    assert {"table (page=low_shot)", "figure (page=umap)", "claims", "report_html"} <= jobs
-    assert {"low_shot.csv", "umap.pdf", "knn.json", "run.json", "report.html"} <= files
+    graph = json.loads(write_crate(report.parent).read_text(encoding="utf-8"))["@graph"]
+    entities = {entity["@id"]: entity for entity in graph}
+    jobs = {name for name, entity in entities.items() if entity["@type"] == "CreateAction"}
+    assert {"#tables/low_shot", "#figures/umap", "#claims", "#report"} <= jobs
+    assert "report.html" in entities and "tables/low_shot.csv" in entities
+    read = {link["@id"] for link in entities["#tables/low_shot"]["object"]}
+    assert {"tables/low_shot.yaml"} < read and all(
+        Path(report.parent, one).exists() for one in read
+    )
 
 
 MENU = """
