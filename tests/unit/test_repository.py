@@ -11,6 +11,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import maect
+from maect.data.retrieve import CATALOGUE
 
 ROOT = Path(__file__).parents[2]
 LOCK = (ROOT / "envs/requirements.lock").read_text(encoding="utf-8")
@@ -199,3 +200,10 @@ def test_hosted_workflows_call_targets_of_the_makefile() -> None:
             assert target in targets, f"{file.name}: make {target}"
         for path in re.findall(r"(?:tests|workflow|\.test)/[\w./]+", " ".join(lines)):
             assert (ROOT / path).exists(), f"{file.name}: {path}"
+
+
+def test_everything_that_can_be_fetched_has_a_licence_in_the_table() -> None:
+    table = (ROOT / "docs/licences.md").read_text(encoding="utf-8")
+    rows = [row.split("|") for row in table.splitlines() if row.startswith("| ")]
+    licensed = {name for row in rows if row[3].strip() for name in re.findall(r"`(\w+)`", row[1])}
+    assert {*CATALOGUE, "digits", "shapes"} <= licensed
