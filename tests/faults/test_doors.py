@@ -88,16 +88,20 @@ def maect(*words: str, **more: object) -> "subprocess.CompletedProcess[str]":
 # ---- the working folder
 
 
-def test_a_dry_run_takes_nothing_from_the_working_folder(trap: Callable[[], list[str]]) -> None:
-    """`maect run -n` among modules, plugins and profiles that others have put there."""
-    done = maect("run", "digits", "-n", "shards")
-    assert done.returncode == 0, done.stderr
-    assert trap() == []
-
-
-def test_a_plan_takes_nothing_from_the_working_folder(trap: Callable[[], list[str]]) -> None:
-    """`maect plan`, which reads the workflow in its own process."""
-    done = maect("plan", "shards", "--experiment", "digits")
+@pytest.mark.parametrize(
+    "words",
+    [
+        [BIN / "maect", "run", "digits", "-n", "shards"],
+        [BIN / "maect", "plan", "shards", "--experiment", "digits"],
+        [sys.executable, "-m", "maect", "run", "digits", "-n", "shards"],
+    ],
+    ids=["run", "plan", "python -m"],
+)
+def test_a_command_takes_nothing_from_the_working_folder(
+    trap: Callable[[], list[str]], words: list[str]
+) -> None:
+    """Modules, plugins and profiles that others have put there."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert trap() == []
 
@@ -117,14 +121,6 @@ def test_the_report_takes_nothing_from_the_working_folder(
     done = maect("run", str(file), str(tmp_path / "results/report.html"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert trap() == [] and (tmp_path / "results/report.html").exists()
-
-
-def test_python_m_maect_takes_nothing_from_the_working_folder(
-    trap: Callable[[], list[str]],
-) -> None:
-    """`python -m maect`, where Python itself puts the working folder first."""
-    subprocess.run([sys.executable, "-m", "maect", "status"], capture_output=True, timeout=60)
-    assert trap() == []
 
 
 @pytest.mark.parametrize("end", ["", ":."], ids=["PYTHONPATH", "an empty and a relative entry"])

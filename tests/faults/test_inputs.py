@@ -152,11 +152,8 @@ def folder(path: Path) -> None:
 
 
 RECORDS = (
-    "runs/ct_tiny/run.json", "runs/ct_tiny/job.json", "runs/ct_tiny/metrics.jsonl",
-    "evaluations/ct_tiny/knn.json", "evaluations/ct_tiny/umap.safetensors", "tables/low_shot.csv",
-    "evaluations/ct_tiny/umap.yaml", "features/ct_tiny/digits-val.safetensors",
-    "runs/ct_tiny/encoder.safetensors", "shards/digits/val/index.json",
-    "shards/digits/val/index.npy", "shards/digits/val/keys.txt",
+    "runs/ct_tiny/run.json", "runs/ct_tiny/metrics.jsonl", "evaluations/ct_tiny/umap.safetensors",
+    "features/ct_tiny/digits-val.safetensors", "shards/digits/val/index.json",
 )  # fmt: skip
 COMMANDS = (
     "status {}", "show {}", "page {}/tables/low_shot.yaml", "page {}/figures/umap.yaml",
@@ -168,7 +165,7 @@ COMMANDS = (
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("record", "make"),
-    [*product(RECORDS, (pipe,)), *product(RECORDS[:4], (loop, device, folder))],
+    [*product(RECORDS, (pipe,)), *product(RECORDS[:1], (loop, device, folder))],
 )
 def test_something_else_in_place_of_a_record(
     pristine: Path, tmp_path: Path, record: str, make, capsys: pytest.CaptureFixture[str]

@@ -33,5 +33,5 @@ def exchange(*, context, folder: str) -> str:
 
 
 def check(seen: list[int]) -> None:
-    """Two ranks have agreed on each number."""
-    assert len(seen) > 10 and seen == [2 * number + 1 for number in range(len(seen))]
+    """Check that two ranks have agreed on each number."""
+    assert seen and seen == [2 * number + 1 for number in range(len(seen))]
