@@ -14,8 +14,10 @@ from maect.data.sources import BUNDLED, SOURCES
 from maect.data.sources.base import Source
 from maect.data.sources.image_files import Folder
 from maect.data.sources.view import CLASS_LISTS
-from maect.recipes import OnlineEvaluation, Pixels
+from maect.evaluate import evaluation_names
+from maect.recipes import OnlineEvaluation, Pixels, recipe_names, sizes
 from maect.report.groups import Groups
+from maect.report.registry import FIGURES, TABLE_NAMES
 
 NAME = re.compile(r"\w[\w.-]*")
 
@@ -304,3 +306,24 @@ def one_of(names: Iterable[str]) -> str:
         ends = one_of(name[len(start) :] for name in group) if len(group) > 1 else ""
         words.append(re.escape(start) + (f"({ends})" if ends else ""))
     return "|".join(words) or "(?!)"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of experiment files, by which editors complete and check them.
+
+    Known names are suggestions, since others may be written as well.
+    """
+    schema = ExperimentSpec.model_json_schema(by_alias=True, mode="validation")
+    parts = schema["$defs"]
+    _suggest(parts["RunSpec"]["properties"], "recipe", recipe_names())
+    _suggest(parts["RunSpec"]["properties"], "size", sizes())
+    _suggest(parts["Evaluations"]["properties"]["protocols"], "items", evaluation_names())
+    for name, known in (("tables", TABLE_NAMES), ("figures", tuple(FIGURES))):
+        listed, mapped = schema["properties"][name]["anyOf"]
+        listed["items"] = {"enum": list(known)}
+        mapped["propertyNames"] = {"enum": list(known)}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _suggest(parts: dict[str, Any], name: str, known: Any) -> None:
+    parts[name] = {"anyOf": [{"enum": list(known)}, parts[name]]}

@@ -411,6 +411,6 @@ def schema() -> None:
     """Print the JSON schema of experiment files, for editors."""
     import json
 
-    from maect.experiment.editors import json_schema
+    from maect.experiment.schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))

@@ -25,8 +25,8 @@ from maect.data.sources import noted, open_source
 from maect.data.sources.imagenet import imagenet_classes
 from maect.evaluate.base import Features
 from maect.experiment import Experiment, load
-from maect.experiment.asked import Asked
 from maect.experiment.chosen_shards import note_own, note_taken
+from maect.experiment.pipeline import Asked
 from maect.experiment.resolve import features_config, run_config
 from maect.experiment.start import (
     PendingJob,

@@ -20,7 +20,7 @@ from maect.core.stamps import (
     stamped,
 )
 from maect.experiment import Experiment, load
-from maect.experiment.asked import Asked
+from maect.experiment.pipeline import Asked
 from maect.experiment.resolve import stamp_of, targets
 from maect.records import need_encoder
 

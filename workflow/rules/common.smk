@@ -25,9 +25,8 @@ from maect.core.processes import SAFE_PATH
 from maect.evaluate import PROTOCOLS
 from maect.experiment import pipeline, resolve
 from maect.experiment import start as starting
-from maect.experiment.asked import Asked
 from maect.experiment.pages import PAGES, menu_entry, report_inputs, shown_evaluations
-from maect.experiment.pipeline import CLUSTER, on_devices
+from maect.experiment.pipeline import CLUSTER, Asked, on_devices
 from maect.experiment.schema import one_of
 from maect.launch.owner import SNAKEMAKE, lock_folder, this_process
 from maect.stages import STAGES
