@@ -73,6 +73,8 @@ class ImportedFile(Settings):
     left_out: dict[str, int]
     """Number of tensors by pattern."""
     timm: str | None = None
+    layer_scale_folded: bool = False
+    """Whether its LayerScale is in the matrices before it (`fold_layer_scale`)."""
 
 
 class EpochScores(Settings):

@@ -166,13 +166,13 @@ def _shared_by_seeds(runs: Mapping[str, Run]) -> dict[str, Run]:
 
 
 def _as_sources(runs: Mapping[str, Run]) -> dict[str, Run]:
-    """Give each run the norms of the run that it begins with: a size does not imply them."""
+    """Give runs the registers and place of norms that their source has: no size says these."""
     made = dict(runs)
     for name, run in runs.items():
-        first = begins_with(name, runs)
-        if run.settings.trains and first.encoder.norm != run.encoder.norm:
-            encoder = run.encoder.model_copy(update={"norm": first.encoder.norm})
-            made[name] = replace(run, encoder=encoder)
+        first = begins_with(name, runs).encoder
+        if run.settings.trains:
+            given = {"norm": first.norm, "registers": first.registers}
+            made[name] = replace(run, encoder=run.encoder.model_copy(update=given))
     return made
 
 

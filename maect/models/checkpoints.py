@@ -154,6 +154,7 @@ class Converted:
     """Number of tensors that are not the encoder's, by the pattern of their names."""
     timm: str | None = None
     """timm's name of the model, if it was imported by it."""
+    layer_scale_folded: bool = False
 
 
 def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
@@ -368,19 +369,20 @@ def convert_timm(
 ) -> Converted:
     """Take the weights of a model of timm out of a checkpoint.
 
-    A plain ViT becomes an encoder of ours, with the positions of [CLS] added to it; any other
-    stays timm's module, whose names the tensors keep.
+    A plain ViT becomes an encoder of ours, with the positions of [CLS] added to it and LayerScale
+    folded; any other stays timm's module, whose names the tensors keep.
 
     Args:
         name: timm's, of the table of encoders.
         image_size: to use it at; none: its own. Positions are interpolated once, from those that
-            the file holds: of plain ViTs as `convert` does, of others as timm does.
+            the file holds: as `convert` does of plain ViTs without LayerScale, of all others as
+            timm does.
         pixels: how files are read; mean and standard deviation are timm's.
     """
     known = find_timm(name)
     encoder = known.encoder(image_size, pixels)
     where, side = f"{file}: {known.name}", encoder.image_size
-    if known.plain:
+    if known.plain and not known.layer_scale:
         side = known.patch_size * stored_grid(
             checkpoint, known.image_size // known.patch_size, where
         )
@@ -394,9 +396,31 @@ def convert_timm(
         module = create_for(known.name, side)
     tensors, left_out = fit_weights(module, checkpoint, where)
     if known.plain:
-        change = {"class_token": known.class_token}
+        tensors = fold_layer_scale(tensors)
+        change = {"class_token": known.class_token, "registers": known.registers}
         tensors = _fitted(tensors, known.size, change, encoder.image_size, None, where, "")[0]
-    return Converted(tensors, known.size, encoder, known.pooling, left_out, known.name)
+    folded = known.plain and known.layer_scale
+    return Converted(tensors, known.size, encoder, known.pooling, left_out, known.name, folded)
+
+
+def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Multiply the last matrices of attention and MLP by the vectors of LayerScale behind them.
+
+    `gamma * (W x + b)` is `(gamma W) x + gamma b`, with gamma [D], W [D, H] and b [D] (LayerScale:
+    Touvron et al. 2021, "Going deeper with Image Transformers").
+
+    Args:
+        tensors: a ViT's under timm's names, with LayerScale as `ls1.gamma` and `ls2.gamma` of a
+            block, or without.
+    """
+    folded = {name: value for name, value in tensors.items() if not name.endswith(".gamma")}
+    for name in tensors.keys() - folded.keys():
+        block, _, which = name.removesuffix(".gamma").rpartition(".")
+        gamma = tensors[name]
+        last = f"{block}.attn.proj" if which == "ls1" else f"{block}.mlp.fc2"
+        folded[f"{last}.weight"] = folded[f"{last}.weight"] * gamma[:, None]
+        folded[f"{last}.bias"] = folded[f"{last}.bias"] * gamma
+    return folded
 
 
 def _fitted(

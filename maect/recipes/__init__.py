@@ -169,7 +169,7 @@ class Encoder(InWeights):
         if self.foreign is not None:
             raise ValueError(
                 f"only plain ViTs are trained, and {self.foreign} is none: evaluate it, or "
-                "start from another encoder"
+                "start from a plain one, such as MAE's or DINOv2's (docs/weights.md)"
             )
 
     @property

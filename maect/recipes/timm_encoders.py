@@ -30,7 +30,10 @@ class TimmEntry(Settings):
         pooling: `cls` or `mean`, or `head`: as timm's own head pools.
         resize: shorter side of images before the centre crop.
         size: of the encoder sizes here, the one whose recipes hold for it.
-        plain: whether it is a ViT of that size exactly, which every stage can start from.
+        plain: whether it is a ViT of that size exactly, once LayerScale is folded; every stage can
+            start from one.
+        layer_scale: whether vectors scale what attention and MLP add. In plain ViTs they are
+            folded into the matrices before them at import.
         parameters: in millions.
         gflops: operations of one image of its size, counted; 10⁹.
     """
@@ -50,6 +53,7 @@ class TimmEntry(Settings):
     std: tuple[float, ...]
     size: str
     plain: bool
+    layer_scale: bool
     parameters: float
     gflops: float
     licence: str
@@ -73,6 +77,7 @@ class TimmEntry(Settings):
         values = like | {
             "image_size": side,
             "class_token": self.class_token,
+            "registers": self.registers if self.plain else 0,
             "pixels": pixels.model_dump(exclude={"mean", "std"}) | statistics,
             "resize": resize if resize != round(side * 256 / 224) else None,
         }

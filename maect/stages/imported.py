@@ -119,6 +119,7 @@ def import_weights(
             layout=layout,
             left_out=new.left_out,
             timm=new.timm,
+            layer_scale_folded=new.layer_scale_folded,
         ),
         size=new.size,
         encoder=new.encoder,

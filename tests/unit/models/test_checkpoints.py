@@ -122,6 +122,7 @@ def test_the_record_of_an_import(tmp_path, capsys):
         "modified": Path(words[1]).stat().st_mtime_ns,
         "layout": "ibot",
         "left_out": {"masked_embed": 1, "head.*": 2},
+        "layer_scale_folded": False,
     }
     assert (record["stage"], record["run"], record.get("source")) == ("import", "ibot", None)
     before = (tmp_path / "runs/ibot/encoder.safetensors").read_bytes()
@@ -296,8 +297,8 @@ def test_wrong_options_are_one_line(options, message, tmp_path, capsys):
 
 
 def test_an_encoder_of_no_known_size():
-    checkpoint = {"model": thin(384, 12, 16, 197)}
-    with pytest.raises(UserError, match="patch size 16, width 384 and 12 blocks are those of none"):
+    checkpoint = {"model": thin(320, 12, 16, 197)}
+    with pytest.raises(UserError, match="patch size 16, width 320 and 12 blocks are those of none"):
         convert(checkpoint, "mae", "x")
 
 

@@ -24,15 +24,15 @@ ENCODERS: dict[str, tuple[int, dict[str, Any]]] = {  # name: image size, argumen
     "vit_base_patch16_224.dino": (224, {}),
     "vit_base_patch16_224.mae": (224, {}),
     "vit_base_patch16_siglip_gap_224.v2_webli": (224, {}),
-    "vit_small_patch14_dinov2.lvd142m": (56, VIT),
-    "vit_small_patch14_reg4_dinov2.lvd142m": (56, VIT),
+    "vit_small_patch14_dinov2.lvd142m": (56, {}),
+    "vit_small_patch14_reg4_dinov2.lvd142m": (56, {}),
     "vit_giant_patch14_reg4_dinov2.lvd142m": (56, VIT | {"embed_dim": 96}),
     "vit_small_patch16_dinov3.lvd1689m": (64, VIT),
     "vit_huge_plus_patch16_dinov3.lvd1689m": (64, VIT),
     "vit_7b_patch16_dinov3.lvd1689m": (64, VIT),
     "convnext_tiny.dinov3_lvd1689m": (64, CONVNEXT),
     "convnextv2_atto.fcmae": (64, CONVNEXT),
-    "vit_base_patch14_reg1_tipsv2.webli": (56, VIT),
+    "vit_base_patch14_reg1_tipsv2.webli": (56, {}),
     "vit_giant_patch16_gap_224.in22k_ijepa": (64, VIT),
     "vit_base_patch16_siglip_224.v2_webli": (64, VIT),
     "vit_so400m_patch14_siglip_224.webli": (56, VIT),
@@ -52,12 +52,13 @@ ENCODERS: dict[str, tuple[int, dict[str, Any]]] = {  # name: image size, argumen
     "resnet50_clip_gap.cc12m": (64, {}),
 }
 TOLERANCE = 1e-6
+FOLDED = 1e-5  # LayerScale in the matrices before it
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
+def close(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
     """Compare with the scale of the features."""
     assert found.shape == expected.shape and expected.std() > 1e-3
-    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 @pytest.mark.slow
@@ -84,7 +85,8 @@ def test_features_are_those_of_timms_module(
     images = torch.randn(2, 3, side, side)
     with torch.no_grad():
         expected = second_writing(module, images, row.pooling)
-    assert close(Encoding(weights, torch.device("cpu"))(images), expected)
+    tolerance = FOLDED if row.plain and row.layer_scale else TOLERANCE
+    assert close(Encoding(weights, torch.device("cpu"))(images), expected, tolerance)
 
     module, images = module.double(), images.double()
     encoder = load_any_encoder(weights)[0].double()
@@ -101,12 +103,12 @@ def test_features_are_those_of_timms_module(
         normed = encoder(images, blocks=[*outputs], norm="all").blocks
         norm = getattr(module, "norm", None) if len(outputs) > 1 else None
     assert len(outputs) == row.depth == len(found.blocks)
-    assert close(found.tokens, after)
-    assert close(before, outputs[row.depth - 1])
+    assert close(found.tokens, after, tolerance)
+    assert close(before, outputs[row.depth - 1], tolerance)
     prefix = after.shape[1] - found.grid[0] * found.grid[1]
     assert prefix == getattr(module, "num_prefix_tokens", 0)
-    assert close(found.patch_tokens(), after[:, prefix:])
+    assert close(found.patch_tokens(), after[:, prefix:], tolerance)
     for number, x in outputs.items():
-        assert close(found.blocks[number], x)
+        assert close(found.blocks[number], x, tolerance)
         with torch.no_grad():
-            assert close(normed[number], norm(x) if norm else x)
+            assert close(normed[number], norm(x) if norm else x, tolerance)

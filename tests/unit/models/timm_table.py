@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import timm
 import torch
+from timm.layers import LayerScale
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -113,6 +114,7 @@ def _shape(name: str, side: int) -> dict[str, Any]:
         "pooling": pooling(module, cls, tokens),
         "size": like,
         "plain": _word(size is not None),
+        "layer_scale": _word(any(isinstance(part, LayerScale) for part in module.modules())),
         "parameters": f"{parameters / 1e6:.1f}",
         "gflops": f"{operations / 1e9:.4g}",
     }
@@ -145,12 +147,19 @@ def pooling(module: nn.Module, cls: bool, tokens: bool) -> str:
 
 
 def plain_size(module: nn.Module) -> str | None:
-    """The encoder size whose encoder computes exactly what this module does, if there is one."""
-    if type(module) is not VisionTransformer or module.num_reg_tokens:
+    """The encoder size whose encoder computes what this module does, if there is one.
+
+    LayerScale makes no difference: it is folded into the matrices before it.
+    """
+    if type(module) is not VisionTransformer:
         return None
     for name in sizes():
         shape = load_encoder(name).model_copy(
-            update={"class_token": module.has_class_token, "image_size": _side(module)}
+            update={
+                "class_token": module.has_class_token,
+                "registers": module.num_reg_tokens,
+                "image_size": _side(module),
+            }
         )
         if shape.width != module.embed_dim or shape.depth != len(module.blocks):
             continue
@@ -172,7 +181,7 @@ def _described(module: VisionTransformer) -> str:
     parts = [module.blocks, module.norm_pre, module.norm, module.fc_norm, module.patch_embed]
     heads = {cast(Any, block).attn.num_heads for block in module.blocks}
     text = f"{parts} {heads} {module.attn_pool} {module.pos_embed is None}"
-    return text.replace("FusedAttention", "Attention")
+    return text.replace("FusedAttention", "Attention").replace("LayerScale()", "Identity()")
 
 
 def rows(names: Iterable[str] | None = None) -> list[dict[str, Any]]:
@@ -217,7 +226,9 @@ pooling, mean, standard deviation, operations and licence. This page sums it up.
 mean. Otherwise `cls`, where the model has a [CLS] token. Otherwise the `mean` of the patch tokens.
 `cls` and `mean` are taken after the final norm.
 
-**Plain** encoders compute exactly what one of the [sizes](../extending.md#an-encoder-size) does.
+**Plain** encoders compute what one of the [sizes](../extending.md#an-encoder-size) does. Where they
+have LayerScale (DINOv2), it is folded into the matrices before it, which changes no token by more
+than 1e-5 of the scale.
 Stages start from them; those without labels need a [CLS] token, too. All others are evaluated and
 used, and stages refuse them in one line.
 
