@@ -90,12 +90,12 @@ def train(
     Raises:
         maect.core.errors.UserError: the input is wrong; names the file and gives a hint.
     """
-    from maect.tools.job_commands import Changed, Launching
+    from maect.tools.job_commands import Launching
     from maect.tools.job_commands import train as command
 
-    changed = Changed(Path(config), changes, out=None if out is None else Path(out))
-    command.call(Launching.of(where), changed)
-    return changed.path.parent
+    written = None if out is None else Path(out)
+    command(Path(config), changes, out=written, launching=Launching.of(where))
+    return (written or Path(config)).parent
 
 
 def evaluate(
@@ -119,10 +119,10 @@ def evaluate(
         maect.core.errors.UserError: what cannot work, with the file and a hint.
     """
     from maect.core.files import read_record
-    from maect.tools.job_commands import Changed, Launching
+    from maect.tools.job_commands import Launching
     from maect.tools.job_commands import evaluate as command
 
-    changed = Changed(Path(config), changes, out=None if out is None else Path(out))
-    command.call(Launching.of(where), changed)
-    metrics: dict[str, Any] = read_record(changed.path.with_suffix(".json"))["metrics"]
+    written = None if out is None else Path(out)
+    command(Path(config), changes, out=written, launching=Launching.of(where))
+    metrics: dict[str, Any] = read_record((written or Path(config)).with_suffix(".json"))["metrics"]
     return metrics

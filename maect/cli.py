@@ -1,27 +1,27 @@
-"""The `maect` command: collects all commands, parses, calls, and makes each error a line."""
+"""The `maect` command: typed functions in groups; each of their errors is one line."""
 
-import argparse
 import atexit
 import errno
 import gc
+import inspect
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
+from typing import Any, Literal
 
-import maect.answers.commands
-import maect.data.commands
-import maect.tools.commands
-import maect.tools.job_commands
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
+
 from maect import __version__
-from maect.core.commands import Command, Parser, command
+from maect.answers import commands as answers
 from maect.core.errors import UserError
 from maect.core.log import command_log
 from maect.core.processes import open_closed_streams
+from maect.data import commands as data
+from maect.tools import commands as tools
+from maect.tools import job_commands as jobs
 
 log = logging.getLogger(__name__)
 
@@ -33,48 +33,96 @@ OF_THE_SYSTEM = {
 """What a disk, a path or its rights may refuse: a line, and no traceback."""
 
 
-@command(example="completion bash > ~/.local/share/bash-completion/completions/maect")
-def completion(shell: Literal["bash", "zsh", "tcsh"]) -> None:
-    """Print what completes commands and options in a shell."""
-    import shtab
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print what completes commands and options in a shell.
 
-    parser = build_parser()
-    (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
-    for name, sub in action.choices.items():
-        sub.fill()
-        # Those without a help are hidden; the help lists all in groups of its own.
-        about = COMMANDS[name].about.split(". ")[0]
-        action._choices_actions.append(action._ChoicesPseudoAction(name, (), about))
-        for word in sub._actions:
-            if word.type is Path:
-                word.complete = shtab.FILE
-    print(shtab.complete(parser, shell=shell))
+    Example: `maect completion bash > ~/.local/share/bash-completion/completions/maect`
+    """
+    print(build_app().generate_completion(shell=shell))
 
 
-MODULES = (
-    maect.tools.commands,
-    maect.tools.job_commands,
-    maect.answers.commands,
-    maect.data.commands,
-)
-"""Where commands are: every `Command` of these modules is one."""
-COMMANDS = {
-    thing.name: thing
-    for module in MODULES
-    for thing in vars(module).values()
-    if isinstance(thing, Command)
-} | {completion.name: completion}
-GROUPS = {
-    "first steps": ("demo", "new-experiment", "run", "plan", "status", "show"),
-    "use an encoder on images": (
-        "embed", "cluster", "search", "duplicates", "predict", "sort", "audit", "compare",
+GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
+    "First steps": (
+        tools.demo, tools.new_experiment, tools.run, tools.plan, tools.status, tools.show,
     ),
-    "public weights and sharing": (
-        "retrieve", "import", "export", "publish",
+    "Use an encoder on images": (
+        answers.embed, answers.cluster, answers.search, answers.duplicates, answers.predict,
+        answers.sort, answers.audit, tools.compare,
     ),
-    "clusters and upkeep": ("doctor", "clean", "verify", "completion", "schema"),
+    "Public weights and sharing": (
+        data.retrieve, jobs.import_weights, answers.export, answers.publish,
+    ),
+    "Clusters and upkeep": (
+        tools.doctor, tools.clean, tools.verify, completion, tools.schema,
+    ),
+    "Single jobs, by hand": (
+        tools.resolve, data.shard, jobs.train, jobs.features, jobs.evaluate, tools.page,
+    ),
 }  # fmt: skip
-"""Commands by what they are for; the others are single jobs of a pipeline."""
+"""Commands by what they are for."""
+NAMES = {
+    "run": ("experiments", "evaluations", "tables", "figures"),
+    "plan": ("experiments",),
+    "resolve": ("experiments",),
+    "page": ("tables", "figures"),
+    "embed": ("public encoders",),
+    "train": ("sizes",),
+    "evaluate": ("evaluations",),
+    "import": ("layouts", "sizes"),
+    "retrieve": ("data and weights",),
+    "shard": ("sources",),
+}
+"""Names that a command's help lists: of each command their kinds."""
+KNOWN = {
+    "experiments": "maect.experiment:names",
+    "sizes": "maect.recipes:sizes",
+    "evaluations": "maect.evaluate:evaluation_names",
+    "tables": "maect.report.registry:TABLE_NAMES",
+    "figures": "maect.report.registry:FIGURES",
+    "layouts": "maect.models.layouts:LAYOUTS",
+    "data and weights": "maect.data.retrieve:CATALOGUE",
+    "public encoders": "maect.answers.public:PUBLIC",
+    "sources": "maect.data.sources:SOURCES",
+}
+"""Where the names of each kind are, which are looked up when a help lists them."""
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return a command's name: its function's, with hyphens; `import` is a word of Python."""
+    if function is jobs.import_weights:
+        return "import"
+    return function.__name__.replace("_", "-")
+
+
+def build_app() -> App:
+    """Make the application of all commands."""
+    app = App(
+        name="maect",
+        help="Train, use and evaluate image encoders without labels.",
+        version=f"maect {__version__}",
+        group_commands=Group("Options", sort_key=len(GROUPS)),
+        help_format="markdown",
+        default_parameter=Parameter(negative=(), show_default=False, consume_multiple=True),
+    )
+    for number, (title, functions) in enumerate(GROUPS.items()):
+        group = Group(title, sort_key=number)
+        for place, function in enumerate(functions):
+            app.command(function, name=name_of(function), group=group, sort_key=place)
+    return app
+
+
+def known_names(command: str) -> str:
+    """List the names that a command takes, a paragraph of each kind."""
+    paragraphs = []
+    for kind in NAMES[command]:
+        known = resolve_name(KNOWN[kind])
+        if kind == "sources":
+            lines = [f"- {name}: {source.about}" for name, source in known.items()]
+            paragraphs.append("\n".join(["Sources:", *lines]).replace("*", r"\*"))
+        else:
+            names = known() if callable(known) else known
+            paragraphs.append(f"{kind.capitalize()}: {', '.join(names)}")
+    return "\n\n".join(paragraphs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,17 +147,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: Sequence[str] | None) -> int:
     """Run one command, each of its errors a line; returns the exit status."""
-    parser = build_parser()
-    options, rest = parser.parse_known_args(arguments)
-    name = options.command
-    if rest and not COMMANDS[name].passes_words_on:
-        known = [f"--{option.replace('_', '-')}" for option in vars(options)]
-        near = get_close_matches(rest[0].partition("=")[0], known, n=1, cutoff=0.7)
-        hint = f"did you mean {near[0]}?" if near else f"maect {name} --help"
-        parser.error(f"{name}: unknown {' '.join(rest)}; {hint}")
-    with command_log(getattr(options, "log", None)):
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    app = build_app()
+    name = words[0] if words and words[0] in app else ""
+    if name in NAMES and not {"--help", "-h"}.isdisjoint(words):
+        app[name].help_epilogue = known_names(name)
+    try:
+        command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+    except UnknownCommandError as error:
+        # The library's message goes on with all commands.
+        print(f"maect: {str(error).partition(' Available')[0]} See maect --help.", file=sys.stderr)
+        return 2
+    except CycloptsError as error:
+        print(f"maect {name}: {error} See maect {name} --help.", file=sys.stderr)
+        return 2
+    with command_log(_log_file(bound)):
         try:
-            return COMMANDS[name].run(options, rest)
+            return command(*bound.args, **bound.kwargs) or 0
         except UserError as error:
             log.error("maect %s: %s", name, error)
             return 2
@@ -133,33 +187,8 @@ def run(arguments: Sequence[str] | None) -> int:
             return 130
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of all commands and their options."""
-    parser = Parser(
-        prog="maect",
-        description="Train, use and evaluate image encoders without labels.",
-        listed=in_groups,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"maect {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, of in COMMANDS.items():
-        subparsers.add_parser(name, of=of)
-    return parser
-
-
-def in_groups() -> str:
-    """List the commands for the help, each with its first sentence."""
-    grouped = {name for names in GROUPS.values() for name in names}
-    rest = tuple(name for name in COMMANDS if name not in grouped)
-    width = max(map(len, COMMANDS))
-    lines = []
-    for title, names in (GROUPS | {"single jobs, by hand": rest}).items():
-        lines.append(f"{title}:")
-        for name in names:
-            first = COMMANDS[name].about.split(". ")[0].rstrip(".")
-            lines.append(f"  {name:{width}}  {first}")
-        lines.append("")
-    return "\n".join(
-        [*lines, "maect COMMAND --help has the options, and the names to choose from."]
-    )
+def _log_file(bound: inspect.BoundArguments) -> Any:
+    """Return the file of `--log`, an option of some commands; or None."""
+    given = bound.arguments
+    launching = given.get("launching")
+    return given.get("log") if launching is None else launching.log

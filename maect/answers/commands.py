@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from maect.core.commands import Positive, Word, command, positive
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
+
 from maect.core.errors import UserError, counted
 from maect.core.files import RUN, need, read_json, write_text
 from maect.core.log import CONTROL
@@ -18,25 +20,25 @@ log = logging.getLogger(__name__)
 LARGE = "*.safetensors filter=lfs diff=lfs merge=lfs -text"
 """Line of `.gitattributes`, by which the hub keeps weights apart from other files."""
 ENCODER = "folder of a run, or one that maect export wrote; or a public encoder's name"
-Encoder = Annotated[Path, Word(help=ENCODER)]
-Images = Annotated[Path, Word(help="a folder, or a .csv or .tsv table with a column path")]
-Kind = Annotated[str | None, Word(help="what IMAGES is, if something else (docs/data.md)")]
+Encoder = Annotated[Path, Parameter(help=ENCODER)]
+Images = Annotated[Path, Parameter(help="a folder, or a .csv or .tsv table with a column path")]
+Kind = Annotated[str | None, Parameter(help="what IMAGES is, if something else (docs/data.md)")]
 BatchSize = Annotated[
-    int | None, Word(read=positive, help="on the device (default: as many as suit it, at most 256)")
+    PositiveInt | None, Parameter(help="on the device (default: as many as suit it, at most 256)")
 ]
 Device = Annotated[
-    str | None, Word(help="such as cpu or cuda:1; by default a GPU where there is one")
+    str | None, Parameter(help="such as cpu or cuda:1; by default a GPU where there is one")
 ]
 Resize = Annotated[
     int | None,
-    Word(help="shorter side before the centre crop, if not that of the run's config.yaml"),
+    Parameter(help="shorter side before the centre crop, if not that of the run's config.yaml"),
 ]
 
 
-@command(names=("public encoders",), example="embed dinov2_small photos")
 def embed(
     run: Encoder,
     images: Images,
+    /,
     *,
     kind: Kind = None,
     batch_size: BatchSize = None,
@@ -47,6 +49,8 @@ def embed(
     pixels: StatedPixels = None,
 ) -> None:
     """Compute a vector for each image, or for new images only if the file is there.
+
+    Example: `maect embed dinov2_small photos`
 
     Args:
         out: X.parquet, which cluster and search read; X.csv; or X.npy, with X.files.csv (default
@@ -76,17 +80,19 @@ def _say_left_out(images: dict[str, str]) -> None:
         log.warning("%s: left out: %s", name, why)
 
 
-@command(example="cluster birds.parquet --out groups")
 def cluster(
     index: Path,
+    /,
     *,
     out: Path,
-    groups: Positive | None = None,
+    groups: PositiveInt | None = None,
     method: Literal["graph", "kmeans", "hdbscan"] | None = None,
-    smallest: Positive | None = None,
+    smallest: PositiveInt | None = None,
     images: Path | None = None,
 ) -> None:
     """Group images by their vectors, without labels.
+
+    Example: `maect cluster birds.parquet --out groups`
 
     Args:
         index: a .parquet that maect embed wrote.
@@ -109,17 +115,19 @@ def cluster(
     print(f"{out}: {clusters.count} groups{alone}; open {out / 'index.html'}")
 
 
-@command(example="search results/birds/runs/ct_min birds.parquet photo.jpg --count 5")
 def search(
     run: Encoder,
     index: Path,
     image: Sequence[str],
+    /,
     *,
-    count: Positive = 10,
+    count: PositiveInt = 10,
     device: Device = None,
     pixels: StatedPixels = None,
 ) -> None:
     """Find the images that are most like a given one.
+
+    Example: `maect search results/birds/runs/ct_min birds.parquet photo.jpg --count 5`
 
     Args:
         index: a .parquet that maect embed wrote with it.
@@ -142,9 +150,9 @@ def search(
             print(f"{similarity:.4f}  {vectors.files[number].translate(CONTROL)}")
 
 
-@command(example="audit results/birds/runs/ct_min")
 def audit(
     run: Path,
+    /,
     *,
     threshold: float | None = None,
     within: bool = False,
@@ -152,6 +160,8 @@ def audit(
     out: Path | None = None,
 ) -> None:
     """Find duplicates and near-duplicates across splits.
+
+    Example: `maect audit results/birds/runs/ct_min`
 
     Args:
         run: folder of a run whose features were extracted.
@@ -184,16 +194,18 @@ def audit(
     print(f"Open {folder / 'index.html'}, which says what to do")
 
 
-@command(example="duplicates photos --out twice")
 def duplicates(
     what: Path,
+    /,
     *,
     out: Path,
-    count: Positive = 50,
+    count: PositiveInt = 50,
     images: Path | None = None,
     pixels: StatedPixels = None,
 ) -> None:
     """List the images of a folder that are most alike.
+
+    Example: `maect duplicates photos --out twice`
 
     Args:
         what: images, or a .parquet that maect embed wrote.
@@ -208,9 +220,10 @@ def duplicates(
     print(f"{out}: {said}; open {out / 'index.html'}")
 
 
-@command(example="sort groups/clusters.csv photos sorted --link")
-def sort(table: Path, images: Path, out: Path, *, link: bool = False) -> None:
+def sort(table: Path, images: Path, out: Path, /, *, link: bool = False) -> None:
     """Copy or link images into a folder for each group or class.
+
+    Example: `maect sort groups/clusters.csv photos sorted --link`
 
     Args:
         table: clusters.csv, or a .csv of maect predict.
@@ -224,10 +237,10 @@ def sort(table: Path, images: Path, out: Path, *, link: bool = False) -> None:
         print(f"{count:6d}  {out / group}")
 
 
-@command(example="predict results/birds/runs/ct_min new_photos --out classes.csv")
 def predict(
     run: Encoder,
     images: Images,
+    /,
     *,
     kind: Kind = None,
     batch_size: BatchSize = None,
@@ -238,6 +251,8 @@ def predict(
     pixels: StatedPixels = None,
 ) -> None:
     """Name the class of each image.
+
+    Example: `maect predict results/birds/runs/ct_min new_photos --out classes.csv`
 
     Args:
         out: table to write, X.csv.
@@ -284,16 +299,18 @@ def predict(
     print(f"{out}: {images_read}; {len(classes.class_names)} classes")
 
 
-@command(example="export results/digits/runs/ct_min_tiny exported")
 def export(
     run: Path,
     out: Path,
+    /,
     *,
     resize: Resize = None,
     licence: str | None = None,
     onnx: bool = False,
 ) -> None:
     """Write an encoder for timm, transformers and the Hugging Face hub.
+
+    Example: `maect export results/digits/runs/ct_min_tiny exported`
 
     Args:
         run: folder of the run.
@@ -311,17 +328,19 @@ def export(
         print(f"{export_onnx(out)}: images, normalised as config.json says, to vectors")
 
 
-@command(example="publish results/digits/runs/ct_min_tiny repository --repository USER/NAME")
 def publish(
     run: Path,
     out: Path,
+    /,
     *,
-    repository: Annotated[str, Word("USER/NAME")],
+    repository: Annotated[str, Parameter(metavar="USER/NAME")],
     resize: Resize = None,
     licence: str | None = None,
-    base_model: Annotated[str | None, Word("USER/NAME")] = None,
+    base_model: Annotated[str | None, Parameter(metavar="USER/NAME")] = None,
 ) -> None:
     """Write the folder of a Hugging Face hub repository.
+
+    Example: `maect publish results/digits/runs/ct_min_tiny repository --repository USER/NAME`
 
     Args:
         run: folder of the run.

@@ -6,33 +6,27 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any
 
-from maect.core.commands import Log, Positive, Word, command
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
+
 from maect.core.errors import UserError
 
 StatedPixels = Annotated[
     str | None,
-    Word(
-        "KEY=VALUE",
+    Parameter(
+        metavar="KEY=VALUE",
         help="how images are read, as in range=0,4095 (docs/data.md#pixels): range, background, "
         "orientation; several in quotes, with blanks between",
     ),
 ]
 
 
-def kinds() -> str:
-    """Explain `--kind`, with a line on each source."""
-    from maect.data.sources import SOURCES
-
-    about = "; ".join(f"{kind}: {source.about}" for kind, source in SOURCES.items())
-    return f"what SOURCE is (docs/data.md; folder by default): {about}"
-
-
-@command(example="shard photos/train shards/train --shards 4")
 def shard(
     source: Path,
     out: Path | None = None,
+    /,
     *,
-    kind: Annotated[str, Word(help=kinds)] = "folder",
+    kind: str = "folder",
     shards: int = 1,
     labels: Path | None = None,
     only_listed: Path | None = None,
@@ -42,15 +36,18 @@ def shard(
     pixels: StatedPixels = None,
     classes: str | None = None,
     only: str | None = None,
-    threads: Positive | None = None,
+    threads: PositiveInt | None = None,
     verify: bool = False,
-    log: Log = None,
+    log: Path | None = None,
 ) -> None:
     """Write images as webdataset tars with an index.
+
+    Example: `maect shard photos/train shards/train --shards 4`
 
     Args:
         source: the images: a folder or archive of the given kind; or the config.yaml of shards.
         out: folder of the shards, whose name names the split; not with a config.yaml.
+        kind: what SOURCE is, one of the sources below (default folder).
         shards: number of tars (default 1).
         labels: labels of the source, for kinds that need them.
         only_listed: file of image names to take, one a line.
@@ -61,6 +58,7 @@ def shard(
         only: do one step: plan, the number of a shard, or index.
         threads: to read images with (default: one for each core that it may use).
         verify: check shards that were written.
+        log: also write messages to this file.
     """
     from maect.core.settings import validated
     from maect.core.stamps import stamped
@@ -120,9 +118,10 @@ def _for_files(stated: dict[str, Any]) -> dict[str, Any]:
     return dict.fromkeys(("mean", "std"), [0.5] * int(stated.get("channels", 3))) | stated
 
 
-@command(names=("data and weights",), example="retrieve mae_base weights")
-def retrieve(what: str, out: Path) -> None:
+def retrieve(what: str, out: Path, /) -> None:
     """Download public data or weights.
+
+    Example: `maect retrieve mae_base weights`
 
     Args:
         what: digits, or a name from docs/data.md or docs/weights.md.

@@ -1,6 +1,5 @@
 """Commands of whole experiments: write, run, look after, report, check."""
 
-import argparse
 import logging
 import os
 import shlex
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import psutil  # not in the handler of a signal: a second one would find half of it
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
+from cyclopts.validators import Number
 
 from maect.answers.commands import ENCODER, Device
-from maect.core.commands import Positive, Word, command
 from maect.core.errors import UserError
 from maect.core.files import PIPELINE, need
 from maect.core.processes import environment
@@ -24,32 +25,34 @@ from maect.data.commands import StatedPixels
 
 log = logging.getLogger(__name__)
 
-Name = Annotated[str, Word(help="name or path")]
+Name = Annotated[str, Parameter(help="name or path")]
 Profile = Annotated[
-    str, Word(help="name or folder of a cluster profile (default local: this machine)")
+    str, Parameter(help="name or folder of a cluster profile (default local: this machine)")
 ]
 Config = Annotated[
     Sequence[str],
-    Word("KEY=VALUE", help="change the experiment, as in seeds=3 (docs/experiments.md)"),
+    Parameter(
+        metavar="KEY=VALUE", help="change the experiment, as in seeds=3 (docs/experiments.md)"
+    ),
 ]
-Root = Annotated[Path, Word(help="such as results/digits")]
+Root = Annotated[Path, Parameter(help="such as results/digits")]
 
 
-def fraction(text: str) -> float:
-    """Read a part of something."""
-    try:
-        if 0 < float(text) <= 1:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
-
-
-@command(names=("experiments", "tables", "figures"), example="run digits --cores 2")
-def run(experiment: Name, *words: str, profile: Profile = "local", config: Config = ()) -> int:
+def run(
+    experiment: Name,
+    /,
+    *words: Annotated[str, Parameter(allow_leading_hyphen=True, metavar="WORD")],
+    profile: Profile = "local",
+    config: Config = (),
+) -> int:
     """Run an experiment, or resume it.
 
     Other words, such as a target, -n or --cores 4, are passed to Snakemake.
+
+    Example: `maect run digits --cores 2`
+
+    Args:
+        words: for Snakemake: targets and its options.
     """
     from maect.experiment import load
     from maect.experiment.resolve import targets
@@ -131,7 +134,6 @@ def _interrupt(pid: int) -> None:
                     one.send_signal(signal.SIGINT)
 
 
-@command()
 def demo() -> int:
     """Try the pipeline on handwritten digits: a picture first, then tables and a report."""
     from maect.tools.demo import demo as show
@@ -139,9 +141,11 @@ def demo() -> int:
     return show(snakemake)
 
 
-@command(names=("experiments",), example="resolve digits")
-def resolve(experiment: Name, *, config: Config = ()) -> None:
-    """Write the settings file of every job of an experiment."""
+def resolve(experiment: Name, /, *, config: Config = ()) -> None:
+    """Write the settings file of every job of an experiment.
+
+    Example: `maect resolve digits`
+    """
     from maect.experiment import load
     from maect.experiment.resolve import files
 
@@ -152,19 +156,23 @@ def resolve(experiment: Name, *, config: Config = ()) -> None:
     print(f"{chosen.root}: {len(given)} resolved files, {written} of them new or changed")
 
 
-@command(example="compare results/birds/runs/mae results/birds/runs/ct_min --images photos")
 def compare(
-    encoders: Annotated[Sequence[str], Word("ENCODER", help=f"{ENCODER}; or NAME=FOLDER")],
+    encoders: Annotated[
+        Sequence[str], Parameter(metavar="ENCODER", help=f"{ENCODER}; or NAME=FOLDER")
+    ],
+    /,
     *,
-    images: Annotated[Sequence[str], Word("FOLDER")],
+    images: Annotated[Sequence[str], Parameter(metavar="FOLDER")],
     out: Path = Path("compared"),
     device: Device = None,
-    threads: Positive | None = None,
-    real_labels: Annotated[Path | None, Word("FILE")] = None,
+    threads: PositiveInt | None = None,
+    real_labels: Annotated[Path | None, Parameter(metavar="FILE")] = None,
     geometry: bool = False,
     pixels: StatedPixels = None,
 ) -> None:
     """Compare encoders on folders of images, without training.
+
+    Example: `maect compare results/birds/runs/mae results/birds/runs/ct_min --images photos`
 
     Args:
         images: CLASS/IMAGE, maybe below train/ and val/, or images without classes; an archive or a
@@ -188,9 +196,10 @@ def compare(
     print(f"{out}: open {out / 'index.html'}")
 
 
-@command(names=("tables", "figures"), example="page results/digits/tables/low_shot.yaml")
-def page(config: Path) -> None:
+def page(config: Path, /) -> None:
     """Make one page of a report: a table, a figure, claims, data sets, images or summary.
+
+    Example: `maect page results/digits/tables/low_shot.yaml`
 
     Args:
         config: the resolved file.
@@ -200,9 +209,10 @@ def page(config: Path) -> None:
     make_page(config)
 
 
-@command(example="status results/digits")
-def status(root: Sequence[Path] = (), *, every: bool = False) -> None:
+def status(root: Sequence[Path] = (), /, *, every: bool = False) -> None:
     """Show the state of every run.
+
+    Example: `maect status results/digits`
 
     Args:
         root: results folder; default: results/*.
@@ -222,10 +232,6 @@ def status(root: Sequence[Path] = (), *, every: bool = False) -> None:
             print(f"{folder}: no run has started yet")
 
 
-@command(
-    names=("recipes", "sizes", "evaluations"),
-    example="new-experiment --images photos --out birds.yaml --quick",
-)
 def new_experiment(
     *,
     images: Path,
@@ -237,6 +243,8 @@ def new_experiment(
     pixels: StatedPixels = None,
 ) -> None:
     """Write an experiment for your own images.
+
+    Example: `maect new-experiment --images photos --out birds.yaml --quick`
 
     Args:
         images: CLASS/IMAGE, or images without classes, either maybe below train/, val/ and test/;
@@ -273,19 +281,22 @@ def own_name() -> str:
     return "maect" if same else shlex.quote(called)
 
 
-@command(names=("experiments",), example="plan --experiment digits --profile juwels")
 def plan(
     target: Sequence[str] = (),
+    /,
     *,
     experiment: Annotated[
-        str | None, Word(help="name or path (default paper, where no experiment is in this folder)")
+        str | None,
+        Parameter(help="name or path (default paper, where no experiment is in this folder)"),
     ] = None,
     profile: Profile = "local",
     config: Config = (),
     device: str | None = None,
-    utilisation: Annotated[float, Word(read=fraction)] = 0.35,
+    utilisation: Annotated[float, Parameter(validator=Number(gt=0, lte=1))] = 0.35,
 ) -> None:
     """Estimate what is left to run: jobs, hours, storage.
+
+    Example: `maect plan --experiment digits --profile juwels`
 
     Args:
         target: files or rules, as for Snakemake (default: the whole report).
@@ -335,17 +346,18 @@ def plan(
         print(f"warning: {warning}")
 
 
-@command(example="doctor --profile juwels --experiment paper")
 def doctor(
     *,
     experiment: Annotated[
-        str, Word(help="name or path; its storage is checked (default paper)")
+        str, Parameter(help="name or path; its storage is checked (default paper)")
     ] = "paper",
     profile: Profile = "local",
     config: Config = (),
     no_job: bool = False,
 ) -> None:
     """Check whether this machine or cluster is ready.
+
+    Example: `maect doctor --profile juwels --experiment paper`
 
     Args:
         no_job: only the checks that need no job.
@@ -358,18 +370,20 @@ def doctor(
     check(load(experiment, **changes_of(config)), where, not no_job)
 
 
-@command(example="show results/digits")
-def show(root: Root) -> None:
-    """Print the tables of a results folder."""
+def show(root: Root, /) -> None:
+    """Print the tables of a results folder.
+
+    Example: `maect show results/digits`
+    """
     from maect.report.render import show as tables
 
     tables(root)
 
 
-@command(example="verify docs/results/digits low_shot.ct_min.knn")
 def verify(
     published: Path,
-    cells: Annotated[Sequence[str], Word("TABLE.METHOD.METRIC")] = (),
+    cells: Annotated[Sequence[str], Parameter(metavar="TABLE.METHOD.METRIC")] = (),
+    /,
     *,
     out: Path = Path("verified"),
     seed: int | None = None,
@@ -378,6 +392,8 @@ def verify(
     """Compute published numbers again, and compare them.
 
     Cells of tables, by name or drawn at random.
+
+    Example: `maect verify docs/results/digits low_shot.ct_min.knn`
 
     Args:
         published: such as docs/results/digits.
@@ -394,9 +410,10 @@ def verify(
     return compare_cells(published, cells, out, made, seed)
 
 
-@command(example="clean results/digits --remove")
-def clean(root: Root, *, remove: bool = False) -> None:
+def clean(root: Root, /, *, remove: bool = False) -> None:
     """List training states that are no longer needed, or remove them.
+
+    Example: `maect clean results/digits --remove`
 
     Args:
         remove: remove them; without it they are only listed.
@@ -406,9 +423,11 @@ def clean(root: Root, *, remove: bool = False) -> None:
     free(need(root, "results folder"), remove)
 
 
-@command(example="schema > experiment.schema.json")
 def schema() -> None:
-    """Print the JSON schema of experiment files, for editors."""
+    """Print the JSON schema of experiment files, for editors.
+
+    Example: `maect schema > experiment.schema.json`
+    """
     import json
 
     from maect.experiment.schema import json_schema

@@ -3,12 +3,13 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
+from cyclopts import Group, Parameter
+
 from maect.answers.commands import Resize
-from maect.core.commands import Log, Word, command
 from maect.core.errors import UserError, check_names
 from maect.core.files import need
 from maect.data.commands import StatedPixels
@@ -21,22 +22,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 File = TypeVar("File", "RunConfig", "EvaluationConfig")
+Changes = Annotated[Sequence[str], Parameter(metavar="KEY=VALUE")]
+Out = Annotated[
+    Path | None,
+    Parameter(metavar="FILE", help="write the changed file here; results go beside it"),
+]
 
 
+@Parameter(name="*", group=Group("Place and resources"))
 @dataclass(frozen=True, kw_only=True)
 class Launching:
     """Place and resources of a job.
 
     Attributes:
+        cluster: start ranks on this machine, or submit a job to SLURM (default local).
         nodes: a number, or a range such as 1..16, of which a training takes what its batch can use.
         devices: ranks per node; auto and gpus: one per GPU, or without GPUs two (auto) or one.
         cpus: CPUs per rank (auto: an equal share of all).
         memory_mb: memory per node (0: any).
         minutes: wall limit of one job.
+        partition: of SLURM.
+        account: of SLURM, to which the job is charged.
         sbatch: further sbatch options, KEY=VALUE,KEY=VALUE.
         setup: script that the compute node sources first.
         python: what ranks run in place of this Python.
         detach: leave the job running on Ctrl-C.
+        log: also write messages to this file.
     """
 
     cluster: Literal["local", "slurm"] = "local"
@@ -51,7 +62,7 @@ class Launching:
     setup: str = ""
     python: str = ""
     detach: bool = False
-    log: Log = None
+    log: Path | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
@@ -77,49 +88,42 @@ class Launching:
         return Where(resources, self.nodes, gpu, self.detach)
 
 
-@dataclass(frozen=True)
-class Changed:
-    """Config of a job, and its changes.
+LOCAL = Launching()
+"""This machine, one rank."""
 
-    Attributes:
-        config: the resolved file; results go beside it.
-        changes: in place of what the file says, e.g. settings.epochs=10 settings.head.topk=1
-            seed=1; this is another job, which needs --out.
-        out: write the changed file here, results beside it.
+
+def read_job(
+    kind: type[File], config: Path, changes: Sequence[str] = (), out: Path | None = None
+) -> tuple[File, Path]:
+    """Read a resolved file with changes and write it to where it belongs.
+
+    Args:
+        kind: class of the file.
+        config: the resolved file.
+        changes: `KEY=VALUE` in place of what it says.
+        out: where to write the changed file; needed with changes, which make another job.
+
+    Returns:
+        The config, and the file that describes the job; results go beside it.
+
+    Raises:
+        UserError: changes without `out`, or `out` belongs to another job.
     """
+    from maect.recipes.few_labels import FewLabels
 
-    config: Path
-    changes: Annotated[Sequence[str], Word("KEY=VALUE")] = ()
-    _: KW_ONLY
-    out: Annotated[Path | None, Word("FILE")] = None
-
-    @property
-    def path(self) -> Path:
-        """Return where the file is that describes the job."""
-        return self.out or self.config
-
-    def read(self, kind: type[File]) -> tuple[File, Path]:
-        """Read the resolved file with its changes, and write it to where it belongs.
-
-        Raises:
-            UserError: changes that would be of another run than the one whose files lie beside it.
-        """
-        from maect.recipes.few_labels import FewLabels
-
-        config = kind.read(self.config, self.changes)
-        if self.out is None:
-            if self.changes:
-                raise UserError(
-                    f"{self.config}: {self.changes[0]} makes this another job; "
-                    "name its file with --out"
-                )
-            return config, self.config
-        config = config.named(self.out)
-        if isinstance(config.settings, FewLabels):
-            config = config.model_copy(update={"settings": config.settings.read_lists()})
-        _check_free(self.out, config.text(self.out))
-        config.write(self.out)
-        return config, self.out
+    read = kind.read(config, changes)
+    if out is None:
+        if changes:
+            raise UserError(
+                f"{config}: {changes[0]} makes this another job; name its file with --out"
+            )
+        return read, config
+    read = read.named(out)
+    if isinstance(read.settings, FewLabels):
+        read = read.model_copy(update={"settings": read.settings.read_lists()})
+    _check_free(out, read.text(out))
+    read.write(out)
+    return read, out
 
 
 def _check_free(path: Path, text: str) -> None:
@@ -128,23 +132,28 @@ def _check_free(path: Path, text: str) -> None:
         raise UserError(f"{path}: exists and says something else; choose another --out")
 
 
-@command(
-    names=("recipes", "sizes"),
-    example="train runs/mae/config.yaml settings.epochs=10 --out runs/mae10/config.yaml",
-)
 def train(
-    launching: Launching,
-    changed: Changed,
+    config: Path,
+    changes: Changes = (),
+    /,
     *,
+    out: Out = None,
+    launching: Launching = LOCAL,
     save_every_minutes: float = 2.0,
     convert_world_size: bool = False,
     gpu: str = "",
-    stage_to: Annotated[str, Word("DIR")] = "",
-    trace: Annotated[str, Word("FIRST-LAST")] = "",
+    stage_to: Annotated[str, Parameter(metavar="DIR")] = "",
+    trace: Annotated[str, Parameter(metavar="FIRST-LAST")] = "",
 ) -> None:
     """Train a run, or resume it.
 
+    Example: `maect train mae/config.yaml settings.epochs=10 --out mae10/config.yaml`
+
     Args:
+        config: the run's resolved file; results go beside it.
+        changes: in place of what the file says, such as settings.epochs=10 settings.head.topk=1
+            seed=1; this is another run, which needs --out.
+        launching: where to run.
         save_every_minutes: default 2.
         convert_world_size: resume on another number of ranks.
         gpu: model of the GPUs, such as A100-40GB: a step that is too large for one is computed in
@@ -156,14 +165,13 @@ def train(
     from maect.stages.run import RunConfig
     from maect.tools import jobs
 
-    theirs = changed.path.parent / "config.yaml"
-    if changed.path.name != theirs.name and theirs.exists():
-        raise UserError(
-            f"{changed.path}: its folder belongs to the run in {theirs.name}; choose another"
-        )
-    config, path = changed.read(RunConfig)
+    path = out or config
+    owner = path.parent / "config.yaml"
+    if path.name != owner.name and owner.exists():
+        raise UserError(f"{path}: its folder belongs to the run in {owner.name}; choose another")
+    run, path = read_job(RunConfig, config, changes, out)
     jobs.train(
-        config,
+        run,
         path,
         launching.where(gpu),
         save_every_minutes=save_every_minutes,
@@ -173,22 +181,20 @@ def train(
     )
 
 
-@command(
-    name="import",
-    names=("layouts", "sizes"),
-    example="import weights/mae_pretrain_vit_base.pth results/mine/runs/mae_base",
-)
 def import_weights(
     weights: Path,
     run: Path | None = None,
+    /,
     *,
     layout: str | None = None,
-    timm: Annotated[str | None, Word("NAME")] = None,
+    timm: Annotated[str | None, Parameter(metavar="NAME")] = None,
     size: str | None = None,
     image_size: int | None = None,
     pixels: StatedPixels = None,
 ) -> None:
     """Turn downloaded weights into a run.
+
+    Example: `maect import weights/mae_pretrain_vit_base.pth results/mine/runs/mae_base`
 
     Args:
         weights: a checkpoint, as published; or the resolved file of a run that imports one, alone.
@@ -247,22 +253,25 @@ def _say_imported(run: Path, layout: str | None, imported: "Converted") -> None:
     )
 
 
-@command(example="features results/birds/runs/ct_min --shards shards/val --out val.safetensors")
 def features(
-    launching: Launching,
     run: Path,
+    /,
     *,
+    launching: Launching = LOCAL,
     shards: Path | None = None,
     out: Path | None = None,
     resize: Resize = None,
     precision: Literal["fp32", "tf32", "bf16"] | None = None,
     before_norm: bool = False,
-    blocks: Annotated[int, Word("N")] = 1,
+    blocks: Annotated[int, Parameter(metavar="N")] = 1,
 ) -> None:
     """Compute an encoder's features of a split.
 
+    Example: `maect features results/birds/runs/ct_min --shards shards/val --out val.safetensors`
+
     Args:
         run: folder of the run; or the resolved file of features, alone.
+        launching: where to run.
         shards: folder of a split's shards, for a run.
         out: the file to write, X.safetensors, for a run; its settings go to X.yaml beside it. What
             is there with other settings is refused.
@@ -306,20 +315,33 @@ def features(
     jobs.extract_features(config, path, launching.where())
 
 
-@command(
-    names=("evaluations",),
-    example="evaluate evaluations/mae/knn.yaml settings.k=5 --out evaluations/mae/k5.yaml",
-)
-def evaluate(launching: Launching, changed: Changed) -> None:
-    """Evaluate an encoder in one way."""
+def evaluate(
+    config: Path,
+    changes: Changes = (),
+    /,
+    *,
+    out: Out = None,
+    launching: Launching = LOCAL,
+) -> None:
+    """Evaluate an encoder in one way.
+
+    Example:
+    `maect evaluate evaluations/mae/knn.yaml settings.k=5 --out evaluations/mae/k5.yaml`
+
+    Args:
+        config: the evaluation's resolved file; the result goes beside it, as JSON.
+        changes: in place of what the file says, such as settings.k=5; this is another evaluation,
+            which needs --out.
+        launching: where to run.
+    """
     from maect.evaluate import EvaluationConfig
     from maect.tools import jobs
 
-    before = EvaluationConfig.read(changed.config)
-    config = EvaluationConfig.read(changed.config, changed.changes)
-    if before.settings.inputs() != config.settings.inputs() and before.inputs == config.inputs:
+    before = EvaluationConfig.read(config)
+    after = EvaluationConfig.read(config, changes)
+    if before.settings.inputs() != after.settings.inputs() and before.inputs == after.inputs:
         raise UserError(
-            f"{changed.config}: {' '.join(changed.changes)} asks for other inputs; "
+            f"{config}: {' '.join(changes)} asks for other inputs; "
             "name the files with inputs.NAME=PATH"
         )
-    jobs.evaluate(*changed.read(EvaluationConfig), launching.where())
+    jobs.evaluate(*read_job(EvaluationConfig, config, changes, out), launching.where())

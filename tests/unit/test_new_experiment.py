@@ -24,7 +24,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from maect.answers.public import PUBLIC
-from maect.cli import build_parser, main
+from maect.cli import build_app, main
 from maect.core.errors import UserError
 from maect.core.yaml_files import Loader
 from maect.data.index import open_index
@@ -285,10 +285,9 @@ def test_few_images_need_no_training(digits, tmp_path, monkeypatch):
     new_experiment(digits, tmp_path / "mine.yaml")
     first, *commands = without_training(tmp_path / "mine.yaml")
     assert "fewer than 10,000 images first try a public encoder" in first
-    parser = build_parser()
-    parsed = [parser.parse_args(shlex.split(line)[1:]) for line in commands]
-    assert [options.command for options in parsed] == ["retrieve", "embed", "cluster"]
-    assert str(parsed[1].run) in PUBLIC and parsed[1].images == digits / "train"
+    parsed = [build_app().parse_args(shlex.split(line)[1:]) for line in commands]
+    assert [command.__name__ for command, *_ in parsed] == ["retrieve", "embed", "cluster"]
+    assert str(parsed[1][1].args[0]) in PUBLIC and parsed[1][1].args[1] == digits / "train"
     monkeypatch.setattr("maect.tools.new_experiment.FEW", 1297)
     assert without_training(tmp_path / "mine.yaml") == []
 

@@ -26,7 +26,7 @@ from maect.experiment.load import load
 from maect.experiment.pages import make_page, pages
 from maect.experiment.resolve import files
 from maect.launch import Task
-from maect.tools.job_commands import Changed, Launching, evaluate, features, train
+from maect.tools.job_commands import Launching, evaluate, features, train
 from maect.tools.jobs import Where
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
@@ -68,10 +68,10 @@ def from_yaml_to_a_cell(folder: Path) -> Path:
     tables = [(path, config) for path, config in pages(experiment) if path.parts[-2] == "tables"]
     for path, config in [*files(experiment), *tables]:
         config.write(path)
-    train.call(launching, Changed(root / "runs" / RUN / "config.yaml"))
+    train(root / "runs" / RUN / "config.yaml", launching=launching)
     for path in sorted((root / "features" / RUN).glob("*.yaml")):
-        features.call(launching, path)
-    evaluate.call(launching, Changed(root / "evaluations" / RUN / "knn.yaml"))
+        features(path, launching=launching)
+    evaluate(root / "evaluations" / RUN / "knn.yaml", launching=launching)
     for path, _ in tables:
         make_page(path)
     return root / "tables/low_shot.csv"

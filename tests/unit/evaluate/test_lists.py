@@ -19,7 +19,7 @@ from maect.experiment.load import Experiment, load
 from maect.experiment.start import missing_lists
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
-from maect.tools.job_commands import Changed
+from maect.tools.job_commands import read_job
 
 from .conftest import Rank, given, store
 
@@ -149,8 +149,7 @@ def test_another_folder_of_lists_by_hand(tmp_path: Path, lists: Path) -> None:
     for name in NAMES[:2]:
         (other / name).write_text("another\n")
     out = tmp_path / "mine.yaml"
-    changed = Changed(file, [f"settings.subsets={other}"], out=out)
-    config, path = changed.read(EvaluationConfig)
+    config, path = read_job(EvaluationConfig, file, [f"settings.subsets={other}"], out)
     assert path == out and isinstance(config.settings, LowShot)
     config.settings.check_lists()
     assert EvaluationConfig.read(out).digest == config.digest != EvaluationConfig.read(file).digest

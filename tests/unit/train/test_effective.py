@@ -1,5 +1,6 @@
 """How much of the device time that a training holds leads to steps that are kept."""
 
+import inspect
 import math
 import random
 from contextlib import suppress
@@ -10,7 +11,7 @@ import pytest
 import torch
 from ranks import Place
 
-from maect.cli import build_parser
+from maect.tools.job_commands import train
 from maect.train import device_time, trainer
 from maect.train.device_time import DeviceTime
 from maect.train.trainer import Trainer
@@ -152,7 +153,7 @@ def simulate(
 
 def test_a_day_with_a_failure_every_two_hours(monkeypatch, tmp_path):
     """What the default interval costs: docs/reference/cluster.md."""
-    minutes = build_parser().parse_args(["train", "config.yaml"]).save_every_minutes
+    minutes = inspect.signature(train).parameters["save_every_minutes"].default
     part, machine = simulate(monkeypatch, tmp_path, minutes)
     print(f"{machine.held / HOUR:.2f} h held, {part:.4f} of it useful")
     assert machine.held > 24 * HOUR + 11 * (START + COMPILING)
