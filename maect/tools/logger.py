@@ -5,6 +5,7 @@ to a file, and names the terminal by `--logger-maect-terminal`.
 """
 
 import logging
+import math
 import os
 import sys
 import time
@@ -71,6 +72,8 @@ class LogHandler(LogHandlerBase):
         self.terminal = os.fdopen(descriptor, "w", closefd=False)
         self.began, self.said = time.monotonic(), ""
         self.total = self.done = 0.0
+        self.jobs = self.jobs_done = 0
+        self.least = math.inf
         self.running: dict[int, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -82,12 +85,14 @@ class LogHandler(LogHandlerBase):
                 self.total = sum(
                     count * seconds(rule) for rule, count in counts.items() if rule != "total"
                 )
+                self.jobs = sum(count for rule, count in counts.items() if rule != "total")
             case LogEvent.JOB_INFO if about["shellcmd"]:
                 rule = about["rule_name"]
                 self.running[about["jobid"]] = seconds(rule)
                 self.say(_title(rule, about["rule_msg"]))
             case LogEvent.JOB_FINISHED:
                 self.done += self.running.pop(about["job_id"], 0.0)
+                self.jobs_done += 1
             case LogEvent.JOB_ERROR:
                 logs = ", ".join(map(str, about["log"]))
                 print(f"{about['rule_name']} failed; see {logs}", file=self.terminal, flush=True)
@@ -96,13 +101,19 @@ class LogHandler(LogHandlerBase):
         """Print what begins, once where several jobs do the same."""
         if title != self.said:
             self.said = title
-            print(f"  {title:<44}{words(self.left())}", file=self.terminal, flush=True)
+            count = f"[{self.jobs_done}/{self.jobs}]"
+            line = f"  {count:>7} {title:<44}{words(self.left())}"
+            print(line, file=self.terminal, flush=True)
 
     def left(self) -> float:
-        """Seconds still to go, as slow as it was so far; at first as on idle cores."""
+        """Return the seconds still to go, never more than was said before.
+
+        They follow from the pace so far; at first they are those of idle cores.
+        """
         elapsed = time.monotonic() - self.began
         pace = max(1.0, elapsed / self.done) if self.done > 5 else 1.0
-        return pace * (self.total - self.done)
+        self.least = min(self.least, pace * (self.total - self.done))
+        return self.least
 
 
 def _title(rule: str, message: str | None) -> str:

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from maect.core.entries import entries
 from maect.core.errors import UserError, counted
@@ -20,6 +19,9 @@ from maect.records import RunRecord, is_finished
 
 NOT_STARTED = "not started"
 BAR = 10
+FIRST_TO_GO = ("job", "useful", "images/s", "online k-NN", "loss", "stage")
+"""Columns that a narrow terminal does without, in this order."""
+SHORTEST_NAME = 8
 TAIL = 65536  # bytes of metrics.jsonl that hold its last entry
 TITLES = (
     "run", "stage", "state", "progress", "images/s", "left", "loss", "online k-NN", "useful", "job"
@@ -55,7 +57,7 @@ class Status:
 
 
 def show(root: Path, every: bool = False) -> None:
-    """Print what the runs of a results folder are doing: a table where a person watches."""
+    """Print the state of the runs of a results folder, on a terminal within its width."""
     head, lines = status(root)
     begun = [line for line in lines if line.state != NOT_STARTED]
     if begun and not every:
@@ -65,21 +67,16 @@ def show(root: Path, every: bool = False) -> None:
         print(head, *columns(lines), sep="\n")
         return
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    titles = shown_titles(lines)
-    table = Table(box=None, title=head, title_justify="left", title_style="bold")
-    for title in titles:
-        justify: Literal["left", "right"] = "right" if title in RIGHT else "left"
-        table.add_column(title, justify=justify, overflow="ellipsis", no_wrap=True)
+    console = Console(highlight=False)
+    styles = ["bold", ""]
     for line in lines:
-        cells = _cells(line)
-        table.add_row(*(Text(cells[title]) for title in titles), style=STYLES.get(line.state, ""))
+        styles.append(STYLES.get(line.state, ""))
         if line.note:
-            note = " ".join(line.note.split())
-            table.add_row(Text(""), Text(""), Text(note), style="italic")
-    Console().print(table)
+            styles.append("italic")
+    for text, style in zip([head, *columns(lines, console.width)], styles, strict=True):
+        console.print(Text(text, style), soft_wrap=True)
 
 
 def status(root: Path) -> tuple[str, list[Status]]:
@@ -197,11 +194,30 @@ def shown_titles(lines: list[Status]) -> list[str]:
     return [title for title in TITLES if known.get(title, True)]
 
 
-def columns(lines: list[Status]) -> list[str]:
-    """A table for programs and files: names and notes whole, notes below their line."""
-    titles = shown_titles(lines)
-    rows = [titles, *([_cells(line)[title] for title in titles] for line in lines)]
-    head, *texts = aligned(rows, [n for n, title in enumerate(titles) if title in RIGHT])
+def columns(lines: list[Status], width: int | None = None) -> list[str]:
+    """Return the lines of a table: its head, a line for each run, and below it its note.
+
+    In a narrow terminal the progress bar goes first, then columns, in the order of `FIRST_TO_GO`;
+    last, names of runs are shortened. State, progress in percent and time left stay whole.
+
+    Args:
+        width: of the terminal, in characters; None: names and all columns whole.
+    """
+    titles, bar = shown_titles(lines), True
+    table = _table(lines, titles, bar)
+    while width is not None and max(map(len, table)) > width:
+        narrow = [title for title in FIRST_TO_GO if title in titles]
+        if bar:
+            bar = False
+        elif narrow:
+            titles.remove(narrow[0])
+        else:
+            longest = max(len(line.name) for line in lines)
+            kept = max(longest - (max(map(len, table)) - width), SHORTEST_NAME)
+            table = _table([_shortened(line, kept) for line in lines], titles, bar)
+            break
+        table = _table(lines, titles, bar)
+    head, *texts = table
     printed = [head]
     for text, line in zip(texts, lines, strict=True):
         printed.append(text)
@@ -210,24 +226,42 @@ def columns(lines: list[Status]) -> list[str]:
     return printed
 
 
-def _cells(line: Status) -> dict[str, str]:
-    bar = ""
+def _shortened(line: Status, length: int) -> Status:
+    """Return a status with the name cut to a length."""
+    if len(line.name) <= length:
+        return line
+    return replace(line, name=f"{line.name[: length - 1]}…")
+
+
+def _table(lines: list[Status], titles: list[str], bar: bool) -> list[str]:
+    """Return the lines of a table of these columns, without notes."""
+    rows = [titles]
+    for line in lines:
+        cells = _cells(line, bar)
+        rows.append([cells[title] for title in titles])
+    return aligned(rows, [number for number, title in enumerate(titles) if title in RIGHT])
+
+
+def _cells(line: Status, bar: bool) -> dict[str, str]:
+    """Return the text of each column, by its title."""
+    progress = ""
     if line.part is not None:
-        full = int(BAR * line.part)
-        bar = f"{'#' * full}{'.' * (BAR - full)} {int(100 * line.part):3d} %"
-    values = (
-        line.name,
-        line.stage,
-        line.state,
-        bar,
-        "" if line.speed is None else f"{line.speed:.0f}",
-        "" if line.left is None else duration(line.left),
-        "" if line.loss is None else f"{line.loss:.4f}",
-        "" if line.knn is None else f"{line.knn:.1f}",
-        "" if line.useful is None else f"{int(100 * line.useful)} %",
-        line.job,
-    )
-    return dict(zip(TITLES, values, strict=True))
+        progress = f"{int(100 * line.part):3d} %"
+        if bar:
+            full = int(BAR * line.part)
+            progress = f"{'#' * full}{'.' * (BAR - full)} {progress}"
+    return {
+        "run": line.name,
+        "stage": line.stage,
+        "state": line.state,
+        "progress": progress,
+        "images/s": "" if line.speed is None else f"{line.speed:.0f}",
+        "left": "" if line.left is None else duration(line.left),
+        "loss": "" if line.loss is None else f"{line.loss:.4f}",
+        "online k-NN": "" if line.knn is None else f"{line.knn:.1f}",
+        "useful": "" if line.useful is None else f"{int(100 * line.useful)} %",
+        "job": line.job,
+    }
 
 
 def stage_of(folder: Path, job: Job) -> str:

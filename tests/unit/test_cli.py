@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -255,6 +256,22 @@ def test_examples_of_help_are_understood_and_stand_on_one_line(
             function, *_ = cli.build_app().parse_args(given, exit_on_error=False, print_error=False)
             assert cli.name_of(function) == command
     assert count > 22
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.0, True), (60.0, False)])
+def test_a_command_that_takes_its_time_says_what_it_does(
+    seconds: float, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("maect.cli.is_watched", lambda: True)
+    monkeypatch.setattr("maect.cli.QUIET_SECONDS", seconds)
+    told = threading.Event()
+    monkeypatch.setattr("maect.cli.log.info", lambda message: (print(message), told.set()))
+    monkeypatch.setattr(
+        "maect.experiment.editors.json_schema", lambda: told.wait(60 if said else 0) and None
+    )
+    assert cli.main(["schema"]) == 0
+    line = "maect schema: print the JSON schema of experiment files, for editors"
+    assert (line in capsys.readouterr().out) == said
 
 
 CTRL_C_COUNTS = (

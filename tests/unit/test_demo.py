@@ -128,10 +128,10 @@ def test_a_line_for_what_begins_and_one_time_for_all(
         begin(job)
     handler.emit(record(LogEvent.JOB_ERROR, rule_name="knn", log=["knn.log"]))
     assert capfd.readouterr().out.splitlines() == [
-        "  Training 1                                  about 80 s left",
-        "  Training 2                                  about 2 min left",
-        "  Training 3                                  about 30 s left",
-        "  Evaluating                                  a few seconds left",
+        "    [0/7] Training 1                                  about 80 s left",
+        "    [1/7] Training 2                                  about 80 s left",
+        "    [2/7] Training 3                                  about 30 s left",
+        "    [3/7] Evaluating                                  a few seconds left",
         "knn failed; see knn.log",
     ]
 
@@ -148,5 +148,5 @@ def test_the_terminal_has_the_plugins_lines_and_the_log_has_all(tmp_path: Path) 
             cwd=tmp_path, stdout=log, stderr=log, pass_fds=[terminal.fileno()], check=True,
         )  # fmt: skip
     shown = (tmp_path / "terminal").read_text()
-    assert shown == f"  {'Evaluating':<44}a few seconds left\n"
+    assert shown == f"    [0/1] {'Evaluating':<44}a few seconds left\n"
     assert "said" in (tmp_path / "log").read_text() and "rule knn" in (tmp_path / "log").read_text()

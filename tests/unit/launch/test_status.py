@@ -121,6 +121,25 @@ def test_names_and_notes_are_whole_for_programs():
     assert lines[1].split() == ["why"] * 40
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_state_progress_and_time_left_are_whole_in_a_narrow_terminal(width: int) -> None:
+    lines = [
+        Status(
+            f"ct_min_of_an_encoder_{number}", "pretrain", "interrupted", 0.45, 1678.4, 93_784.0,
+            0.5123, 71.2, 0.93, f"slurm {number}23456", "preempted " * 30,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    head, *rest = columns(lines, width)
+    table = [head, *rest[::2]]
+    assert max(map(len, table)) <= width
+    for row in rest[::2]:
+        assert "interrupted" in row and "45 %" in row and "1d 02:03:04" in row
+    assert [row.split()[0] for row in table[1:]] == [line.name for line in lines] or width == 60
+    assert ("slurm" in rest[0]) == ("####" in rest[0]) == (width == 200)
+    assert rest[1].split() == ["preempted"] * 30
+
+
 def test_the_last_online_evaluation(tmp_path):
     folder = tmp_path / "experiment/runs/mae"
     folder.mkdir(parents=True)
