@@ -1,4 +1,7 @@
-"""Pairs of images that are more alike than random ones, and files under two names.
+"""Find pairs of images: equal files, links, and pairs that are more alike than random ones.
+
+`maect duplicates` and `maect audit` both collect `Images`, of a folder or of the splits of a data
+set, and list what `find_pairs` returns.
 
 How alike two different images may be depends on the images: scans of digits have cosines and
 hashes that only copies of photographs have. So the border is found in random pairs. Few of them are
@@ -7,14 +10,20 @@ Two quantiles give the power; the border is the distance within which one pair i
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from maect.data.sources.base import Entry, ImageSource
-
+BITS = 64
+"""Length of a perceptual hash."""
+NEAR = 10
+"""Bits of a hash in which two pictures of the same thing may differ, if other pictures do not."""
+LEAST = 0.95
+"""Cosine of the vectors of near-duplicates, or more if random pairs ask for more."""
 SAMPLED = 500_000
 """Random pairs that the border is found in."""
 MOST = 100_000
@@ -27,6 +36,250 @@ _FEWEST = 10
 _ROWS = 4096
 
 Array = NDArray[np.float32]
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two images: equal files, names of one file, or pictures that are alike.
+
+    Attributes:
+        exact: whether they are two files that are equal, byte for byte.
+        link: "symbolic link" or "hard link" if both are names of one file, which is no copy; or "".
+        near: whether they are more alike than random pairs of these images.
+        bits: of 64 in which their perceptual hashes differ, the second as it is or mirrored; or
+            None without hashes.
+        similarity: cosine of their standardised vectors; None without vectors.
+    """
+
+    a: str
+    b: str
+    split_a: str
+    split_b: str
+    exact: bool
+    link: str
+    near: bool
+    bits: int | None
+    similarity: float | None
+
+    @property
+    def kind(self) -> str:
+        """Return which of "link", "exact", "near" and "other" the pair is."""
+        if self.link:
+            return "link"
+        if self.exact:
+            return "exact"
+        return "near" if self.near else "other"
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images to search, those of a split together.
+
+    Attributes:
+        names: of the n images.
+        digests: SHA-256 of each file; None of one that is known to have no equal.
+        splits: of each image; "" in a folder.
+        links: images that are another name of a file, by position: the first name's, and how.
+        hashes: perceptual hashes, ±1, [n, 64]; None: not computed.
+        mirrored: of the mirrored images, likewise.
+        vectors: standardised, of length 1, [n, width]; None: there are none.
+    """
+
+    names: Sequence[str]
+    digests: Sequence[bytes | None]
+    splits: Sequence[str]
+    links: dict[int, tuple[int, str]]
+    hashes: Array | None = None
+    mirrored: Array | None = None
+    vectors: Array | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Pairs of images, and from where on two images are near-duplicates.
+
+    Attributes:
+        pairs: equal files, near-duplicates, the most alike of the others, links.
+        bits: of 64 in which near-duplicates differ at most; below 0: hashes tell nothing here;
+            None without hashes.
+        similarity: of near-duplicates' vectors, at least; None without vectors.
+        cut: whether there are more near-duplicates than are listed.
+    """
+
+    pairs: list[Pair]
+    bits: int | None
+    similarity: float | None
+    cut: bool
+
+    def count(self, kind: str) -> int:
+        """Return how many pairs are `exact`, `near`, `link`, or `other`."""
+        return sum(pair.kind == kind for pair in self.pairs)
+
+
+def find_pairs(
+    images: Images,
+    others: int = 0,
+    within: bool = True,
+    least: float | None = None,
+    most: int = MOST,
+) -> Found:
+    """Find equal files, links, near-duplicates, and the pairs that are most alike beside these.
+
+    An image may be there a thousand times: each copy is paired with the first of each split.
+
+    Args:
+        others: number of pairs to return that are neither equal nor near; of one split.
+        within: also pairs inside a split.
+        least: cosine of near-duplicates; None: what about one random pair of these images would
+            reach, and at least `LEAST`.
+        most: number of near-duplicates to return at most, the most alike.
+    """
+    splits, links = images.splits, images.links
+    # Inside a split a link is no image of its own.
+    files = [i for i in range(len(splits)) if i not in links or splits[links[i][0]] != splits[i]]
+    equal, kept = _equal_files(images, files, within)
+    parts = [kept[[splits[i] == split for i in kept]] for split in dict.fromkeys(splits)]
+    compared = [
+        (one, other) for number, other in enumerate(parts) for one in parts[: number + within]
+    ]
+    bits, similarity = None, None
+    candidates: list[Iterator[tuple[int, int, float]]] = []
+    if images.hashes is not None and images.mirrored is not None:
+        bits = near_bits(images.hashes, images.mirrored, compared)
+        for other in (images.hashes, images.mirrored):
+            candidates.append(_near(images.hashes, other, BITS - 2 * bits, compared))
+    if images.vectors is not None:
+        similarity = least or _least_cosine(images.vectors, compared)
+        by_vector = _near(images.vectors, images.vectors, similarity, compared)
+        candidates.append((i, j, BITS * product) for i, j, product in by_vector)
+    digests = images.digests
+    different = (
+        (i, j, product)
+        for i, j, product in chain(*candidates)
+        if digests[i] is None or digests[i] != digests[j]
+    )
+    near, cut = most_of(different, most)
+    ranked = _most_alike_of(images, kept, others + len(near)) - near.keys() if others else set()
+    listed = [_pair(images, i, j, near=True) for i, j in near]
+    rest = [_pair(images, i, j) for i, j in ranked]
+    for part in (listed, rest):
+        part.sort(key=lambda pair: _order(pair, bits))
+    linked_pairs = [
+        _pair(images, i, j, link=how)
+        for j, (i, how) in sorted(links.items())
+        if within or splits[i] != splits[j]
+    ]
+    copies = [_pair(images, i, j, exact=True) for i, j in equal]
+    return Found([*copies, *listed, *rest[:others], *linked_pairs], bits, similarity, cut)
+
+
+def _order(pair: Pair, bits: int | None) -> tuple[bool, float, int, str, str]:
+    """Return the key that sorts pairs: first those of near hashes, then the most similar."""
+    differ = 0 if pair.bits is None else pair.bits
+    far = bits is not None and differ > bits
+    return far, -(pair.similarity or 0.0), differ, pair.a, pair.b
+
+
+def _pair(
+    images: Images, i: int, j: int, exact: bool = False, link: str = "", near: bool = False
+) -> Pair:
+    """Return what two images have in common."""
+    bits, similarity = None, None
+    if images.hashes is not None and images.mirrored is not None:
+        product = max(images.hashes[i] @ images.hashes[j], images.hashes[i] @ images.mirrored[j])
+        bits = int((BITS - product) / 2)
+    if images.vectors is not None:
+        similarity = min(1.0, float(images.vectors[i] @ images.vectors[j]))
+        if exact or link:
+            similarity = 1.0
+    names, splits = images.names, images.splits
+    return Pair(names[i], names[j], splits[i], splits[j], exact, link, near, bits, similarity)
+
+
+def _equal_files(
+    images: Images, files: list[int], within: bool
+) -> tuple[list[tuple[int, int]], Rows]:
+    """Return the pairs of equal files, and of each split one of those that are equal."""
+    linked_to = {i for i, _ in images.links.values()}
+    # The file behind a link comes first: the others can go without breaking it.
+    in_order = sorted(files, key=lambda i: (i not in linked_to, i))
+    firsts: dict[bytes, dict[str, int]] = {}
+    kept = []
+    for i in in_order:
+        digest = images.digests[i]
+        if digest is None:
+            kept.append(i)
+        elif images.splits[i] not in firsts.setdefault(digest, {}):
+            firsts[digest][images.splits[i]] = i
+            kept.append(i)
+    pairs = set()
+    for i in in_order:
+        for split, first in firsts.get(images.digests[i] or b"", {}).items():
+            if split == images.splits[i]:
+                if within and first != i:
+                    pairs.add((first, i))
+            elif not _are_linked(images, first, i):
+                pairs.add((min(first, i), max(first, i)))
+    return sorted(pairs), np.array(sorted(kept), np.int64)
+
+
+def _are_linked(images: Images, i: int, j: int) -> bool:
+    """Return whether one of two images is listed as a link to the other."""
+    return images.links.get(i, (-1,))[0] == j or images.links.get(j, (-1,))[0] == i
+
+
+def near_bits(hashes: Array, mirrored: Array, compared: Sequence[tuple[Rows, Rows]]) -> int:
+    """Return in how many bits near-duplicates differ at most; below 0: hashes tell nothing."""
+
+    def distances(i: Rows, j: Rows) -> NDArray[np.floating]:
+        as_it_is = products_of(hashes, i, hashes, j)
+        return (BITS - np.maximum(as_it_is, products_of(hashes, i, mirrored, j))) / 2
+
+    found = _border_between(distances, compared)
+    return NEAR if found is None else min(NEAR, int(found))
+
+
+def _least_cosine(vectors: Array, compared: Sequence[tuple[Rows, Rows]]) -> float:
+    """Return the cosine of near-duplicates."""
+    found = _border_between(lambda i, j: 1 - products_of(vectors, i, vectors, j), compared)
+    return LEAST if found is None else max(LEAST, 1 - found)
+
+
+def _border_between(
+    distances: Callable[[Rows, Rows], NDArray[np.floating]], compared: Sequence[tuple[Rows, Rows]]
+) -> float | None:
+    """Return the `border` of all pairs of rows that are compared."""
+    sampled, pairs = [], 0
+    for one, other in compared:
+        n, m = len(one), len(other)
+        i, j = random_pairs(n, None if one is other else m)
+        sampled.append(distances(one[i], other[j]))
+        pairs += n * (n - 1) // 2 if one is other else n * m
+    images = len(np.unique(np.concatenate([rows for both in compared for rows in both])))
+    return border(np.concatenate(sampled), images, pairs)
+
+
+def _near(
+    one: Array, other: Array, least: float, compared: Sequence[tuple[Rows, Rows]]
+) -> Iterator[tuple[int, int, float]]:
+    """Yield the compared pairs of rows whose product is at least `least`, and the product."""
+    for rows, others in compared:
+        for i, j, product in near_rows(one[rows], other[others], least, within=rows is others):
+            yield int(rows[i]), int(others[j]), product
+
+
+def _most_alike_of(images: Images, kept: Rows, count: int) -> set[tuple[int, int]]:
+    """Return the pairs of images that are most alike, by vectors, or without them by hashes."""
+    if images.vectors is not None:
+        rows = images.vectors[kept]
+        found = most_alike(rows, rows, count)
+    elif images.hashes is not None and images.mirrored is not None:
+        hashes, mirrored = images.hashes[kept], images.mirrored[kept]
+        found = [*most_alike(hashes, hashes, count), *most_alike(hashes, mirrored, count)]
+    else:
+        found = []
+    return {(int(kept[i]), int(kept[j])) for i, j in found}
 
 
 def random_pairs(n: int, m: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -111,36 +364,50 @@ def most_of(
     return best(), cut or len(kept) > most
 
 
-def file_of(source: ImageSource, entry: Entry) -> Path | None:
-    """Return the file of an image; None if it is inside another file, or gone."""
-    inside = entry.offset >= 0 or source.file_of(entry) != entry.path
-    path = source.root / entry.path
-    return None if inside or not path.is_file() else path
+def most_alike(one: Array, other: Array, count: int) -> list[tuple[int, int]]:
+    """Positions of the pairs of rows [n, width] with the largest products, the first smaller."""
+    best, pairs = np.empty(0, np.float32), np.empty((0, 2), np.int64)
+    for start in range(0, len(one), _ROWS):
+        for begin in range(start, len(other), _ROWS):
+            products = one[start : start + _ROWS] @ other[begin : begin + _ROWS].T
+            if begin == start:
+                products[np.tril_indices(len(products), 0, products.shape[1])] = -np.inf
+            flat = products.ravel()
+            top = np.argpartition(-flat, min(count, flat.size) - 1)[:count]
+            top = top[np.isfinite(flat[top])]
+            rows, columns = np.divmod(top, products.shape[1])
+            both = np.stack([start + rows, begin + columns], axis=1)
+            best, pairs = np.concatenate([best, flat[top]]), np.concatenate([pairs, both])
+            order = np.argsort(-best, kind="stable")[:count]
+            best, pairs = best[order], pairs[order]
+    return [(int(i), int(j)) for i, j in pairs]
 
 
-def link_between(one: Path | None, other: Path | None) -> str:
-    """Return how two names are of one file: "symbolic link", "hard link", or "" if they are not."""
-    if one is None or other is None or not os.path.samefile(one, other):
-        return ""
-    same = os.path.realpath(one) == os.path.realpath(other)
-    return "symbolic link" if same else "hard link"
-
-
-def linked_names(source: ImageSource, entries: Sequence[Entry]) -> dict[int, tuple[int, str]]:
+def linked_names(
+    files: Sequence[tuple[Path, str] | None], splits: Sequence[str]
+) -> dict[int, tuple[int, str]]:
     """Return the images whose file has another name, by position: that name's position, and how.
 
-    The name that is no symbolic link is the other one, of several the first.
+    The name that is no symbolic link is the other one, of several the first of its split, or
+    without one there the first of all.
+
+    Args:
+        files: folder and name below it of each image; None of one inside another file.
     """
     by_file: dict[tuple[int, int], list[tuple[bool, int]]] = {}
-    root = os.path.realpath(source.root)
-    for number, entry in enumerate(entries):
-        if (path := file_of(source, entry)) is not None:
-            status = path.stat()
-            is_link = os.path.realpath(path) != os.path.join(root, entry.path)
+    for number, file in enumerate(files):
+        if file is not None:
+            root, name = file
+            status = (root / name).stat()
+            is_link = os.path.realpath(root / name) != os.path.join(os.path.realpath(root), name)
             by_file.setdefault((status.st_dev, status.st_ino), []).append((is_link, number))
     found: dict[int, tuple[int, str]] = {}
     for names in by_file.values():
-        (_, first), *others = sorted(names)
-        for is_link, number in others:
-            found[number] = first, "symbolic link" if is_link else "hard link"
+        firsts: dict[str, int] = {}
+        for is_link, number in sorted(names):
+            first = firsts.setdefault(splits[number], number)
+            if first == number and len(firsts) > 1:
+                first = next(iter(firsts.values()))
+            if first != number:
+                found[number] = first, "symbolic link" if is_link else "hard link"
     return found

@@ -86,7 +86,7 @@ def _check_name(name: str) -> None:
 
 
 def _chain(run: Path) -> list[tuple[Path, RunConfig]]:
-    """The run, what it started from, and so on."""
+    """Return the run and the runs that it descends from, newest first."""
     chain = []
     folder: Path | None = run
     while folder is not None and (folder / "config.yaml").exists():
@@ -104,7 +104,7 @@ def _reads_labels(chain: Sequence[RunConfig]) -> bool | None:
 
 
 def _hub_data(chain: Sequence[tuple[Path, RunConfig]]) -> tuple[str, ...]:
-    """Data sets of the hub that the chain was trained on: ImageNet, by its kind and its classes."""
+    """Return the hub's names of the data sets that the chain was trained on (ImageNet)."""
     for folder in (config.shards for _, config in chain if config.shards is not None):
         origin = made_by(folder) if (folder / "index.json").exists() else None
         whole = origin is not None and origin.kind in ("imagenet", "imagenet_train_tar")
@@ -114,13 +114,13 @@ def _hub_data(chain: Sequence[tuple[Path, RunConfig]]) -> tuple[str, ...]:
 
 
 def _of_timm(run: Path) -> str | None:
-    """The repository of the weights of timm that a run imported."""
+    """Return the repository of the timm weights that a run imported."""
     weights = RunRecord.of(run).weights if is_finished(run) else None
     return f"timm/{weights.timm}" if weights and weights.timm else None
 
 
 def results_of(run: Path) -> "tuple[EvalResult, ...]":
-    """The named numbers of this encoder's evaluations (`HUB`), as the hub has them.
+    """Return the metrics of this encoder's evaluations (`HUB`) in the hub's format.
 
     Scores of encoders that were fine-tuned from it are theirs, and are left out.
     """
@@ -166,7 +166,7 @@ def _result(task: str, kind: str, name: str, data: str, split: str, value: float
 
 
 def _measured_on(path: Path, result: EvaluationRecord, metric: str) -> tuple[str, str]:
-    """Data set and split of a metric, by the inputs of the resolved file; empty: of no images."""
+    """Return data set and split of a metric, by the file's inputs; empty without images."""
     written = path.with_suffix(".yaml")
     if not written.exists():  # made by hand
         return "unknown", result.settings.get("test_split", "")
@@ -183,7 +183,7 @@ def _measured_on(path: Path, result: EvaluationRecord, metric: str) -> tuple[str
 
 
 def _evaluations(run: Path) -> list[tuple[Path, EvaluationRecord]]:
-    """The results that are of the encoder that the run has now."""
+    """Return the results that were computed with the run's present encoder."""
     evaluations = run.parent.parent / "evaluations"
     names = sorted(path.stem for path in (evaluations / run.name).glob("*.json"))
     files = (result_file(evaluations, run.name, name) for name in names)

@@ -56,7 +56,7 @@ def write_clusters(
 
 
 def around(clusters: Clusters) -> list[Clusters]:
-    """The nearest to half as many groups, and to twice as many."""
+    """Return the numbers of groups nearest to half as many and to twice as many."""
     numbers = [*clusters.grains]
     coarser = [n for n in numbers if n < clusters.count]
     finer = [n for n in numbers if n > clusters.count]

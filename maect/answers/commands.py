@@ -180,17 +180,15 @@ def audit(
     splits = open_splits(run, dataset)
     found = find_pairs(splits, threshold, within)
     folder = out or run.parents[1] / "audits" / run.name
-    write_audit(run.name, found, splits, folder)
+    pairs = write_audit(run.name, found, splits, folder)
     if out is None:
         digests = {split.name: split.index.digest for split in splits}
-        kept = {"splits": digests, "pairs": read_json(folder / "pairs.json")}
-        write_record(run.parents[1] / AUDIT, kept)
-    count, exact = counted(len(found.pairs), "pair"), sum(pair.exact for pair in found.pairs)
-    links = sum(bool(pair.link) for pair in found.pairs)
-    linked = f" ({counted(links, 'pair')} by a link)" if links else ""
+        write_record(run.parents[1] / AUDIT, {"splits": digests, "pairs": pairs})
+    linked = f", {counted(found.count('link'), 'link')}" if found.count("link") else ""
     cut = ", the most alike of more" if found.cut else ""
-    near = f"others have a cosine of {found.threshold:.4g} or more{cut}"
-    print(f"{folder}: {count}, {exact} of equal files{linked}; {near}")
+    exact, near = counted(found.count("exact"), "pair"), counted(found.count("near"), "pair")
+    print(f"{folder}: {exact} of equal files{linked}, {near} of near-duplicates{cut}")
+    print(f"Near-duplicates have a cosine of {found.similarity:.4g} or more")
     print(f"Open {folder / 'index.html'}, which says what to do")
 
 

@@ -4,10 +4,9 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.answers import alike
-from maect.answers.alike import border, most_of, near_rows, products_of, random_pairs
+from maect.answers.alike import BITS, Found, Images, find_pairs, linked_names
 from maect.answers.vectors import Vectors, is_index, open_images, thumbnail, write_rows
 from maect.core.errors import UserError, counted, reason
 from maect.core.files import write_json, write_text
@@ -32,16 +30,10 @@ from maect.report.render import render_page
 log = logging.getLogger(__name__)
 
 COUNT = 50
-BITS = 64
-NEAR = 10
-"""Bits of a hash in which two pictures of the same thing may differ, if other pictures do not."""
-LEAST = 0.95
-"""Cosine of the vectors of near-duplicates, or more if random pairs ask for more."""
 SHOWN = 200
 """Pairs on the page."""
 COPIES = "copies.txt"
 _SIDE, _FLAT = 32, 2
-_ROWS = 4096
 _AT_ONCE = 256
 _EVERY = 10.0
 """Seconds between messages of how far it is."""
@@ -49,54 +41,8 @@ _EVERY = 10.0
 Array = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Alike:
-    """Two images that are alike.
-
-    Attributes:
-        exact: whether they are two files that are equal, byte for byte.
-        link: how the second is another name of the first's file, which is no copy; else "".
-        near: whether they are more alike than random pairs of these images.
-        bits: of 64 in which their perceptual hashes differ, the second as it is or mirrored.
-        similarity: of their vectors, as `maect search` prints it; None without vectors.
-    """
-
-    a: str
-    b: str
-    exact: bool
-    link: str
-    near: bool
-    bits: int
-    similarity: float | None = None
-
-
-@dataclass(frozen=True)
-class Found:
-    """The pairs of a folder, and from where on two images are near-duplicates.
-
-    Attributes:
-        pairs: equal files, near-duplicates, the most alike of the others, links.
-        bits: of 64 in which near-duplicates differ at most; below 0: hashes tell nothing here.
-        similarity: of near-duplicates' vectors, at least; None without vectors.
-        cut: whether there are more near-duplicates than are listed.
-    """
-
-    pairs: list[Alike]
-    bits: int
-    similarity: float | None
-    cut: bool
-
-    def count(self, kind: str) -> int:
-        """Return how many pairs are `exact`, `near`, `link`, or `other`."""
-        kinds = [
-            "link" if p.link else "exact" if p.exact else "near" if p.near else "other"
-            for p in self.pairs
-        ]
-        return kinds.count(kind)
-
-
 def perceptual_hash(image: Image.Image) -> Array:
-    """The signs of the lowest 8 x 8 frequencies of an image in 32 x 32 grey pixels, [64] of ±1.
+    """Return the signs of an image's lowest 8 x 8 frequencies at 32 x 32 grey pixels, [64] of ±1.
 
     As pHash (Zauner 2010, section 3.2): a discrete cosine transform, each frequency
     compared with the median of all. Sizes, compression and brightness hardly change it. A picture
@@ -164,7 +110,7 @@ def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = No
         [one.digest for _, one in found],
         np.reshape([one.hash for _, one in found], shape),
         np.reshape([one.mirrored for _, one in found], shape),
-        alike.linked_names(source, entries),
+        linked_names([file_of(source, entry) for entry in entries], [""] * len(entries)),
         left_out,
     )
 
@@ -191,20 +137,20 @@ class _Read:
         return cls(hashlib.sha256(data).digest(), *hashes, facts_of(seen))
 
 
-def near_bits(hashes: Array, mirrored: Array) -> int:
-    """Return in how many bits near-duplicates among these images differ at most."""
-    n = len(hashes)
-    i, j = random_pairs(n)
-    both = (products_of(hashes, i, other, j) for other in (hashes, mirrored))
-    products = np.maximum(*both)
-    found = border((BITS - products) / 2, n, n * (n - 1) // 2)
-    return NEAR if found is None else min(NEAR, int(found))
+def images_of(seen: Hashed, vectors: Vectors | None = None) -> Images:
+    """Return the images of a folder, to be searched for pairs.
 
-
-def near_by_hash(hashes: Array, mirrored: Array, bits: int) -> Iterator[tuple[int, int, float]]:
-    """Yield the pairs of images whose hashes differ in so many bits at most, and the product."""
-    for other in (hashes, mirrored):
-        yield from near_rows(hashes, other, BITS - 2 * bits, within=True)
+    Args:
+        vectors: of the same images; None: hashes alone.
+    """
+    names = [entry.name for entry in seen.entries]
+    rows = None
+    if vectors is not None:
+        position = {name: i for i, name in enumerate(vectors.files)}
+        rows = comparable(vectors.values, scale_of(vectors.values))
+        rows = rows[[position[name] for name in names]]
+    splits = [""] * len(names)
+    return Images(names, seen.digests, splits, seen.links, seen.hashes, seen.mirrored, rows)
 
 
 def groups_of(seen: Hashed) -> list[int]:
@@ -216,96 +162,21 @@ def groups_of(seen: Hashed) -> list[int]:
     from scipy.sparse.csgraph import connected_components
 
     n = len(seen.entries)
-    first: dict[bytes, int] = {}
-    pairs = [(first.setdefault(digest, i), i) for i, digest in enumerate(seen.digests)]
-    kept = np.array(sorted(first.values()), np.int64)
-    hashes, mirrored = seen.hashes[kept], seen.mirrored[kept]
-    near = near_by_hash(hashes, mirrored, near_bits(hashes, mirrored))
-    pairs += [(int(kept[i]), int(kept[j])) for i, j, _ in near]
+    place = {entry.name: i for i, entry in enumerate(seen.entries)}
+    found = find_pairs(images_of(seen), most=n * n).pairs if n > 1 else []
+    pairs = [(place[pair.a], place[pair.b]) for pair in found]
     ends = np.array(pairs, np.int64).reshape(-1, 2).T
     graph = coo_array((np.ones(ends.shape[1]), (ends[0], ends[1])), (n, n))
     groups: list[int] = connected_components(graph, directed=False)[1].tolist()
     return groups
 
 
-def find_alike(seen: Hashed, vectors: Vectors | None = None, count: int = COUNT) -> Found:
-    """Find equal files, near-duplicates, and the pairs that are most alike beside these.
-
-    Args:
-        vectors: of the same images; None: hashes alone.
-        count: pairs to return that are neither equal nor near.
-
-    Raises:
-        UserError: fewer than two images.
-    """
-    names = [entry.name for entry in seen.entries]
-    files = [i for i in range(len(names)) if i not in seen.links]
-    if len(files) < 2:
-        linked = f" ({len(seen.links)} more are links to them)" if seen.links else ""
-        said = counted(len(files), "readable image")
-        raise UserError(f"{said}{linked}: two are needed to compare")
-    first: dict[bytes, int] = {}
-    linked_to = {i for i, _ in seen.links.values()}
-    # The file behind a link comes first: the others can go without breaking it.
-    in_order = sorted(files, key=lambda i: (i not in linked_to, i))
-    exact = [(first.setdefault(seen.digests[i], i), i) for i in in_order]
-    exact = sorted((i, j) for i, j in exact if i != j)
-    kept = np.array(sorted(first.values()))  # of equal files one is compared with the others
-    hashes, mirrored = seen.hashes[kept], seen.mirrored[kept]
-    rows = None if vectors is None else _rows(vectors, names)
-
-    def pair(i: int, j: int, same: bool = False, link: str = "", near: bool = False) -> Alike:
-        most = max(seen.hashes[i] @ seen.hashes[j], seen.hashes[i] @ seen.mirrored[j])
-        similarity = None if rows is None else min(1.0, float(rows[i] @ rows[j]))
-        return Alike(names[i], names[j], same, link, near, int((BITS - most) / 2), similarity)
-
-    bits = near_bits(hashes, mirrored)
-    candidates, similarity = near_by_hash(hashes, mirrored, bits), None
-    if rows is not None:
-        own, n = rows[kept], len(kept)
-        i, j = random_pairs(n)
-        found = border(1 - products_of(own, i, own, j), n, n * (n - 1) // 2)
-        similarity = LEAST if found is None else max(LEAST, 1 - found)
-        by_vector = near_rows(own, own, similarity, within=True)
-        candidates = chain(candidates, ((i, j, BITS * product) for i, j, product in by_vector))
-    near, cut = most_of(candidates)
-    more = count + len(near)
-    if rows is None:
-        others = {*most_alike(hashes, hashes, more), *most_alike(hashes, mirrored, more)}
-    else:
-        others = {*most_alike(own, own, more)}
-    listed = [pair(int(kept[i]), int(kept[j]), near=True) for i, j in near]
-    rest = [pair(int(kept[i]), int(kept[j])) for i, j in others - near.keys()]
-    for part in (listed, rest):
-        part.sort(key=lambda p: (p.bits > bits, -(p.similarity or 0.0), p.bits, p.a, p.b))
-    equal = [pair(i, j, same=True) for i, j in exact]
-    links = [pair(i, j, link=how) for j, (i, how) in sorted(seen.links.items())]
-    return Found([*equal, *listed, *rest[:count], *links], bits, similarity, cut)
-
-
-def _rows(vectors: Vectors, names: list[str]) -> Array:
-    at = {name: i for i, name in enumerate(vectors.files)}
-    rows = comparable(vectors.values, scale_of(vectors.values))
-    return rows[[at[name] for name in names]]
-
-
-def most_alike(one: Array, other: Array, count: int) -> list[tuple[int, int]]:
-    """Positions of the pairs of rows [n, width] with the largest products, the first smaller."""
-    best, pairs = np.empty(0, np.float32), np.empty((0, 2), np.int64)
-    for start in range(0, len(one), _ROWS):
-        for begin in range(start, len(other), _ROWS):
-            products = one[start : start + _ROWS] @ other[begin : begin + _ROWS].T
-            if begin == start:
-                products[np.tril_indices(len(products), 0, products.shape[1])] = -np.inf
-            flat = products.ravel()
-            top = np.argpartition(-flat, min(count, flat.size) - 1)[:count]
-            top = top[np.isfinite(flat[top])]
-            rows, columns = np.divmod(top, products.shape[1])
-            both = np.stack([start + rows, begin + columns], axis=1)
-            best, pairs = np.concatenate([best, flat[top]]), np.concatenate([pairs, both])
-            order = np.argsort(-best, kind="stable")[:count]
-            best, pairs = best[order], pairs[order]
-    return [(int(i), int(j)) for i, j in pairs]
+def file_of(source: ImageSource, entry: Entry) -> tuple[Path, str] | None:
+    """Return folder and name of an image's file; None if it is inside another file, or gone."""
+    inside = entry.offset >= 0 or source.file_of(entry) != entry.path
+    if inside or not (source.root / entry.path).is_file():
+        return None
+    return source.root, entry.path
 
 
 def duplicates(
@@ -331,33 +202,75 @@ def duplicates(
     # As people see them: a phone's picture lies on its side, and its upright copy does not.
     pixels = validated(Pixels, pixels.as_seen.model_dump() | dict(read or {}), "pixels")
     seen = read_images(source, pixels, names)
-    found = find_alike(seen, vectors, count)
+    count_read = len(seen.entries) - len(seen.links)
+    if count_read < 2:
+        linked = f" ({len(seen.links)} more are links to them)" if seen.links else ""
+        said = counted(count_read, "readable image")
+        raise UserError(f"{said}{linked}: two are needed to compare")
+    found = find_pairs(images_of(seen, vectors), count)
     header = ["a", "b", "exact", "link", "near", "bits"]
     header += [] if vectors is None else ["similarity"]
-    plain = [{key: getattr(pair, key) for key in header} for pair in found.pairs]
-    write_json(out / "pairs.json", plain)
-    write_rows(out / "pairs.csv", header, ([*pair.values()] for pair in plain))
     behind_links = {pair.a for pair in found.pairs if pair.link}
     copies = [pair.b for pair in found.pairs if pair.exact and pair.b not in behind_links]
     write_text(out / COPIES, "".join(f"{name}\n" for name in copies))
     entries = {entry.name: entry for entry in seen.entries}
-    shown = [
-        {**pair, "pictures": [thumbnail(source, entries[pair[x]], pixels) for x in "ab"]}
-        for pair in plain[:SHOWN]
-    ]
-    counts = {kind: found.count(kind) for kind in ("exact", "near", "other", "link")}
-    count_read = len(seen.entries) - len(seen.links)
-    about = {
-        **counts, "images": count_read, "bits": found.bits,
-        "similarity": found.similarity, "cut": found.cut, "shown": len(shown),
-        "pairs": len(plain), "copies": COPIES,
-    }  # fmt: skip
-    write_text(out / "index.html", render_page("duplicates.html", pairs=shown, about=about))
-    linked = f", {counted(counts['link'], 'link')} to one of them" if counts["link"] else ""
+    write_pairs(
+        out,
+        found,
+        header,
+        lambda _, name: thumbnail(source, entries[name], pixels),
+        where=counted(count_read, "image"),
+        exclude={COPIES: len(copies)} if copies else {},
+        encoder="",
+    )
+    links = found.count("link")
+    linked = f", {counted(links, 'link')} to one of them" if links else ""
     more = "; only the most alike near-duplicates are listed" if found.cut else ""
     return (
         f"{counted(count_read, 'image')}{linked}, {seen.left_out} left out: "
-        f"{counted(counts['exact'], 'pair')} of equal files, "
-        f"{counted(counts['near'], 'pair')} of near-duplicates, "
-        f"{counts['other']} others that are most alike{more}"
+        f"{counted(found.count('exact'), 'pair')} of equal files, "
+        f"{counted(found.count('near'), 'pair')} of near-duplicates, "
+        f"{found.count('other')} others that are most alike{more}"
     )
+
+
+def write_pairs(
+    out: Path,
+    found: Found,
+    header: Sequence[str],
+    picture: Callable[[str, str], str],
+    **about: Any,
+) -> list[dict[str, Any]]:
+    """Write all pairs as `pairs.json` and `pairs.csv`, and a page of the first `SHOWN`.
+
+    Args:
+        header: fields of a `Pair` to write.
+        picture: of a split and a name there: the image as a data URI.
+        **about: what else the page says: `where` the images are from, `exclude` (lists of images
+            to leave out, with their lengths), `encoder` of the vectors.
+
+    Returns:
+        The pairs, as they are written.
+    """
+    plain = [{key: getattr(pair, key) for key in header} for pair in found.pairs]
+    write_json(out / "pairs.json", plain)
+    rows = ([_cell(value) for value in pair.values()] for pair in plain)
+    write_rows(out / "pairs.csv", list(header), rows)
+    shown = []
+    for pair, values in zip(found.pairs[:SHOWN], plain, strict=False):
+        both = picture(pair.split_a, pair.a), picture(pair.split_b, pair.b)
+        shown.append(values | {"near": pair.near, "pictures": both})
+    counts = {kind: found.count(kind) for kind in ("exact", "near", "other", "link")}
+    about |= counts | {
+        "bits": found.bits, "similarity": found.similarity, "cut": found.cut,
+        "shown": len(shown), "pairs": len(plain),
+    }  # fmt: skip
+    write_text(out / "index.html", render_page("pairs.html", pairs=shown, about=about))
+    return plain
+
+
+def _cell(value: object) -> str:
+    """Return a value as it stands in a CSV file."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)

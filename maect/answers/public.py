@@ -45,7 +45,7 @@ def folder() -> Path:
 
 
 def find_run(given: Path) -> Path:
-    """The folder of a run, or that of a public encoder, which is imported if it is not there."""
+    """Return a run's folder; import a public encoder first, if that was not done."""
     name = str(given)
     if given.exists() or len(given.parts) != 1:
         return given

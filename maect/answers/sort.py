@@ -87,7 +87,7 @@ def _below(name: str, table: Path) -> str:
 
 
 def _folder(group: str, width: int, table: Path) -> str:
-    """A folder's name: numbers with leading zeros, so that they are listed in order."""
+    """Return a folder's name: numbers with leading zeros, so that they are listed in order."""
     if not group.strip():
         return NONE
     if group.isdecimal():

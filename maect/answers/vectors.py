@@ -217,7 +217,7 @@ def _write_npy(path: Path, first: Vectors, parts: Iterable[Vectors], n: int) -> 
 
 
 def _written(path: Path) -> tuple[Path, ...]:
-    """The files that `write_vectors` writes: X.npy has no names, which lie beside it."""
+    """Return the files that `write_vectors` writes; names of images lie beside X.npy."""
     return (path, path.with_suffix(".files.csv")) if path.suffix == ".npy" else (path,)
 
 
@@ -268,7 +268,7 @@ def is_index(path: Path) -> bool:
 
 
 def thumbnail(source: ImageSource, entry: Entry | None, pixels: Pixels, side: int = 128) -> str:
-    """A small picture as a data URI; "" where the file cannot be read any more."""
+    """Return a small picture as a data URI; "" if the file can no longer be read."""
     if entry is None:
         return ""
     try:
@@ -280,7 +280,7 @@ def thumbnail(source: ImageSource, entry: Entry | None, pixels: Pixels, side: in
 
 
 def jpeg_uri(picture: Image.Image) -> str:
-    """A picture as a data URI."""
+    """Return a picture as a data URI."""
     stream = io.BytesIO()
     picture.save(stream, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
@@ -289,7 +289,7 @@ def jpeg_uri(picture: Image.Image) -> str:
 def open_images(
     images: Path, kind: str | None = None, pixels: Pixels | None = None
 ) -> tuple[ImageSource, str]:
-    """A folder, archive or table of images, or what `kind` says that it is; and its kind."""
+    """Open a folder, archive or table of images, or another `kind`; return source and kind."""
     if not is_there(images):
         raise UserError(f"{images}: no such file or folder; the images are expected there")
     if kind is None:
@@ -483,7 +483,7 @@ class Work:
 
 
 def nearest(index: Vectors, queries: Array, count: int) -> tuple[Array, NDArray[np.int64]]:
-    """The images most similar to each query [q, width], most similar first; all are compared.
+    """Return the images most similar to each query [q, width], most similar first.
 
     Returns:
         Similarities, float32 [q, count]: cosines of vectors that are standardised as the index is,

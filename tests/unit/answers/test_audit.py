@@ -64,7 +64,7 @@ def test_pairs_across_splits(results: Path) -> None:
     splits = open_splits(results / "runs/ct")
     found = audit(splits)
     across = found.pairs
-    assert found.threshold >= 0.95 and not found.cut
+    assert found.similarity == 0.95 and not found.cut
     assert [(p.a, p.b, p.split_a, p.split_b, p.exact) for p in across] == [
         ("3.png", "copy.png", "train", "val", True),
         ("5.png", "smaller.jpg", "train", "val", False),
@@ -88,7 +88,8 @@ def test_the_command_writes_tables_and_a_page(
     assert main(["audit", str(results / "runs/ct")]) == 0
     out = results / "audits/ct"
     said = capsys.readouterr().out
-    assert f"{out}: 2 pairs, 1 of equal files; others have a cosine of 0.95 or more" in said
+    assert f"{out}: 1 pair of equal files, 1 pair of near-duplicates\n" in said
+    assert "Near-duplicates have a cosine of 0.95 or more\n" in said
     assert (out / "exclude-train.txt").read_text() == "3.png\n5.png\n"
     assert not (out / "exclude-val.txt").exists()
     pairs = json.loads((out / "pairs.json").read_text())
@@ -122,7 +123,7 @@ def test_the_command_writes_tables_and_a_page(
     page = (out / "index.html").read_text()
     assert page.count("data:image/jpeg;base64,") == 4 and "equal files" in page
     assert "<code>exclude-train.txt</code> (2 images)" in page
-    assert "never delete both files of a pair" in page and "all 2." in page
+    assert "Never delete both files of a pair" in page and "all 2." in page
 
 
 def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
@@ -181,10 +182,10 @@ def test_links_between_splits_are_named(tmp_path: Path) -> None:
     os.link(images["train"] / "1.png", images["val"] / "hard.png")
     shutil.copy(images["train"] / "2.png", images["val"] / "copy.png")
     pairs = audit(clustered(tmp_path, images, {})).pairs
-    found = {(pair.a, pair.b, pair.exact, pair.link) for pair in pairs if pair.exact}
+    found = {(pair.a, pair.b, pair.exact, pair.link) for pair in pairs if not pair.near}
     assert found == {
-        ("0.png", "soft.png", True, "symbolic link"),
-        ("1.png", "hard.png", True, "hard link"),
+        ("0.png", "soft.png", False, "symbolic link"),
+        ("1.png", "hard.png", False, "hard link"),
         ("2.png", "copy.png", True, ""),
     }
 
@@ -212,7 +213,7 @@ def test_the_threshold_comes_from_the_images(tmp_path: Path) -> None:
         planted[f"val{number}"] = planted[f"train{number}"] + 1e-4 * rng.normal(size=32)
     splits = clustered(tmp_path, images, planted)
     fixed, found = audit(splits, 0.95), audit(splits)
-    assert len(fixed.pairs) > 500 and found.threshold > 0.99
+    assert len(fixed.pairs) > 500 and found.similarity > 0.99
     pairs = {(pair.a, pair.b) for pair in found.pairs}
     wanted = {(f"train{number}.png", f"val{number}.png") for number in range(4)}
     assert wanted <= pairs and len(pairs - wanted) <= 4

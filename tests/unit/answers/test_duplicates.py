@@ -11,8 +11,8 @@ import pytest
 from PIL import Image, ImageEnhance, ImageOps
 from sklearn.datasets import load_digits
 
-from maect.answers.alike import border, most_of
-from maect.answers.duplicates import NEAR, most_alike, perceptual_hash
+from maect.answers.alike import NEAR, border, most_alike, most_of
+from maect.answers.duplicates import perceptual_hash
 from maect.cli import main
 
 from .conftest import photograph
@@ -101,7 +101,8 @@ def test_links_are_named_and_are_no_copies(
     assert (tmp_path / "out/copies.txt").read_text() == "a-copy.png\ncopy.png\n"
     page = (tmp_path / "out/index.html").read_text()
     assert "the same file: symbolic link" in page and "the same file: hard link" in page
-    assert "A link is\nno copy" in page and "never both files of a pair" in page
+    assert "A link is no copy" in page and "Never delete both files of a pair" in page
+    assert "<code>copies.txt</code> (2 images)" in page
 
 
 def digits(root: Path, count: int) -> Path:
@@ -181,7 +182,7 @@ def test_vectors_stand_beside_hashes(run: Path, folder: Path, tmp_path: Path) ->
 
 
 def test_the_most_alike_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maect.answers.duplicates._ROWS", 7)
+    monkeypatch.setattr("maect.answers.alike._ROWS", 7)
     rows = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
     products = rows @ rows.T
     every = sorted(((i, j) for j in range(40) for i in range(j)), key=lambda p: -products[p])
