@@ -54,7 +54,7 @@ class Context:
         return 0.0
 
     def store(self, timeout: timedelta, /) -> "Store":
-        """The store in which the ranks' process group meets, closed to everybody else."""
+        """Return the TCPStore or file store in which this job's ranks meet."""
         from torch.distributed import HashStore
 
         return HashStore()

@@ -1,4 +1,4 @@
-"""The process group: joining it, this rank's device, and what the ranks exchange.
+"""The process group: joining it, this rank's device, and exchanges between ranks.
 
 The one module of `core` that imports torch. Without a process group every exchange is a no-op.
 """
@@ -36,7 +36,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def device_of(context: Context) -> torch.device:
-    """This rank's GPU, or the CPU with this rank's threads; float32 means float32 on both.
+    """Return this rank's GPU, or the CPU with this rank's threads; both compute in full float32.
 
     Raises:
         NodeError: the job was given GPUs, and torch can use none, or another process has it alone.
@@ -275,7 +275,7 @@ def moved(values: Tensor, device: torch.device) -> Tensor:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees: pages that the kernel clears again cost an eighth of it."""
+    """Let glibc keep freed memory: pages that the kernel clears again cost an eighth of a step."""
     if sys.platform == "linux":
         trim_threshold, mmap_threshold = -1, -3  # malloc.h
         libc = ctypes.CDLL(None)
@@ -284,14 +284,14 @@ def keep_freed_memory() -> None:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This rank and the number of ranks; (0, 1) without a process group."""
+    """Return this rank and the number of ranks; (0, 1) without a process group."""
     if not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
 
 def share_of(context: Context, n: int, batch: int) -> range:
-    """This rank's rows of n: whole batches, so that every world size has the same ones."""
+    """Return this rank's rows of n: whole batches, which are equal at every world size."""
     share = -(-n // (context.world_size * batch)) * batch
     return range(min(n, share * context.rank), min(n, share * (context.rank + 1)))
 
@@ -334,12 +334,12 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def sum_scalars(values: Sequence[float | Tensor], device: torch.device) -> list[float]:
-    """Sums of scalars over the ranks, in float64, as Python floats; waits for the device, once."""
+    """Sum scalars over the ranks in float64 and return Python floats; waits for the device once."""
     return [float(v) for v in sum_on_device(values, device).tolist()]
 
 
 def sum_on_device(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """Sums of scalars over the ranks, float64 [n]; nothing waits for the device."""
+    """Sum scalars over the ranks, float64 [n], without waiting for the device."""
     parts = [
         value.detach().reshape(()).to(device, torch.float64)
         if isinstance(value, Tensor)

@@ -21,13 +21,13 @@ def log_interval(steps: int) -> int:
 
 
 def line_of(step: int, values: dict[str, float], timing: dict[str, float]) -> str:
-    """The line of a step, with its checksum."""
+    """Return the line of a step, with its checksum."""
     entry = {"step": step, **values, "timing": timing}
     return json.dumps(entry | {"timing": timing | {"crc32": _crc(entry)}}) + "\n"
 
 
 def entry_of(line: bytes) -> dict[str, Any] | None:
-    """A logged entry without its checksum, or None if it is damaged."""
+    """Parse a line; return its entry without the checksum, or None if it is damaged."""
     try:
         entry: dict[str, Any] = parsed(line)
         timing = entry["timing"]
@@ -43,7 +43,7 @@ def _crc(entry: dict[str, Any]) -> str:
 
 
 def lines(path: Path) -> list[bytes]:
-    """The lines of a log, with their ends; [] without a file."""
+    """Return the lines of a log with their line ends; [] without a file."""
     try:
         with open_file(path) as file:
             return file.read().splitlines(keepends=True)

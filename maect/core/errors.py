@@ -1,4 +1,4 @@
-"""Exceptions that say whose fault it is, the user's or a node's, and words of their messages."""
+"""Exceptions, such as `UserError` (fix the input), and helpers for their messages."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -35,17 +35,17 @@ class SupersededError(Exception):
 
 
 def reason(error: Exception) -> str:
-    """Return what went wrong, without the number and the path that an OSError has."""
+    """Return an error's text; of an OSError without number and path."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def counted(count: int, thing: str) -> str:
-    """Return how many of a thing whose plural ends in s: `1 run`, `20 runs`."""
+    """Return a count and its noun, whose plural ends in s: `1 run`, `20 runs`."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def did_you_mean(name: str, known: Iterable[str], label: str = "known") -> str:
-    """The hint of a message about an unknown name: the nearest known one, else all of them."""
+    """Return a hint about an unknown name: the nearest known one, else all of them."""
     known = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"{label}: {', '.join(known) or 'none'}"

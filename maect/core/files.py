@@ -29,7 +29,7 @@ RUN = "run.json"
 CHECKSUM = "checksum"
 """Key of a record: sha256 of the rest as JSON with sorted keys."""
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds between the tries of what a file system refuses for a moment (ESTALE, EIO, EMFILE)."""
+"""Seconds between tries after a passing error of a file system (ESTALE, EIO, EMFILE)."""
 FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}
 """Errors that trying again does not change."""
 SUMS = ".sha256"
@@ -62,7 +62,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 
 def create_file(path: Path) -> int:
-    """Create an empty file; return its permissions, `FILE_MODE` less what the umask takes away."""
+    """Create an empty file; return its permissions, `FILE_MODE` less the umask."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         return stat.S_IMODE(os.fstat(descriptor).st_mode)
@@ -125,7 +125,7 @@ def open_file(path: str | Path) -> BufferedReader:
 
 
 def check_file(path: str | Path) -> None:
-    """Refuse what is no file before a library opens it; OSError as of `open_file`."""
+    """Refuse a folder or device before a library opens it; OSError as of `open_file`."""
     open_file(path).close()
 
 
@@ -158,7 +158,7 @@ def sealed(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_format(value: dict[str, Any]) -> dict[str, Any]:
-    """Return what was read without its format; OtherFormatError if that is not the present one."""
+    """Return a record's values without its format; OtherFormatError if that is another."""
     rest = dict(value)
     if str(written := rest.pop("format", FORMAT)) != str(FORMAT):
         raise OtherFormatError(
@@ -235,7 +235,7 @@ def read_record(path: str | Path, cure: str = "") -> dict[str, Any]:
 
 
 def seek_record(path: Path) -> dict[str, Any]:
-    """A record that others may be writing or removing; {} where there is none, or damaged."""
+    """Read a record that others may be writing or removing; {} if it is missing or damaged."""
     try:
         return verified(parsed(read_text(path)))
     except (OSError, ValueError):

@@ -94,7 +94,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
         return sys.stderr
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A terminal that was closed must not end what it showed."""
+        """Ignore errors of a terminal that was closed."""
         if not isinstance(sys.exc_info()[1], OSError):
             with suppress(OSError):
                 super().handleError(record)

@@ -17,7 +17,7 @@ SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def environment() -> dict[str, str]:
-    """The environment of processes that import nothing from the working folder."""
+    """Return the environment for processes that import nothing from the working folder."""
     variables = dict(os.environ) | {SAFE_PATH: "1"}
     # An empty entry, as in `PYTHONPATH=$PYTHONPATH:...`, is the working folder; `lib` is below it.
     paths = filter(os.path.isabs, variables.pop("PYTHONPATH", "").split(os.pathsep))
@@ -31,7 +31,7 @@ def environment() -> dict[str, str]:
 
 
 def private_caches() -> None:
-    """Let torch's compiler keep what it compiles, and loads again, where only this user can write.
+    """Point the caches of torch's compiler to a folder that only this user can write.
 
     Its own folder lies below `/tmp` under a name that anybody may have made before.
     """

@@ -6,16 +6,16 @@ SUFFIX = re.compile(r"-s(\d+)$")
 
 
 def of_seed(name: str, seed: int) -> str:
-    """The name of a run of this seed."""
+    """Return the name of a run of this seed."""
     return f"{name}-s{seed}" if seed else name
 
 
 def seedless(run: str) -> str:
-    """The name of a run without its seed."""
+    """Return the name of a run without its seed."""
     return SUFFIX.sub("", run)
 
 
 def seed_of(run: str) -> int:
-    """The seed in the name of a run."""
+    """Return the seed in the name of a run."""
     match = SUFFIX.search(run)
     return int(match[1]) if match else 0

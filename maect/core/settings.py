@@ -38,7 +38,7 @@ class Settings(BaseModel):
             return False
 
     def identifying(self) -> dict[str, Any]:
-        """Return what differs from the defaults, as JSON values; where inputs are does not count.
+        """Return the settings that differ from the defaults, as JSON values; inputs' places not.
 
         Of a path it counts only that there is one.
         """
@@ -57,7 +57,7 @@ def validated(model: type[S], values: Any, where: str, context: dict[str, Any] |
 
 
 def one_line(error: ValidationError, model: type[Settings], where: str) -> UserError:
-    """The first fault of values for a class as one message with its key and a hint."""
+    """Return the first fault of values for a class as one message with its key and a hint."""
     fault = error.errors()[0]
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
@@ -81,7 +81,7 @@ def _known_keys(model: type[Settings], location: tuple[int | str, ...]) -> list[
 
 
 def _types(annotation: Any) -> list[type[Settings]]:
-    """The settings classes in an annotation such as `Contrastive | None`."""
+    """Return the settings classes in an annotation such as `Contrastive | None`."""
     kinds = typing.get_args(annotation) or (annotation,)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings)]
 
@@ -177,7 +177,7 @@ class SettingsFile(Settings):
 
     @classmethod
     def parse(cls, values: dict[str, Any], where: str, context: dict[str, Any]) -> Self:
-        """The object that nested values describe."""
+        """Return the object that nested values describe."""
         if cls.kinds is not None:
             key, classes = cls.kinds
             kind = str(values.get(key))
@@ -190,16 +190,16 @@ class SettingsFile(Settings):
         """Refuse settings that do not go together, or with what they name (UserError)."""
 
     def named(self, path: Path) -> Self:
-        """The same, to be at another path: a name that the path gives is that of the new one."""
+        """Return this config for another path; a name that follows from the path changes."""
         return self
 
     @property
     def digest(self) -> str:
-        """Identity of what the file says; where inputs are is not part of it."""
+        """Identity of the file's content, without the places of inputs."""
         return digest(self.identifying())
 
     def identity(self, path: str | Path) -> str:
-        """Identity of what a file at `path` says, with its inputs in the same results folder."""
+        """Return the identity of a file at `path`, with its inputs in the same results folder."""
         context = {"paths": None, **self._context(path)}
         return digest(self.model_dump(mode="json", exclude_defaults=True, context=context))
 
@@ -209,7 +209,7 @@ class SettingsFile(Settings):
         return {"folder": folder, "root": [folder, *folder.parents][self.depth]}
 
     def text(self, path: str | Path) -> str:
-        """The content of the file at `path`."""
+        """Return the content of the file at `path`."""
         values = self.model_dump(mode="json", context=self._context(path))
         values = {key: value for key, value in values.items() if value is not None}
         text = yaml.dump({"format": FORMAT} | values, Dumper=DUMPER, sort_keys=False, width=100)

@@ -1,4 +1,4 @@
-"""Stamps: what a finished result was made by and of, in a small file that Snakemake watches.
+"""Stamps: small files that Snakemake watches, with the config and inputs of a finished result.
 
 A job writes its stamp last: `done` beside `config.yaml`, `NAME.done` beside `NAME.yaml`. It is the
 job's only output in a rule, so Snakemake deletes nothing that took hours. A start compares it with
@@ -29,7 +29,7 @@ class StampedFile(SettingsFile):
 
     @property
     def asked(self) -> str:
-        """Return the identity of what the file asks for."""
+        """Return the identity of the file's settings."""
         return self.digest
 
     def made_of(self) -> Checksums:
@@ -60,7 +60,7 @@ def stamped(path: Path, config: StampedFile) -> Iterator[None]:
 
 
 def is_current(path: Path, config: StampedFile, inputs: Checksums | None = None) -> bool:
-    """Return whether a job's stamp says what is asked for, and what its files are now.
+    """Return whether a job's stamp agrees with its config and with its files as they are.
 
     Args:
         inputs: what some inputs are to be, in place of what they are.
@@ -120,7 +120,7 @@ def _read_sha256(path: Path, changed: int, size: int) -> str:
 
 
 def size_and_time(path: Path) -> str | None:
-    """Return what tells that a large file was replaced, without reading it; None if it is gone."""
+    """Return size and time of a large file, which tell its replacement; None if it is gone."""
     try:
         status = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""YAML as people mean it: what YAML 1.1 reads otherwise, and what would take for ever, is refused.
+"""Read YAML strictly: refuse duplicate keys, YAML 1.1 surprises and endless aliases.
 
 A key given twice is an error. `yes`, `no`, `on`, `off`, `010`, `1:30` and dates are texts.
 """
@@ -43,8 +43,11 @@ class Loader(_BASE):
     }
 
     def get_single_node(self) -> Any:
-        """The document, or ComposerError for a key that is there twice, an alias inside of what it
-        names, too many values, or one that would name a run otherwise than it is written.
+        """Return the document's root node.
+
+        Raises:
+            yaml.composer.ComposerError: a key occurs twice, an alias contains itself, there are
+                too many values, or one would name a run otherwise than it is written.
         """
         node = super().get_single_node()
         if node is not None and self._count(node, {}, False) > MOST_VALUES:
@@ -103,7 +106,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """Read a YAML file of keys and values; a UserError that says what it is, if there is none."""
+    """Read a YAML file of keys and values; UserError if it is missing or none."""
     try:
         values = read_yaml(path)
     except FileNotFoundError:
@@ -114,7 +117,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_yaml_text(path: Path) -> str:
-    """The text of a YAML file, raises as `read_yaml`."""
+    """Return the text of a YAML file; raises as `read_yaml`."""
     try:
         with open_file(path) as file:
             data = file.read(MOST_BYTES + 1)

@@ -1,4 +1,4 @@
-"""`maect clean`: states that no training needs any more, and what they take on disk."""
+"""`maect clean`: training states that are no longer needed, and their size on disk."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class OldStates:
 
 
 def states(root: Path) -> Iterator[OldStates]:
-    """The states in a results folder, those of other recipes and damaged ones included.
+    """Return the states in a results folder, those of other recipes and damaged ones included.
 
     A state is what an unfinished training resumes from, and what a finished one writes its files
     from again should they be lost: it may go once these are there, with the bits of the record.
@@ -48,7 +48,7 @@ def _needed(run: Path) -> str:
 
 
 def clean(root: Path, remove: bool) -> None:
-    """Print which states may go and what they take, and remove them with `remove`.
+    """Print the states that may go and their sizes; remove them with `remove`.
 
     Raises:
         UserError: there are no runs, or something is at work there.

@@ -69,7 +69,7 @@ def run(
 
 
 def changes_of(pairs: Sequence[str]) -> dict[str, str]:
-    """Return what `--config KEY=VALUE` says of an experiment."""
+    """Parse `--config KEY=VALUE` into changes of an experiment."""
     for pair in pairs:
         if "=" not in pair:
             raise UserError(f"--config {pair}: write KEY=VALUE")
@@ -125,7 +125,7 @@ def snakemake(
 
 
 def _interrupt(pid: int) -> None:
-    """Send a process and its descendants what Ctrl-C would: those of this process group."""
+    """Interrupt a process and its descendants in this process group, as Ctrl-C would."""
     with suppress(psutil.Error):
         started = psutil.Process(pid)
         for one in (started, *started.children(recursive=True)):

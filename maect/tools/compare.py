@@ -1,4 +1,4 @@
-"""Compare encoders on folders of images: features made once, and a table of what they know."""
+"""Compare encoders on folders of images: compute features once, then a table of measures."""
 
 import hashlib
 import json
@@ -171,7 +171,7 @@ def compare(
     geometry: bool = False,
     pixels: Mapping[str, Any] | None = None,
 ) -> Matrix:
-    """Measure every encoder on every folder; what lies in `out` from before is used.
+    """Measure every encoder on every folder; earlier results in `out` are used.
 
     Args:
         geometry: also measure features behind corrections without training.

@@ -44,7 +44,7 @@ DRIVERS = {12: 525, 13: 580}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `kind` "note" says nothing of whether it works, `hint` what to do."""
+    """One line of the report; a "note" is neither good nor bad; `hint` is the cure."""
 
     kind: Literal["ok", "note", "FAIL"]
     what: str
@@ -52,7 +52,7 @@ class Finding:
 
 
 def checked(holds: bool, what: str, hint: str, fault: str = "") -> Finding:
-    """Return what a check found: that it holds, else the `fault` (or `what` again) with a hint."""
+    """Return the line of a check: ok, or its `fault` (else `what` again) with a hint."""
     return Finding("ok", what) if holds else Finding("FAIL", fault or what, hint)
 
 
@@ -121,13 +121,13 @@ def driver_of(profile: Path) -> int | None:
 
 
 def resources(asked: dict[str, Any], nodes: int) -> Resources:
-    """A rule's resources on this many nodes; UserError if no machine has them."""
+    """Return a rule's resources on this many nodes; UserError if no machine has them."""
     given = {PROFILE[key][0]: value for key, value in asked.items() if key in PROFILE}
     return Resources.parse(**given | {"nodes": nodes})
 
 
 def software() -> list[Finding]:
-    """Python, the packages of the lock file, what is optional, the native decoder."""
+    """Check Python, the packages of the lock file, optional packages and the native decoder."""
     here = ".".join(map(str, sys.version_info[:3]))
     out = [Finding("ok", f"python {here} ({sys.executable})")]
     for package in PACKAGES:
@@ -275,7 +275,7 @@ def minutes_of(limit: str) -> int | None:
 
 
 def _sbatch(wanted: Resources) -> tuple[str, ...]:
-    """The launcher's own parameters as options of sbatch."""
+    """Return the launcher's own parameters as options of sbatch."""
     parameters = submit.slurm(wanted, "maect-doctor", Path("doctor"))
     keys = ("partition", "account", "time", "nodes", "ntasks_per_node", "cpus_per_task", "mem")
     asked = {key: parameters[key] for key in keys} | parameters["additional_parameters"]
@@ -287,7 +287,7 @@ def _sbatch(wanted: Resources) -> tuple[str, ...]:
 
 
 def storage(experiment: Experiment) -> list[Finding]:
-    """Room for what the experiment will leave, and the right to write it."""
+    """Check that the experiment's results fit on the disk and may be written."""
     folder = experiment.root.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -311,7 +311,7 @@ def storage(experiment: Experiment) -> list[Finding]:
 
 
 def needs(experiment: Experiment) -> tuple[int, int]:
-    """Bytes and files of what an experiment still lacks, near enough."""
+    """Estimate the bytes and files of the results that an experiment still lacks."""
     left = [run for run in experiment.runs.values() if not is_finished(experiment.folder(run.name))]
     size, files = 0, FILES_PER_RUN * len(left)
     for name, dataset in experiment.datasets.items():
@@ -330,7 +330,7 @@ def needs(experiment: Experiment) -> tuple[int, int]:
 
 
 def run_probe(root: Path, wanted: Resources, driver: int | None = None) -> list[Finding]:
-    """Run the job in the experiment's own storage and judge what its ranks saw."""
+    """Run the job in the experiment's own storage and judge the reports of its ranks."""
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f".doctor-{os.getpid()}-{int(time.time())}"
     result = folder / "probe.json"
@@ -349,7 +349,7 @@ def run_probe(root: Path, wanted: Resources, driver: int | None = None) -> list[
 
 
 def judge(seen: dict[str, Any], driver: int | None = None) -> list[Finding]:
-    """Return what the ranks' reports mean, where the profile says a driver."""
+    """Judge the ranks' reports, where the profile says a driver."""
     ranks, count = seen["ranks"], len(seen["ranks"])
     versions = ", ".join(f"{name} {value}" for name, value in seen["versions"].items())
     where = counted(len({r["node"] for r in ranks}), "node")

@@ -31,7 +31,7 @@ TARGETS = (
 
 
 def check_words(words: Sequence[str], own: Sequence[str] = ()) -> None:
-    """Check that Snakemake knows what `maect run` passes to it; options `own` are for the hint.
+    """Check that Snakemake knows the words passed to it; `own` options are for the hint.
 
     Raises:
         UserError: an unknown option or target, an option without its value, or a value of `config`
@@ -68,7 +68,7 @@ def check_targets(targets: Sequence[str]) -> None:
 
 
 def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) -> list[RuleJob]:
-    """The jobs of a dry run that call a command, in any order; config is that of `--config`.
+    """Return the jobs of a dry run that call a command; config is that of `--config`.
 
     Raises:
         UserError: Snakemake refuses; its own last line.
@@ -109,7 +109,7 @@ class LogHandler(LogHandlerBase):
     needs_rulegraph = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep what is asked for."""
+        """Record the jobs that Snakemake plans."""
         about = record.__dict__
         if about.get("event") == LogEvent.JOB_INFO and about["shellcmd"]:
             resources = dict(about["resources"].items())

@@ -122,7 +122,7 @@ def on_ranks(context: Context, *, runs: list[str], shards: list[str], identity: 
 
 
 class _Alone:
-    """The context of one training among several of a job: what those before it took is not its."""
+    """The context of one of several trainings in a job: it counts its own device time only."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._before = context, context.held_seconds()
@@ -171,7 +171,7 @@ def _draw(shown: Mapping[str, tuple[dict[str, float], "FeatureFile"]], png: Path
 
 
 def table(out: Path) -> str:
-    """The numbers that `first_look` left in a folder, a line for each encoder."""
+    """Return the scores that `first_look` wrote to a folder, a line for each encoder."""
     lines = [" " * 26 + "".join(f"{title:>9}" for title in COLUMNS)]
     names = "MAE", "MAE-CT, tuned briefly"
     for name, scores in zip(names, read_json(out / NUMBERS)["scores"].values(), strict=True):

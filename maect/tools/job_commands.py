@@ -245,7 +245,7 @@ def _import_as_resolved(path: Path) -> None:
 
 
 def _say_imported(run: Path, layout: str | None, imported: "Converted") -> None:
-    """Print what was taken out of a checkpoint."""
+    """Print the name, size and pooling of an imported encoder."""
     what = imported.timm or f"layout {layout}, size {imported.size}"
     print(
         f"{run}: {what}, {imported.encoder.image_size} pixels, "

@@ -44,7 +44,7 @@ class Where:
         nodes: int,
         result: Path | None = None,
     ) -> None:
-        """Run a function on every rank until what it was asked for is there.
+        """Run a function on every rank until its result exists.
 
         With the path of its `result`, a line says that this was so before.
         """

@@ -40,7 +40,7 @@ def seconds(rule: str) -> float:
 
 
 def words(left: float) -> str:
-    """The time left, as people say it."""
+    """Return the time left in words."""
     if left < 10:
         return "a few seconds left"
     if left < 90:

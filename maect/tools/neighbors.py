@@ -38,7 +38,7 @@ class Measured:
 
 
 def warnings(experiment: Experiment) -> list[str]:
-    """A line for each tuning with crops and flips alone that is left and has bad neighbours."""
+    """Warn of each planned tuning with crops and flips alone that has bad neighbours."""
     found = dict[str, Measured]()
     for name, run in experiment.runs.items():
         tuned = run.settings
@@ -57,7 +57,7 @@ def warnings(experiment: Experiment) -> list[str]:
 
 
 def measured(experiment: Experiment, name: str) -> Measured | None:
-    """Return what is known of a tuned run's neighbours.
+    """Return the known precision of a tuned run's neighbours.
 
     Its own lookups and those of the head that it starts from come first, then features of its
     MAE's or a public encoder's training images, then the last online evaluation of its MAE.
@@ -84,7 +84,7 @@ def _logged(folder: Path, key: str, last: int) -> float | None:
 
 
 def nearest(path: Path) -> float | None:
-    """Percent of training images whose nearest other image is of their class, standardised.
+    """Percent of training images whose nearest image, standardised, has the same class.
 
     None where labels are not known, or the file is too large for a quick answer.
     """

@@ -1,4 +1,4 @@
-"""Writes an experiment file for one's own images, with what was chosen and why as comments."""
+"""Write an experiment file for one's own images, with choices and reasons as comments."""
 
 import math
 import shlex
@@ -47,14 +47,14 @@ AVERAGED = 2.5
 
 
 def about(number: int) -> str:
-    """A number of images in words, to one or two digits."""
+    """Return a number of images in words, to one or two digits."""
     if number >= 1e6:
         return f"{number / 1e6:.0f} million"
     return f"{round(number, -4 if number >= 1e5 else -3):,}"
 
 
 def outlook(out: Path, device: Device) -> list[str]:
-    """Return lines that say how long an experiment takes on a device, and what comes out of it."""
+    """Return lines on an experiment's time on a device and on its results."""
     experiment = load(str(out))
     jobs = make_plan(all_jobs(experiment), experiment, device).jobs
     total, training = wall(jobs), wall(job for job in jobs if job.stage in STAGES)
@@ -88,7 +88,7 @@ def without_training(out: Path) -> list[str]:
 
 
 def flow(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Return a value as YAML on one line."""
     text: str = yaml.safe_dump(
         value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
     )
@@ -96,7 +96,7 @@ def flow(value: Any) -> str:
 
 
 def list_texts(images: Images, out: Path, chosen: set[str]) -> dict[str, tuple[Path, str]]:
-    """The lists of images of `train` and `val`: where they go and what is in them."""
+    """Return the lists of images of `train` and `val`: their paths and texts."""
     names = [entry.name for entry in images.entries]
     parts = {"train": [name for name in names if name not in chosen], "val": sorted(chosen)}
     return {
@@ -125,7 +125,7 @@ def write_all(texts: dict[Path, str], out: Path) -> None:
 
 
 def evaluated(images: Images, held: set[str], val: int, size: str) -> tuple[list[str], list[str]]:
-    """Evaluations that these images allow, and what is left out and why."""
+    """Choose the evaluations that these images allow; return the others with reasons."""
     known = [entry for entry in images.entries if entry.label != UNLABELLED]
     classes = Counter(entry.label for entry in known if entry.name not in held)
     protocols, left_out = ([Knn.name, LinearProbe.name] if classes else []), []
@@ -172,7 +172,7 @@ class Written:
         return make_plan(all_jobs(experiment), experiment, device, known).jobs
 
     def text(self, chosen: Chosen, public: str | None) -> str:
-        """The file, by its template."""
+        """Return the file's text, by its template."""
         images, size, n = self.images, chosen.size, self.counts["train"]
         protocols, left_out = evaluated(images, self.held, self.counts["val"], size)
         probe: dict[str, Any] = {}
@@ -227,7 +227,7 @@ class Written:
 
 
 def _trained(chosen: Chosen, n: int) -> dict[str, Any]:
-    """Numbers of the runs, and what is said of them."""
+    """Return settings of the runs, and comments on them."""
     size, steps = chosen.size, chosen.epochs["ct_min"] * n // chosen.batch
     recipe = cast(Tune, load_recipe("ct_min", size))
     queue = min(recipe.head.queue_size, power_of_two(n))

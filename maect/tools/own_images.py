@@ -52,12 +52,12 @@ HELD_OUT = (10, 5, 3, 2)  # one image in this many, the first of them that gives
 
 
 def _plain(name: str) -> str:
-    """A folder's name as those of splits are written."""
+    """Return a folder's name in the spelling of splits."""
     return name.lower().replace("-", "_").replace(" ", "_")
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The folders in a folder that have images, sorted."""
+    """Return the folders in a folder that have images, sorted."""
     # scandir knows what is a folder without asking for each of a million files.
     names = sorted(
         e.name for e in os.scandir(folder) if is_folder(e) and not e.name.startswith(".")
@@ -138,7 +138,7 @@ def _packed_splits(folder: Path) -> Splits:
 
 @dataclass(frozen=True)
 class Images:
-    """One split's images, and what some of them look like."""
+    """One split's images, and facts about some of them."""
 
     folder: Path
     kind: str
@@ -161,7 +161,7 @@ class Images:
 
 
 def _check_name(folder: str, name: str) -> None:
-    """A name that an experiment, and a list of names, one a line, can hold."""
+    """Return a name that an experiment, and a list of names, one a line, can hold."""
     where = as_utf8(folder)
     if not is_utf8(folder + name):
         raise UserError(f"{where}: the name {name!r} is not UTF-8; rename it")
@@ -238,7 +238,7 @@ def inspect_images(
 
 
 def _source_of(folder: Path, ignore_folders: bool) -> tuple[ImageSource, int]:
-    """Return what the images are, and how many lie beside class folders."""
+    """Return the layout of the images, and how many lie beside class folders."""
     kind = kind_of(folder)
     if kind is not None:
         if ignore_folders:
@@ -332,7 +332,7 @@ def check_same_classes(train: Images, val: Images) -> None:
 
 
 def contents_of(images: Images, near: bool) -> list[str]:
-    """Return what tells images apart: equal ones have the same word, the smallest SHA-256 of them.
+    """Return a word for each image; duplicates share one, the smallest SHA-256 of them.
 
     Args:
         near: near-duplicates, too. An image that cannot be read stands for itself.

@@ -55,7 +55,7 @@ def weights(size: str) -> str:
 
 
 def power_of_two(number: float) -> int:
-    """The largest power of two up to a number of at least 1."""
+    """Return the largest power of two up to a number of at least 1."""
     return 1 << (int(number).bit_length() - 1)
 
 
@@ -107,7 +107,7 @@ Planned = Callable[[Chosen], list[PlannedJob]]
 
 
 def quickest(first: Chosen, n: int, public: str | None, device: Device, planned: Planned) -> Chosen:
-    """The largest encoder that an hour is enough for on a device, and its lengths.
+    """Choose the largest encoder that trains within an hour on a device, and its epochs.
 
     The hour is that of all jobs. Linear probes take a sixth of it at most; tuning first gets the
     steps that change an encoder; pre-training and longer tuning share the rest.
@@ -143,7 +143,7 @@ def quickest(first: Chosen, n: int, public: str | None, device: Device, planned:
 def shortened(
     chosen: Chosen, fewest: int, n: int, public: str | None, planned: Planned
 ) -> tuple[Chosen, float]:
-    """A choice with epochs for an hour, and the seconds that are left, below 0 without success.
+    """Return a choice with epochs for an hour and the seconds to spare, below 0 if it is too slow.
 
     Args:
         chosen: with the batch of tuning, whose steps come first.
@@ -190,5 +190,5 @@ def evaluate_every(tuned: int, n: int) -> int:
 
 
 def settings_of(protocol: type[P], size: str) -> P:
-    """A protocol's own settings for an encoder size."""
+    """Return a protocol's own settings for an encoder size."""
     return cast(P, load_evaluation(protocol.name, size)[1])

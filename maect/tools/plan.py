@@ -43,7 +43,7 @@ KNOWN = read_paper("datasets", dict[str, dict[str, dict[str, int]]])
 
 @dataclass(frozen=True)
 class RuleJob:
-    """A job that Snakemake would run: its rule, and what it is given."""
+    """A job that Snakemake would run: its rule, inputs and resources."""
 
     rule: str
     wildcards: dict[str, str]
@@ -240,12 +240,12 @@ class Plan:
     others: int = 0
     """Commands on the login node: shards, tables, figures."""
     listed: dict[Path, SplitFacts] = field(default_factory=dict)
-    """Of splits that are not planned yet: their folders, and what was counted."""
+    """Numbers of images of splits that are not sharded yet, by their folders."""
     trained: frozenset[str] = frozenset()
     """Names of the runs that it trains."""
 
     def shards(self, folder: Path) -> SplitFacts:
-        """Return what is known of a split."""
+        """Return the known number of a split's images."""
         known = shards_of(folder)
         return known if known.images is not None else self.listed.get(folder.absolute(), known)
 
@@ -315,7 +315,7 @@ def make_plan(
 
 
 def critical_path(jobs: list[PlannedJob]) -> list[PlannedJob]:
-    """The jobs that the last one waits for longest, first to last."""
+    """Return the longest chain of jobs that wait for each other, first to last."""
     by_file = {job.makes: job for job in jobs}
 
     @cache
@@ -403,7 +403,7 @@ def _fitted(
     stage: Training, computing: Computing, encoder: Encoder, nodes: int, devices: int, gpu: str,
     online: bool,
 ) -> tuple[Computing, str]:  # fmt: skip
-    """Return how a training would be computed on its GPUs, and what that changes."""
+    """Return how a training would be computed on its GPUs, and the settings that change."""
     try:
         stage.check_ranks(nodes * devices, computing)
     except UserError as error:
@@ -471,7 +471,7 @@ def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device
 def _on_devices(
     job: RuleJob, name: str, flops: float | None, precision: str, device: Device, **more: Any
 ) -> PlannedJob:
-    """A job that encodes images, in a precision that decides the speed of all but CPUs."""
+    """Estimate a job that encodes images; its precision decides the speed of all but CPUs."""
     nodes, devices = fixed_nodes(str(job.resources["nodes"])), devices_of(job.resources)
     rate = device.together(nodes * devices)
     rate *= 1 if device.name == "cpu" else SPEEDS[precision]
@@ -537,7 +537,7 @@ def devices_of(resources: Mapping[str, Any]) -> int:
 
 
 def _makers(files: Iterable[Path]) -> tuple[Path, ...]:
-    """Return what the jobs that make these files are known by (`PlannedJob.makes`)."""
+    """Return the names that identify the jobs that make these files (`PlannedJob.makes`)."""
 
     def maker(file: Path) -> Path:
         kind = file.parent.parent.name

@@ -58,7 +58,7 @@ def _hours(hours: float) -> str:
 
 
 def _fitting(plan: Plan) -> list[str]:
-    """Return what is changed to fit into GPUs, with the runs, of which many may be alike."""
+    """Return how trainings are split to fit into GPU memory, grouped by run."""
     names: dict[str, list[str]] = defaultdict(list)
     for job in plan.jobs:
         if job.fitted:

@@ -146,7 +146,7 @@ def batch_to_measure(stage: WithoutLabels, encoder: Encoder, operations: float) 
 
 
 def busy() -> list[str]:
-    """A line where other programs kept this machine's cores busy in the last minute."""
+    """Return a line if other programs kept this machine's cores busy in the last minute."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load < 1.5 * cores:
         return []
@@ -157,7 +157,7 @@ def busy() -> list[str]:
 
 
 def this_machine() -> Machine:
-    """Return what trainings would compute on here."""
+    """Return the device that trainings would use on this machine."""
     import torch
 
     return Machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""`python -P -m maect.tools.start_snakemake ...`: Snakemake, whose start Ctrl-C ends in a line.
+"""`python -P -m maect.tools.start_snakemake ...`: start Snakemake; Ctrl-C ends that in a line.
 
 `--logger maect` is the plugin of `maect.tools.logger`.
 """

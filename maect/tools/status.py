@@ -1,4 +1,4 @@
-"""`maect status`: what every run of an experiment is doing, from the files that it writes."""
+"""`maect status`: the state of every run of an experiment, from the files that it writes."""
 
 import sys
 from collections import Counter
@@ -80,7 +80,7 @@ def show(root: Path, every: bool = False) -> None:
 
 
 def status(root: Path) -> tuple[str, list[Status]]:
-    """A line about a results folder, and what each of its runs and evaluations is doing.
+    """Return a line about a results folder, and the status of its runs and evaluations.
 
     Raises:
         UserError: there is nothing of an experiment in it.
@@ -110,7 +110,7 @@ def status(root: Path) -> tuple[str, list[Status]]:
 
 
 def planned(root: Path) -> dict[str, str]:
-    """Runs of the experiment of this name and their stages; none if there is no such experiment."""
+    """Return the stages of an experiment's runs, by name; {} if there is no such experiment."""
     try:
         return {run.name: run.stage for run in load(root.name).runs.values()}
     except UserError:
@@ -126,7 +126,7 @@ def evaluations(root: Path, clusters: Mapping[str, Cluster]) -> Iterator[Status]
 
 
 def status_of(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -> Status:
-    """The state of one folder that a job works in."""
+    """Return the status of one folder that a job works in."""
     run: RunRecord | None = None
     try:
         job, note = record.read_job(folder), ""
@@ -162,7 +162,7 @@ def status_of(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluste
 
 
 def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> tuple[str, str]:
-    """The state of what is not done, in a word, and why."""
+    """Return the state of an unfinished job in a word, and why."""
     try:
         state = state_of(folder, job, clusters)
     except UserError:
@@ -265,7 +265,7 @@ def _cells(line: Status, bar: bool) -> dict[str, str]:
 
 
 def stage_of(folder: Path, job: Job) -> str:
-    """The stage of a training, the protocol of an evaluation, or "features"."""
+    """Return the stage of a training, the protocol of an evaluation, or "features"."""
     if folder.parent.parent.name == "features":
         return "features"
     config = job.request.get("arguments", {}).get("config")

@@ -87,7 +87,7 @@ def cells(published: Path, experiment: Experiment) -> list[Checked]:
 def chosen(
     found: Sequence[Checked], names: Sequence[str], seed: int | None = None
 ) -> list[Checked]:
-    """The cells of these names, or some that are drawn; UserError for an unknown name."""
+    """Return the cells of these names, or random ones; UserError for an unknown name."""
     known: dict[str, list[Checked]] = {}
     for cell in found:
         known.setdefault(cell.name, []).append(cell)  # one of each architecture
@@ -102,7 +102,7 @@ def chosen(
 
 
 def tolerance(cell: Checked, same: bool, images: int) -> tuple[float, str]:
-    """Return what a number may differ by, in its own unit, and why.
+    """Return the tolerance of a number, in its own unit, and its reason.
 
     It depends on whether the encoders have the published bits (`same`), on the images measured on,
     and on whether the number is an accuracy: of others only seeds say how much they vary.
