@@ -238,7 +238,8 @@ def checked_sha256(path: Path) -> str:
     """
     if not path.exists():
         raise UserError(f"{path}: no such file; its run is not finished")
-    actual, promised = sha256_file(path), None
+    actual = sha256_file(path)
+    promised = None
     if is_finished(path.parent):
         record = RunRecord.path(path.parent)
         promised = RunRecord.read(record).sha256.get(path.name)

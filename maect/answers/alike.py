@@ -30,7 +30,8 @@ MOST = 100_000
 """Pairs that are listed."""
 _COPIES = 3
 """Near-duplicates an image may have, on average, without moving the border."""
-_QUANTILE, _WIDER = 0.001, 10
+_QUANTILE = 0.001
+_WIDER = 10
 _FEWEST = 10
 """Images whose pairs say something."""
 _ROWS = 4096
@@ -135,7 +136,8 @@ def find_pairs(
             reach, and at least `LEAST`.
         most: number of near-duplicates to return at most, the most alike.
     """
-    splits, links = images.splits, images.links
+    splits = images.splits
+    links = images.links
     # Inside a split a link is no image of its own.
     files = [i for i in range(len(splits)) if i not in links or splits[links[i][0]] != splits[i]]
     equal, kept = _equal_files(images, files, within)
@@ -143,7 +145,8 @@ def find_pairs(
     compared = [
         (one, other) for number, other in enumerate(parts) for one in parts[: number + within]
     ]
-    bits, similarity = None, None
+    bits = None
+    similarity = None
     candidates: list[Iterator[tuple[int, int, float]]] = []
     if images.hashes is not None and images.mirrored is not None:
         bits = near_bits(images.hashes, images.mirrored, compared)
@@ -185,7 +188,8 @@ def _pair(
     images: Images, i: int, j: int, exact: bool = False, link: str = "", near: bool = False
 ) -> Pair:
     """Return what two images have in common."""
-    bits, similarity = None, None
+    bits = None
+    similarity = None
     if images.hashes is not None and images.mirrored is not None:
         product = max(images.hashes[i] @ images.hashes[j], images.hashes[i] @ images.mirrored[j])
         bits = int((BITS - product) / 2)
@@ -193,7 +197,8 @@ def _pair(
         similarity = min(1.0, float(images.vectors[i] @ images.vectors[j]))
         if exact or link:
             similarity = 1.0
-    names, splits = images.names, images.splits
+    names = images.names
+    splits = images.splits
     return Pair(names[i], names[j], splits[i], splits[j], exact, link, near, bits, similarity)
 
 
@@ -250,9 +255,11 @@ def _border_between(
     distances: Callable[[Rows, Rows], NDArray[np.floating]], compared: Sequence[tuple[Rows, Rows]]
 ) -> float | None:
     """Return the `border` of all pairs of rows that are compared."""
-    sampled, pairs = [], 0
+    sampled = []
+    pairs = 0
     for one, other in compared:
-        n, m = len(one), len(other)
+        n = len(one)
+        m = len(other)
         i, j = random_pairs(n, None if one is other else m)
         sampled.append(distances(one[i], other[j]))
         pairs += n * (n - 1) // 2 if one is other else n * m
@@ -275,7 +282,8 @@ def _most_alike_of(images: Images, kept: Rows, count: int) -> set[tuple[int, int
         rows = images.vectors[kept]
         found = most_alike(rows, rows, count)
     elif images.hashes is not None and images.mirrored is not None:
-        hashes, mirrored = images.hashes[kept], images.mirrored[kept]
+        hashes = images.hashes[kept]
+        mirrored = images.mirrored[kept]
         found = [*most_alike(hashes, hashes, count), *most_alike(hashes, mirrored, count)]
     else:
         found = []
@@ -360,13 +368,15 @@ def most_of(
     for i, j, product in found:
         kept[i, j] = max(product, kept.get((i, j), product))
         if len(kept) > 2 * most:
-            kept, cut = best(), True
+            kept = best()
+            cut = True
     return best(), cut or len(kept) > most
 
 
 def most_alike(one: Array, other: Array, count: int) -> list[tuple[int, int]]:
     """Positions of the pairs of rows [n, width] with the largest products, the first smaller."""
-    best, pairs = np.empty(0, np.float32), np.empty((0, 2), np.int64)
+    best = np.empty(0, np.float32)
+    pairs = np.empty((0, 2), np.int64)
     for start in range(0, len(one), _ROWS):
         for begin in range(start, len(other), _ROWS):
             products = one[start : start + _ROWS] @ other[begin : begin + _ROWS].T

@@ -42,15 +42,18 @@ def open_splits(run: Path, dataset: str | None = None) -> list[AuditedSplit]:
 
     A UserError if they are fewer than two, of several data sets, other images or another encoder.
     """
-    root, folder = run.absolute().parents[1], run.name
+    root = run.absolute().parents[1]
+    folder = run.name
     splits: dict[str, dict[str, AuditedSplit]] = defaultdict(dict)
     for own in sorted(root.glob("shards/*/*")):
-        name, split = own.parent.name, own.name
+        name = own.parent.name
+        split = own.name
         # In its folder, or in another experiment's.
         shards = own if (own / "index.json").exists() else taken(own)
         file = root / "features" / folder / f"{name}-{split}.safetensors"
         if file.exists() and shards is not None and dataset in (None, name):
-            index, features = open_index(shards), open_features(file)
+            index = open_index(shards)
+            features = open_features(file)
             if features.record["index_digest"] != index.digest:
                 raise UserError(f"{file}: made of other images than {shards}; delete it")
             if features.record["encoder_sha256"] != encoder_checksum(run):
@@ -90,7 +93,9 @@ def audit(
     """
     if threshold is not None and not 0 < threshold <= 1:
         raise UserError(f"--threshold {threshold:g}: a cosine above 0 and up to 1")
-    names, files, of_split = [], [], []
+    names = []
+    files = []
+    of_split = []
     for split in splits:
         own = image_names(split.index)
         names += own

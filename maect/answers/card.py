@@ -138,11 +138,13 @@ def results_of(run: Path) -> "tuple[EvalResult, ...]":
 
 def _of_classifier(run: Path) -> "Iterator[EvalResult]":
     """Accuracy on the test images of a fine-tuned run's own classifier, after its last epoch."""
-    scores, file = RunRecord.of(run).scores, run / "config.yaml"
+    scores = RunRecord.of(run).scores
+    file = run / "config.yaml"
     config = RunConfig.read(file) if file.exists() else None
     if config is None or config.test is None or scores is None:
         return
-    test, settings = config.test, config.settings
+    test = config.test
+    settings = config.settings
     # A twin is scored on training images that it left out.
     is_twin = isinstance(settings, FineTune) and settings.held_out > 0
     if not is_twin and index_digest(test) in (None, scores.index_digest):  # None: removed since

@@ -119,18 +119,22 @@ def read_classifier(path: Path) -> VectorClassifier:
     checked_sha256(path)
     tensors, texts = load_tensors(path)
     if "classes" in texts:  # of fine-tuning
-        weight, bias = tensors["weight"].double().numpy().T, tensors["bias"].double().numpy()
+        weight = tensors["weight"].double().numpy().T
+        bias = tensors["bias"].double().numpy()
         encoder = encoder_checksum(path.parent)
         return VectorClassifier(weight, bias, json.loads(texts["classes"]), encoder, prepared=False)
     if fitted := texts.get("maect") == _KIND:
         if "resize" not in texts:
             raise UserError(f"{path}: says no resize of its images; fit it again with --labelled")
         arrays, _ = read_arrays(path)  # which compares the checksum
-        weight, bias = arrays["weight"], arrays["bias"]
+        weight = arrays["weight"]
+        bias = arrays["bias"]
     else:
         slope, offset = affine(tensors, texts, path)
-        weight, bias = slope.double().numpy().T, offset.double().numpy()
-    names, sha256 = json.loads(texts["class_names"]), texts["encoder_sha256"]
+        weight = slope.double().numpy().T
+        bias = offset.double().numpy()
+    names = json.loads(texts["class_names"])
+    sha256 = texts["encoder_sha256"]
     reading = json.loads(texts.get("reading", "{}"))
     return VectorClassifier(weight, bias, names, sha256, fitted, int(texts["resize"]), reading)
 
@@ -142,22 +146,27 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
         if vectors.labels is None:
             raise UserError(f"{labelled}: no labels; embed folders of classes with --kind folder")
         names, labels = np.unique(vectors.labels, return_inverse=True)
-        values, class_names = vectors.values, names.tolist()
-        about, reading = vectors.about, vectors.pixels.reading
+        values = vectors.values
+        class_names = names.tolist()
+        about = vectors.about
+        reading = vectors.pixels.reading
     else:
         features = open_features(labelled)
         check(features)
-        about, reading = features.record, {}
+        about = features.record
+        reading = {}
         if not about.get("norm", True) or about.get("blocks", 1) > 1:
             raise UserError(
                 f"{labelled}: features before the final norm, and images get those after it here: "
                 "give the split's file without an ending such as .before_norm"
             )
-        values, labels = features.all(), features.labels
+        values = features.all()
+        labels = features.labels
         class_names = [*about["class_names"]]
     penalty = LowShot().l2 / len(labels)
     weight, _ = fit(prepare(values), labels, len(class_names), penalty)
-    bias, made_by = np.zeros(len(class_names)), about["encoder_sha256"]
+    bias = np.zeros(len(class_names))
+    made_by = about["encoder_sha256"]
     return VectorClassifier(weight, bias, class_names, made_by, True, about["resize"], reading)
 
 

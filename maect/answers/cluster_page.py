@@ -33,7 +33,8 @@ def write_clusters(
     )
     grains = [(one.count, named_groups(one)) for one in (clusters, *around(clusters))]
     wanted = {int(row) for _, groups in grains for _, rows in groups for row in rows[:SHOWN]}
-    source, files = vectors.source(images), vectors.files
+    source = vectors.source(images)
+    files = vectors.files
     entries = {entry.name: entry for entry in source.listing().entries}
     pictures = {
         row: thumbnail(source, entries.get(files[row]), vectors.pixels) for row in sorted(wanted)

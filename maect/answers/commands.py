@@ -186,7 +186,8 @@ def audit(
         write_record(run.parents[1] / AUDIT, {"splits": digests, "pairs": pairs})
     linked = f", {counted(found.count('link'), 'link')}" if found.count("link") else ""
     cut = ", the most alike of more" if found.cut else ""
-    exact, near = counted(found.count("exact"), "pair"), counted(found.count("near"), "pair")
+    exact = counted(found.count("exact"), "pair")
+    near = counted(found.count("near"), "pair")
     print(f"{folder}: {exact} of equal files{linked}, {near} of near-duplicates{cut}")
     print(f"Near-duplicates have a cosine of {found.similarity:.4g} or more")
     print(f"Open {folder / 'index.html'}, which says what to do")

@@ -33,7 +33,8 @@ COUNT = 50
 SHOWN = 200
 """Pairs on the page."""
 COPIES = "copies.txt"
-_SIDE, _FLAT = 32, 2
+_SIDE = 32
+_FLAT = 2
 _AT_ONCE = 256
 _EVERY = 10.0
 """Seconds between messages of how far it is."""
@@ -103,7 +104,8 @@ def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = No
                 log.info("%s: %d of %d images", source.path, start + len(part), len(wanted))
     if lost := warning(facts, pixels, option=True):
         log.warning("%s: %s", source.path, lost)
-    shape, entries = (len(found), BITS), [entry for entry, _ in found]
+    shape = (len(found), BITS)
+    entries = [entry for entry, _ in found]
     left_out = len(wanted if names is None else names) - len(found)
     return Hashed(
         entries,
@@ -196,9 +198,13 @@ def duplicates(
     """
     vectors = Vectors.read(what) if is_index(what) else None
     if vectors is None:
-        source, pixels, names = open_images(what)[0], Pixels(), None
+        source = open_images(what)[0]
+        pixels = Pixels()
+        names = None
     else:
-        source, pixels, names = vectors.source(images), vectors.pixels, set(vectors.files)
+        source = vectors.source(images)
+        pixels = vectors.pixels
+        names = set(vectors.files)
     # As people see them: a phone's picture lies on its side, and its upright copy does not.
     pixels = validated(Pixels, pixels.as_seen.model_dump() | dict(read or {}), "pixels")
     seen = read_images(source, pixels, names)

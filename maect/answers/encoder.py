@@ -34,7 +34,8 @@ from maect.train.scores import BATCH
 log = logging.getLogger(__name__)
 
 ENCODER = "encoder.safetensors"
-MANY, WIDE = 100, 384
+MANY = 100
+WIDE = 384
 """Images, and numbers of a vector, from which on bfloat16 saves a CPU noticeable time."""
 ImageLike = str | PathLike[str] | bytes | Image.Image | NDArray[Any]
 """A file, the bytes of one, a Pillow image, or an array [H, W] (grey) or [H, W, C].
@@ -75,7 +76,8 @@ class ImageEncoder:
         folder = find_run(folder)
         if (folder / ENCODER).exists() or not (folder / "config.json").exists():
             self.sha256 = encoder_checksum(folder)
-            self.path, own = folder / ENCODER, resize_of(folder)
+            self.path = folder / ENCODER
+            own = resize_of(folder)
         else:
             self.path, self.sha256, own = read_export(folder)
         if precision not in get_args(Precision):
@@ -90,7 +92,8 @@ class ImageEncoder:
             raise UserError(f"resize {self.resize} is smaller than image_size {self.image_size}")
         self.read_as(pixels or {})
         self.facts: Facts = {}
-        self.pooling, self.width = self.encoding.pooling, self.encoding.width
+        self.pooling = self.encoding.pooling
+        self.width = self.encoding.width
         # A CPU reads the next images while it computes: few at once, so that it has some to read.
         self.batch_size = ON_CPU if self.encoding.device.type == "cpu" else self.encoding.batch_size
 

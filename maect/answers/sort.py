@@ -58,7 +58,8 @@ def read_table(table: Path) -> list[tuple[str, str]]:
     try:
         with open(table, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
-            given, lines = reader.fieldnames or [], [*reader]
+            given = reader.fieldnames or []
+            lines = [*reader]
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{table}: not a table in UTF-8 ({error}); save it as CSV UTF-8") from None
     column = next((name for name in COLUMNS if name in given), None)

@@ -157,7 +157,8 @@ def _write_parquet(path: Path, first: Vectors, parts: Iterable[Vectors], n: int)
             columns["stamp"] = pa.Array.from_buffers(pa.int64(), part.stamps.size, [None, numbers])
         return pa.table(columns).replace_schema_metadata({"maect": json.dumps(part.about)})
 
-    content, schema = _Content(), table(first).schema
+    content = _Content()
+    schema = table(first).schema
     with atomic_write(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
         for part in parts:
             writer.write_table(table(part))
@@ -380,7 +381,8 @@ class Work:
     def __init__(
         self, encoder: "ImageEncoder", images: Path, kind: str | None, batch_size: int | None
     ) -> None:
-        self.encoder, self.path = encoder, images
+        self.encoder = encoder
+        self.path = images
         self.batch_size = batch_size or encoder.batch_size
         self.source, kind = open_images(images, kind, encoder.reading)
         listing = self.source.listing()
@@ -389,7 +391,8 @@ class Work:
         self.entries = [entry for entry in listing.entries if is_utf8(entry.name)]
         names = [entry.name for entry in listing.entries]
         self.left_out = {name: "its name is not UTF-8" for name in names if not is_utf8(name)}
-        self.listed, self.named = len(names), listing.class_names
+        self.listed = len(names)
+        self.named = listing.class_names
         self.about = {**encoder.about, "images": str(images.resolve()), "kind": kind}
         self.known: dict[str, Array] = {}
         self.said = time.monotonic()
@@ -415,7 +418,8 @@ class Work:
         before = Vectors.read(out)
         made_by = {"pixels": {}} | before.about  # of an earlier version without: as the paper's
         for key in (key for key in made_by | self.about if key != "run"):
-            then, now = made_by.get(key), self.about.get(key)
+            then = made_by.get(key)
+            now = self.about.get(key)
             if then != now:
                 raise UserError(
                     f"{out}: made with {key} {then}, and this is {now}: name another file with "

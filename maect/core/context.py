@@ -24,7 +24,8 @@ class Context:
     node: int = 0
 
     def __init__(self, cpus: int = 1, gpus: bool = False) -> None:
-        self.cpus, self.gpus = cpus, gpus
+        self.cpus = cpus
+        self.gpus = gpus
 
     def stop_requested(self) -> bool:
         """Return whether this rank was asked to save and return."""

@@ -76,7 +76,9 @@ def be_deterministic() -> None:
     if not uses_gpus():
         return
     # What gathers and scatters, NCCL does in rings alone.
-    workspaces, sums, tf32 = (":4096:8", ":16:8"), ("Ring",), ("0",)
+    workspaces = (":4096:8", ":16:8")
+    sums = ("Ring",)
+    tf32 = ("0",)
     for name, allowed in (
         ("CUBLAS_WORKSPACE_CONFIG", workspaces),
         ("NCCL_ALGO", sums),

@@ -35,7 +35,8 @@ FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, e
 SUMS = ".sha256"
 """Suffix of the file beside a table that holds its checksum, as `sha256sum` writes it."""
 _TEMPLATE_SIGNS = re.compile(r"[%\\\x00-\x1f\x7f]")
-FILE_MODE, FOLDER_MODE = 0o664, 0o775
+FILE_MODE = 0o664
+FOLDER_MODE = 0o775
 """Permissions of new files and folders before the umask: not everybody may write them."""
 
 

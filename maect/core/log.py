@@ -13,7 +13,8 @@ from typing import TextIO
 
 CONTROL = {n: f"\\x{n:02x}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"}
 """What a terminal obeys, to be shown instead: anybody may have named a file."""
-CLOCK, DATE = "%H:%M:%S", "%Y-%m-%d %H:%M:%S"
+CLOCK = "%H:%M:%S"
+DATE = "%Y-%m-%d %H:%M:%S"
 
 
 @contextmanager
@@ -25,7 +26,8 @@ def command_log(file: str | Path | None = None) -> Iterator[None]:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(file, encoding="utf-8"))
         handlers[-1].setFormatter(_Lines(DATE))
-    root, ours = logging.getLogger(), logging.getLogger("maect")
+    root = logging.getLogger()
+    ours = logging.getLogger("maect")
     level = ours.level
     ours.setLevel(logging.INFO)
     for handler in handlers:

@@ -66,7 +66,9 @@ class Loader(_BASE):
             if not known[id(node)]:
                 raise _fault("an alias inside of what it names", node)
             return known[id(node)]
-        known[id(node)], count, keys = 0, 1, set()
+        known[id(node)] = 0
+        count = 1
+        keys = set()
         for item in node.value:
             if isinstance(node, yaml.MappingNode):
                 key, item = item
@@ -133,7 +135,10 @@ def read_yaml_text(path: Path) -> str:
 
 
 _short = reprlib.Repr()
-_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 4, 300, 300, 60
+_short.maxlevel = 4
+_short.maxstring = 300
+_short.maxother = 300
+_short.maxlong = 60
 _short.maxlist = _short.maxdict = _short.maxtuple = 12
 shortened = _short.repr
 """`repr` of what may be large, as a message quotes it."""

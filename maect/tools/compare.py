@@ -66,7 +66,8 @@ def named(given: Sequence[str], what: str) -> dict[str, Path]:
     for word in given:
         name, sign, path = word.partition("=")
         if not sign or os.path.exists(word):
-            path, name = word, Path(os.path.abspath(word)).name
+            path = word
+            name = Path(os.path.abspath(word)).name
         if name in found:
             raise UserError(f"two {what} are called {name}; write NAME={path} for one of them")
         found[name] = Path(path)
@@ -88,7 +89,8 @@ def open_folder(name: str, path: Path) -> ImageFolder:
         parts = (*parts, inspect_images(val, 1, skip_unreadable=True))
         check_same_classes(*parts)
     contents = [content for part in parts for content in _contents(part)]
-    n, remarks = len(contents), []
+    n = len(contents)
+    remarks = []
     labels = np.array([entry.label for part in parts for entry in part.entries], np.int64)
     if not parts[0].class_names:
         if parts[0].loose:
@@ -134,7 +136,8 @@ def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
     Every 512 are kept as a file named after the encoder, how images are prepared and the images'
     contents: what is there is not computed again, whatever the folder is called now.
     """
-    out, row = np.full((len(folder.contents), encoder.width), np.nan, np.float32), 0
+    out = np.full((len(folder.contents), encoder.width), np.nan, np.float32)
+    row = 0
     for images in folder.parts:
         source = open_source(images.kind, images.folder, pixels=encoder.reading)
         source.listing()
@@ -292,7 +295,8 @@ def measured(
     spread = without_labels(features[order])
     if folder.labels is None:
         return spread
-    train, test = good & ~folder.test, good & folder.test
+    train = good & ~folder.test
+    test = good & folder.test
     contents = [folder.contents[row] for row in np.flatnonzero(train)]
     given = features[train], folder.labels[train], contents, features[test], folder.labels[test]
     scores = with_labels(*given, threads, real) | spread

@@ -299,9 +299,11 @@ def storage(experiment: Experiment) -> list[Finding]:
         return [Finding("FAIL", f"{folder}: cannot be written ({error.strerror})", hint)]
     size, files = needs(experiment)
     system = os.statvfs(folder)
-    free, inodes = system.f_bavail * system.f_frsize, system.f_favail
+    free = system.f_bavail * system.f_frsize
+    inodes = system.f_favail
     hint = "free some space, or set `storage` in the experiment to a larger file system"
-    room, wanted = size_text(free), size_text(size)
+    room = size_text(free)
+    wanted = size_text(size)
     space = f"{folder}: {room} free, about {wanted} needed for {experiment.name}"
     out = [checked(free > size, space, hint)]
     if not system.f_files:
@@ -313,7 +315,8 @@ def storage(experiment: Experiment) -> list[Finding]:
 def needs(experiment: Experiment) -> tuple[int, int]:
     """Estimate the bytes and files of the results that an experiment still lacks."""
     left = [run for run in experiment.runs.values() if not is_finished(experiment.folder(run.name))]
-    size, files = 0, FILES_PER_RUN * len(left)
+    size = 0
+    files = FILES_PER_RUN * len(left)
     for name, dataset in experiment.datasets.items():
         for split, given in dataset.splits.items():
             known = shards_of(experiment.shards(name, split))
@@ -350,7 +353,8 @@ def run_probe(root: Path, wanted: Resources, driver: int | None = None) -> list[
 
 def judge(seen: dict[str, Any], driver: int | None = None) -> list[Finding]:
     """Judge the ranks' reports, where the profile says a driver."""
-    ranks, count = seen["ranks"], len(seen["ranks"])
+    ranks = seen["ranks"]
+    count = len(seen["ranks"])
     versions = ", ".join(f"{name} {value}" for name, value in seen["versions"].items())
     where = counted(len({r["node"] for r in ranks}), "node")
     out = [Finding("ok", f"job on {where}, {count} ranks: {versions}")]
@@ -364,10 +368,12 @@ def judge(seen: dict[str, Any], driver: int | None = None) -> list[Finding]:
     else:
         out.append(Finding("note", "no GPU: ranks run on the CPU"))
     for found in sorted({r["driver"] for r in ranks if devices and r["driver"]}):
-        what, hint = f"NVIDIA driver {found}", "correct `driver` in the profile"
+        what = f"NVIDIA driver {found}"
+        hint = "correct `driver` in the profile"
         new_enough = driver is None or int(found.partition(".")[0]) >= driver
         out.append(checked(new_enough, what, hint, f"{what}, not {driver}"))
-    kind, slowest = "NCCL" if devices else "gloo", min(r["gigabytes"] for r in ranks)
+    kind = "NCCL" if devices else "gloo"
+    slowest = min(r["gigabytes"] for r in ranks)
     internet = "reach" if seen["internet"] else "have no"
     return [
         *out,

@@ -37,7 +37,8 @@ def check_words(words: Sequence[str], own: Sequence[str] = ()) -> None:
         UserError: an unknown option or target, an option without its value, or a value of `config`
             that the option of `maect run` would replace.
     """
-    parser, stderr = get_argument_parser(), io.StringIO()
+    parser = get_argument_parser()
+    stderr = io.StringIO()
     parser.allow_abbrev = False  # `--delete` would delete all output
     try:
         with redirect_stderr(stderr):

@@ -25,7 +25,9 @@ from maect.launch import Resources, Task, launch
 if TYPE_CHECKING:
     from maect.evaluate.store import FeatureFile
 
-BEFORE, HEAD, AFTER = "mae_tiny", "head_min_tiny", "ct_min_tiny"
+BEFORE = "mae_tiny"
+HEAD = "head_min_tiny"
+AFTER = "ct_min_tiny"
 EPOCHS = {AFTER: 12}
 """Of what is shorter than in the pipeline, which tunes for 25."""
 NUMBERS = "first_look.json"
@@ -109,7 +111,8 @@ def on_ranks(context: Context, *, runs: list[str], shards: list[str], identity: 
         files = [
             out / "features" / run.name / f"{Path(split).name}.safetensors" for split in shards
         ]
-        weights, resize = run / "encoder.safetensors", resize_of(run)
+        weights = run / "encoder.safetensors"
+        resize = resize_of(run)
         for split, file in zip(shards, files, strict=True):
             extract(context, encoder=weights, shards=split, out=file, resize=resize)
         if context.rank == 0:
@@ -125,7 +128,8 @@ class _Alone:
     """The context of one of several trainings in a job: it counts its own device time only."""
 
     def __init__(self, context: Context) -> None:
-        self._context, self._before = context, context.held_seconds()
+        self._context = context
+        self._before = context.held_seconds()
 
     def held_seconds(self) -> float:
         """Seconds x ranks since it began."""

@@ -229,10 +229,12 @@ def _import_as_resolved(path: Path) -> None:
     from maect.stages.imported import import_weights as convert
     from maect.stages.run import RunConfig
 
-    config, run = RunConfig.read(path), path.parent
+    config = RunConfig.read(path)
+    run = path.parent
     if config.weights is None or not isinstance(config.settings, Import):
         raise UserError(f"{path}: no `weights`: this run is not an import")
-    shape, settings = config.encoder, config.settings
+    shape = config.encoder
+    settings = config.settings
     with stamped(path, config):
         if is_imported(run, config.weights, settings, shape):
             print(f"{run}: imported before")
@@ -287,7 +289,8 @@ def features(
     from maect.tools import jobs
 
     if run.suffix == ".yaml":
-        config, path = FeaturesConfig.read(run), run
+        config = FeaturesConfig.read(run)
+        path = run
     elif shards is None or out is None:
         raise UserError(f"{run}: name the shards with --shards and the file to write with --out")
     elif out.suffix != ".safetensors":
@@ -297,7 +300,8 @@ def features(
         )
     else:
         need(run / "encoder.safetensors", "encoder")
-        encoder, path = encoder_settings(run), out.with_suffix(".yaml")
+        encoder = encoder_settings(run)
+        path = out.with_suffix(".yaml")
         given = {
             "run": run,
             "shards": shards,

@@ -140,7 +140,8 @@ def _as_saved(run: Path, nodes: int, where: Where) -> int:
         return nodes
     from maect.train.checkpoint import saved
 
-    states, devices = saved(run / "state"), where.resources.devices
+    states = saved(run / "state")
+    devices = where.resources.devices
     if not states:
         run_folder.check_not_lost(run)
     before = None
@@ -203,6 +204,7 @@ def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
             need(given, f"input {name!r}")
     result = Completion(path)
     task = Task("maect.evaluate.evaluation:evaluate", _given(config, path), result.identity)
-    out, job = path.with_suffix(".json"), path.with_suffix(".job")
+    out = path.with_suffix(".json")
+    job = path.with_suffix(".job")
     with stamped(path, config):
         where.run("evaluate", job, task, result.is_there, nodes, out)

@@ -70,7 +70,8 @@ class LogHandler(LogHandlerBase):
         """Begin to count the seconds of jobs, as on idle cores."""
         descriptor = getattr(self.settings, "terminal", 2)
         self.terminal = os.fdopen(descriptor, "w", closefd=False)
-        self.began, self.said = time.monotonic(), ""
+        self.began = time.monotonic()
+        self.said = ""
         self.total = self.done = 0.0
         self.jobs = self.jobs_done = 0
         self.least = math.inf

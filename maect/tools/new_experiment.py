@@ -57,7 +57,8 @@ def outlook(out: Path, device: Device) -> list[str]:
     """Return lines on an experiment's time on a device and on its results."""
     experiment = load(str(out))
     jobs = make_plan(all_jobs(experiment), experiment, device).jobs
-    total, training = wall(jobs), wall(job for job in jobs if job.stage in STAGES)
+    total = wall(jobs)
+    training = wall(job for job in jobs if job.stage in STAGES)
     encoders = [name for name, run in experiment.runs.items() if isinstance(run.settings, Tune)]
     is_long = total > 1.1 * own_training.HOUR
     quicker = " --quick writes an experiment for an hour." if is_long else ""
@@ -128,7 +129,8 @@ def evaluated(images: Images, held: set[str], val: int, size: str) -> tuple[list
     """Choose the evaluations that these images allow; return the others with reasons."""
     known = [entry for entry in images.entries if entry.label != UNLABELLED]
     classes = Counter(entry.label for entry in known if entry.name not in held)
-    protocols, left_out = ([Knn.name, LinearProbe.name] if classes else []), []
+    protocols = [Knn.name, LinearProbe.name] if classes else []
+    left_out = []
     shots = max(settings_of(LowShot, size).shots)
     if not classes:
         left_out.append("Without labels there is no accuracy to measure, but much to look at")
@@ -166,14 +168,17 @@ class Written:
             file = Path(folder) / "quick.yaml"
             write_text(file, self.text(chosen, public))
             experiment = load(str(file))
-        dataset, classes = experiment.default_dataset, len(self.images.classes) or 1000
+        dataset = experiment.default_dataset
+        classes = len(self.images.classes) or 1000
         facts = {split: SplitFacts(n, None, False, classes) for split, n in self.counts.items()}
         known = {experiment.shards(dataset, split): of for split, of in facts.items()}
         return make_plan(all_jobs(experiment), experiment, device, known).jobs
 
     def text(self, chosen: Chosen, public: str | None) -> str:
         """Return the file's text, by its template."""
-        images, size, n = self.images, chosen.size, self.counts["train"]
+        images = self.images
+        size = chosen.size
+        n = self.counts["train"]
         protocols, left_out = evaluated(images, self.held, self.counts["val"], size)
         probe: dict[str, Any] = {}
         if LinearProbe.name in protocols and chosen.probe == 0:
@@ -184,7 +189,8 @@ class Written:
             probe |= {"batch_size": batch} if batch < 1024 else {}
             if chosen.probe is not None:
                 probe |= {"epochs": chosen.probe, "warmup_epochs": chosen.probe // 10}
-        groups, clustered = len(images.classes), Clustering.name in protocols
+        groups = len(images.classes)
+        clustered = Clustering.name in protocols
         figures = ["umap"] if Umap.name in protocols else []
         figures += ["confusion", "cluster_retrieval", "neighbor_retrieval"] if clustered else []
         figures += ["training_curves", *([] if public else ["reconstructions"])]
@@ -228,7 +234,8 @@ class Written:
 
 def _trained(chosen: Chosen, n: int) -> dict[str, Any]:
     """Return settings of the runs, and comments on them."""
-    size, steps = chosen.size, chosen.epochs["ct_min"] * n // chosen.batch
+    size = chosen.size
+    steps = chosen.epochs["ct_min"] * n // chosen.batch
     recipe = cast(Tune, load_recipe("ct_min", size))
     queue = min(recipe.head.queue_size, power_of_two(n))
     average = min(recipe.encoder_ema, round(max(0.0, 1 - AVERAGED / max(1, steps)), 4))
@@ -285,7 +292,8 @@ def new_experiment(
                 f"{path}: experiments read what stands behind $ as the name of a variable; rename "
                 "the folder, or make a link to it"
             )
-    images, fewest = inspect_images(where, **how), own_images.FEWEST_VAL
+    images = inspect_images(where, **how)
+    fewest = own_images.FEWEST_VAL
     val, test = (
         inspect_images(descend(other, images.class_names), fewest, **how) if other else None
         for other in others
@@ -309,7 +317,8 @@ def new_experiment(
     written = Written(images, val, test, folder, lists, held, counts, remarks, skip_unreadable)
     n = counts["train"]
     size, pixels, why = own_training.encoder_for(images, public)
-    epochs, batch = own_training.lengths(size, n), own_training.tune_batch(size, n)
+    epochs = own_training.lengths(size, n)
+    batch = own_training.tune_batch(size, n)
     if public:
         del epochs["mae"]
     augmentations = ("min", "aug") if images.colored and quick is None else ("min",)

@@ -45,7 +45,8 @@ TEST = ("test", "testing", "test_set")
 INSPECTED = 200
 GRAY = 8  # levels that the channels of a grey JPEG may differ by
 HEADER = 4096  # bytes of a PNG, in which its kind is and what is before its pixels
-FEWEST, FEWEST_VAL = 200, 20
+FEWEST = 200
+FEWEST_VAL = 20
 MOST_NEAR = 50_000
 """Images that are decoded to find near-duplicates."""
 HELD_OUT = (10, 5, 3, 2)  # one image in this many, the first of them that gives enough
@@ -130,7 +131,9 @@ def _packed_splits(folder: Path) -> Splits:
                     return folder / f"{file.stem[: len(word)]}*{file.suffix}"
         return None
 
-    train, val, test = named(TRAIN), named(VAL), named(TEST)
+    train = named(TRAIN)
+    val = named(VAL)
+    test = named(TEST)
     if train is None:
         return folder, None, None
     return (train, test, None) if val is None else (train, val, test)
@@ -199,7 +202,9 @@ def inspect_images(
         _check_name(str(folder), entry.name)
     if len(entries) < fewest:
         raise UserError(f"{folder}: {len(entries)} images; at least {fewest} are needed")
-    inspected, sizes, faults = [], [], []
+    inspected = []
+    sizes = []
+    faults = []
     chosen = entries[:: math.ceil(len(entries) / INSPECTED)]
     for entry in chosen:
         try:
@@ -303,7 +308,8 @@ def _pixels(
         parts = [scaled(one.sample, span) if one.values else one.sample for one in inspected]
         parts = [part.repeat(channels // part.shape[1], axis=1) for part in parts]
         together = np.concatenate(parts).astype(np.float64) / 255
-        mean, std = together.mean(0).round(4), together.std(0).round(4).clip(0.01)
+        mean = together.mean(0).round(4)
+        std = together.std(0).round(4).clip(0.01)
         made |= {"mean": tuple(mean.tolist()), "std": tuple(std.tolist())}
         remarks.append(STATISTICS)
     return Pixels.model_validate(made), remarks

@@ -123,7 +123,8 @@ def quickest(first: Chosen, n: int, public: str | None, device: Device, planned:
         last = (size, pixels) == shapes[-1]
         if public is None and not last:
             # Pre-training alone may take too long: nothing else is measured then.
-            recipe, encoder = load_recipe("mae", size), load_encoder(size, pixels)
+            recipe = load_recipe("mae", size)
+            encoder = load_encoder(size, pixels)
             log.info("measuring a training step: %s at %d pixels", size, pixels)
             if fewest * n / device.images_per_second(recipe, encoder) > HOUR:
                 continue

@@ -63,11 +63,13 @@ class SplitFacts:
 
 def shards_of(folder: Path) -> SplitFacts:
     """Read the index of `shards/DATASET/SPLIT`."""
-    index, plan = seek_record(folder / "index.json"), seek_record(folder / "plan.json")
+    index = seek_record(folder / "index.json")
+    plan = seek_record(folder / "plan.json")
     if index:
         size = sum(shard["size"] for shard in index.get("shards", []))
         return SplitFacts(index["n"], size, True, len(index.get("class_names", [])) or 1000)
-    dataset, split = folder.parent.name, folder.name
+    dataset = folder.parent.name
+    split = folder.name
     images = plan.get("n") or KNOWN["images"].get(dataset, {}).get(split)
     return SplitFacts(images, KNOWN["bytes"].get(dataset, {}).get(split), False)
 
@@ -79,7 +81,8 @@ def listed(experiment: Experiment, dataset: str, split: str) -> SplitFacts | Non
     """
     from maect.data.shard_plan import planned
 
-    given, images = experiment.datasets[dataset].splits[split], experiment.images(dataset, split)
+    given = experiment.datasets[dataset].splits[split]
+    images = experiment.images(dataset, split)
     if given.images is None or not given.source.sharded:
         return None
     try:
@@ -168,7 +171,8 @@ def measured(
         if (result := EvaluationRecord.seek(file)) is None:
             continue
         about = result.provenance.get("protocol"), result.settings.get("size")
-        speeds, device = result.metrics.get("samples_per_second", {}), result.metrics.get("device")
+        speeds = result.metrics.get("samples_per_second", {})
+        device = result.metrics.get("device")
         if device is None or (device == "cpu") != on_cpu:
             continue
         if about == (Throughput.name, size) and stage.name in speeds:
@@ -344,19 +348,24 @@ def _note_shards(plan: Plan, experiment: Experiment, dataset: str, split: str) -
 
 
 def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
-    run, resources = experiment.runs[job.wildcards["run"]], job.resources
+    run = experiment.runs[job.wildcards["run"]]
+    resources = job.resources
     config = resolve.run_config(experiment, run.name)
-    encoder, (stage, computing, folder) = run.encoder, config.training(run.name)
-    devices, step = devices_of(resources), stage.flops_per_image(encoder) * stage.batch_size
+    encoder = run.encoder
+    (stage, computing, folder) = config.training(run.name)
+    devices = devices_of(resources)
+    step = stage.flops_per_image(encoder) * stage.batch_size
     gpu = str(resources.get("gpu") or "")
-    asked, relative = str(resources["nodes"]), relative_speed(gpu)
+    asked = str(resources["nodes"])
+    relative = relative_speed(gpu)
     nodes = training_nodes(asked, devices, stage.batch_size, step, relative)
     online = experiment.spec.online_evaluation is not None
     computing, fitted = _fitted(stage, computing, encoder, nodes, devices, gpu, online)
     shards = plan.shards(folder)
     speed = measured(experiment.root, stage, run.size, encoder, device.name == "cpu")
     left = _left(plan, experiment, config)
-    seconds, source = None, ""
+    seconds = None
+    source = ""
     if shards.images is None:
         plan.unknown.add(f"images of {run.dataset} {run.split}")
     else:
@@ -365,7 +374,8 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
             scored = left * stage.epochs * (plan.shards(config.test).images or 0)
             images += scored * encode_flops(encoder) / stage.flops_per_image(encoder)
         if speed:
-            seconds, source = images / (speed[0] * nodes * devices), f"measured in {speed[1]}"
+            seconds = images / (speed[0] * nodes * devices)
+            source = f"measured in {speed[1]}"
         else:
             seconds = images / device.images_per_second(stage, encoder, nodes * devices)
             source = device.source_of(stage, encoder)
@@ -379,7 +389,8 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
 
 def _left(plan: Plan, experiment: Experiment, config: RunConfig) -> float:
     """Return the part of a training's steps that is left: all if its last job was another's."""
-    folder, weights = experiment.folder(config.run), dict[str, str]()
+    folder = experiment.folder(config.run)
+    weights = dict[str, str]()
     job = record.read_job(folder)
     if job is None or config.shards is None:
         return 1.0
@@ -436,8 +447,10 @@ def _features(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
 
 
 def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
-    run, name = job.wildcards["run"], job.wildcards["evaluation"]
-    settings, dataset = experiment.evaluation(run, name), experiment.dataset_of(name)
+    run = job.wildcards["run"]
+    name = job.wildcards["evaluation"]
+    settings = experiment.evaluation(run, name)
+    dataset = experiment.dataset_of(name)
 
     def images(split: str) -> int:
         count = plan.shards(experiment.shards(dataset, split)).images
@@ -445,7 +458,8 @@ def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device
             raise KeyError(f"{dataset} {split}")
         return count
 
-    flops, unknown = None, False
+    flops = None
+    unknown = False
     try:
         flops = settings.flops(experiment.runs[run].encoder, images)
     except KeyError as error:
@@ -472,7 +486,8 @@ def _on_devices(
     job: RuleJob, name: str, flops: float | None, precision: str, device: Device, **more: Any
 ) -> PlannedJob:
     """Estimate a job that encodes images; its precision decides the speed of all but CPUs."""
-    nodes, devices = fixed_nodes(str(job.resources["nodes"])), devices_of(job.resources)
+    nodes = fixed_nodes(str(job.resources["nodes"]))
+    devices = devices_of(job.resources)
     rate = device.together(nodes * devices)
     rate *= 1 if device.name == "cpu" else SPEEDS[precision]
     start = LEAST if is_here(job) else 0.0  # hours elsewhere, which do not show it
@@ -498,7 +513,8 @@ def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
     Of a variable that is not set there is one line, with all that is looked for there.
     """
     unset: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    others, pairs = [], []
+    others = []
+    pairs = []
 
     def note(faults: list[str], what: str, path: Path | None) -> None:
         names = tuple(starting.unset_variables(path)) if faults and path is not None else ()

@@ -147,7 +147,8 @@ def batch_to_measure(stage: WithoutLabels, encoder: Encoder, operations: float) 
 
 def busy() -> list[str]:
     """Return a line if other programs kept this machine's cores busy in the last minute."""
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    cores = len(os.sched_getaffinity(0))
     if load < 1.5 * cores:
         return []
     return [

@@ -129,10 +129,12 @@ def status_of(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluste
     """Return the status of one folder that a job works in."""
     run: RunRecord | None = None
     try:
-        job, note = record.read_job(folder), ""
+        job = record.read_job(folder)
+        note = ""
         run = RunRecord.of(folder) if done else None
     except (UserError, OSError) as error:
-        job, note = None, str(error)
+        job = None
+        note = str(error)
     if run and job and job.state != "ended" and not job.computes(run.fingerprint):
         run, done = None, False  # it is made again, by another recipe
     report = record.progress(folder, job)
@@ -146,7 +148,8 @@ def status_of(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluste
     useful = timing["useful_seconds"] / held if held else None
     known = Status(name, "", "done", 1.0, None, None, loss, knn, None, number, note)
     if run is not None:
-        speed, useful = run.images_per_second, run.useful_part
+        speed = run.images_per_second
+        useful = run.useful_part
         return replace(known, stage=run.stage, speed=speed, useful=useful)
     if done:
         return known
@@ -203,7 +206,8 @@ def columns(lines: list[Status], width: int | None = None) -> list[str]:
     Args:
         width: of the terminal, in characters; None: names and all columns whole.
     """
-    titles, bar = shown_titles(lines), True
+    titles = shown_titles(lines)
+    bar = True
     table = _table(lines, titles, bar)
     while width is not None and max(map(len, table)) > width:
         narrow = [title for title in FIRST_TO_GO if title in titles]
