@@ -38,7 +38,7 @@ OF_THE_SYSTEM = {
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
     """Print what completes commands and options in a shell.
 
-    Example: `maect completion bash > ~/.local/share/bash-completion/completions/maect`
+    `maect completion bash > ~/.local/share/bash-completion/completions/maect`
     """
     print(build_app().generate_completion(shell=shell))
 

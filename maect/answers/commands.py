@@ -50,7 +50,7 @@ def embed(
 ) -> None:
     """Compute a vector for each image, or for new images only if the file is there.
 
-    Example: `maect embed dinov2_small photos`
+    `maect embed dinov2_small photos`
 
     Args:
         out: X.parquet, which cluster and search read; X.csv; or X.npy, with X.files.csv (default
@@ -92,7 +92,7 @@ def cluster(
 ) -> None:
     """Group images by their vectors, without labels.
 
-    Example: `maect cluster birds.parquet --out groups`
+    `maect cluster birds.parquet --out groups`
 
     Args:
         index: a .parquet that maect embed wrote.
@@ -127,7 +127,7 @@ def search(
 ) -> None:
     """Find the images that are most like a given one.
 
-    Example: `maect search results/birds/runs/ct_min birds.parquet photo.jpg --count 5`
+    `maect search results/birds/runs/ct_min birds.parquet photo.jpg --count 5`
 
     Args:
         index: a .parquet that maect embed wrote with it.
@@ -161,7 +161,7 @@ def audit(
 ) -> None:
     """Find duplicates and near-duplicates across splits.
 
-    Example: `maect audit results/birds/runs/ct_min`
+    `maect audit results/birds/runs/ct_min`
 
     Args:
         run: folder of a run whose features were extracted.
@@ -204,7 +204,7 @@ def duplicates(
 ) -> None:
     """List the images of a folder that are most alike.
 
-    Example: `maect duplicates photos --out twice`
+    `maect duplicates photos --out twice`
 
     Args:
         what: images, or a .parquet that maect embed wrote.
@@ -222,7 +222,7 @@ def duplicates(
 def sort(table: Path, images: Path, out: Path, /, *, link: bool = False) -> None:
     """Copy or link images into a folder for each group or class.
 
-    Example: `maect sort groups/clusters.csv photos sorted --link`
+    `maect sort groups/clusters.csv photos sorted --link`
 
     Args:
         table: clusters.csv, or a .csv of maect predict.
@@ -251,7 +251,7 @@ def predict(
 ) -> None:
     """Name the class of each image.
 
-    Example: `maect predict results/birds/runs/ct_min new_photos --out classes.csv`
+    `maect predict results/birds/runs/ct_min new_photos --out classes.csv`
 
     Args:
         out: table to write, X.csv.
@@ -309,7 +309,7 @@ def export(
 ) -> None:
     """Write an encoder for timm, transformers and the Hugging Face hub.
 
-    Example: `maect export results/digits/runs/ct_min_tiny exported`
+    `maect export results/digits/runs/ct_min_tiny exported`
 
     Args:
         run: folder of the run.
@@ -339,7 +339,7 @@ def publish(
 ) -> None:
     """Write the folder of a Hugging Face hub repository.
 
-    Example: `maect publish results/digits/runs/ct_min_tiny repository --repository USER/NAME`
+    `maect publish results/digits/runs/ct_min_tiny repository --repository USER/NAME`
 
     Args:
         run: folder of the run.

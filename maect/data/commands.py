@@ -42,7 +42,7 @@ def shard(
 ) -> None:
     """Write images as webdataset tars with an index.
 
-    Example: `maect shard photos/train shards/train --shards 4`
+    `maect shard photos/train shards/train --shards 4`
 
     Args:
         source: the images: a folder or archive of the given kind; or the config.yaml of shards.
@@ -121,7 +121,7 @@ def _for_files(stated: dict[str, Any]) -> dict[str, Any]:
 def retrieve(what: str, out: Path, /) -> None:
     """Download public data or weights.
 
-    Example: `maect retrieve mae_base weights`
+    `maect retrieve mae_base weights`
 
     Args:
         what: digits, or a name from docs/data.md or docs/weights.md.

@@ -49,7 +49,7 @@ def run(
 
     Other words, such as a target, -n or --cores 4, are passed to Snakemake.
 
-    Example: `maect run digits --cores 2`
+    `maect run digits --cores 2`
 
     Args:
         words: for Snakemake: targets and its options.
@@ -144,7 +144,7 @@ def demo() -> int:
 def resolve(experiment: Name, /, *, config: Config = ()) -> None:
     """Write the settings file of every job of an experiment.
 
-    Example: `maect resolve digits`
+    `maect resolve digits`
     """
     from maect.experiment import load
     from maect.experiment.resolve import files
@@ -172,7 +172,7 @@ def compare(
 ) -> None:
     """Compare encoders on folders of images, without training.
 
-    Example: `maect compare results/birds/runs/mae results/birds/runs/ct_min --images photos`
+    `maect compare results/birds/runs/mae results/birds/runs/ct_min --images photos`
 
     Args:
         images: CLASS/IMAGE, maybe below train/ and val/, or images without classes; an archive or a
@@ -199,7 +199,7 @@ def compare(
 def page(config: Path, /) -> None:
     """Make one page of a report: a table, a figure, claims, data sets, images or summary.
 
-    Example: `maect page results/digits/tables/low_shot.yaml`
+    `maect page results/digits/tables/low_shot.yaml`
 
     Args:
         config: the resolved file.
@@ -212,7 +212,7 @@ def page(config: Path, /) -> None:
 def status(root: Sequence[Path] = (), /, *, every: bool = False) -> None:
     """Show the state of every run.
 
-    Example: `maect status results/digits`
+    `maect status results/digits`
 
     Args:
         root: results folder; default: results/*.
@@ -244,7 +244,7 @@ def new_experiment(
 ) -> None:
     """Write an experiment for your own images.
 
-    Example: `maect new-experiment --images photos --out birds.yaml --quick`
+    `maect new-experiment --images photos --out birds.yaml --quick`
 
     Args:
         images: CLASS/IMAGE, or images without classes, either maybe below train/, val/ and test/;
@@ -296,7 +296,7 @@ def plan(
 ) -> None:
     """Estimate what is left to run: jobs, hours, storage.
 
-    Example: `maect plan --experiment digits --profile juwels`
+    `maect plan --experiment digits --profile juwels`
 
     Args:
         target: files or rules, as for Snakemake (default: the whole report).
@@ -357,7 +357,7 @@ def doctor(
 ) -> None:
     """Check whether this machine or cluster is ready.
 
-    Example: `maect doctor --profile juwels --experiment paper`
+    `maect doctor --profile juwels --experiment paper`
 
     Args:
         no_job: only the checks that need no job.
@@ -373,7 +373,7 @@ def doctor(
 def show(root: Root, /) -> None:
     """Print the tables of a results folder.
 
-    Example: `maect show results/digits`
+    `maect show results/digits`
     """
     from maect.report.render import show as tables
 
@@ -393,7 +393,7 @@ def verify(
 
     Cells of tables, by name or drawn at random.
 
-    Example: `maect verify docs/results/digits low_shot.ct_min.knn`
+    `maect verify docs/results/digits low_shot.ct_min.knn`
 
     Args:
         published: such as docs/results/digits.
@@ -413,7 +413,7 @@ def verify(
 def clean(root: Root, /, *, remove: bool = False) -> None:
     """List training states that are no longer needed, or remove them.
 
-    Example: `maect clean results/digits --remove`
+    `maect clean results/digits --remove`
 
     Args:
         remove: remove them; without it they are only listed.
@@ -426,7 +426,7 @@ def clean(root: Root, /, *, remove: bool = False) -> None:
 def schema() -> None:
     """Print the JSON schema of experiment files, for editors.
 
-    Example: `maect schema > experiment.schema.json`
+    `maect schema > experiment.schema.json`
     """
     import json
 

@@ -147,7 +147,7 @@ def train(
 ) -> None:
     """Train a run, or resume it.
 
-    Example: `maect train mae/config.yaml settings.epochs=10 --out mae10/config.yaml`
+    `maect train runs/mae/config.yaml settings.epochs=9 --out runs/mae9/config.yaml`
 
     Args:
         config: the run's resolved file; results go beside it.
@@ -194,7 +194,7 @@ def import_weights(
 ) -> None:
     """Turn downloaded weights into a run.
 
-    Example: `maect import weights/mae_pretrain_vit_base.pth results/mine/runs/mae_base`
+    `maect import weights/mae_pretrain_vit_base.pth results/mine/runs/mae_base`
 
     Args:
         weights: a checkpoint, as published; or the resolved file of a run that imports one, alone.
@@ -269,7 +269,7 @@ def features(
 ) -> None:
     """Compute an encoder's features of a split.
 
-    Example: `maect features results/birds/runs/ct_min --shards shards/val --out val.safetensors`
+    `maect features results/birds/runs/ct_min --shards val --out val.safetensors`
 
     Args:
         run: folder of the run; or the resolved file of features, alone.
@@ -329,8 +329,7 @@ def evaluate(
 ) -> None:
     """Evaluate an encoder in one way.
 
-    Example:
-    `maect evaluate evaluations/mae/knn.yaml settings.k=5 --out evaluations/mae/k5.yaml`
+    `maect evaluate evaluations/mae/knn.yaml settings.k=5 --out mine/k5.yaml`
 
     Args:
         config: the evaluation's resolved file; the result goes beside it, as JSON.
