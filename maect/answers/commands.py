@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from cyclopts.types import PositiveInt
+from cyclopts.validators import Number
 
 from maect.core.errors import UserError, counted
 from maect.core.files import RUN, need, read_json, write_text
@@ -17,6 +17,7 @@ from maect.data.commands import StatedPixels
 
 log = logging.getLogger(__name__)
 
+Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 LARGE = "*.safetensors filter=lfs diff=lfs merge=lfs -text"
 """Line of `.gitattributes`, by which the hub keeps weights apart from other files."""
 ENCODER = "folder of a run, or one that maect export wrote; or a public encoder's name"
@@ -24,7 +25,7 @@ Encoder = Annotated[Path, Parameter(help=ENCODER)]
 Images = Annotated[Path, Parameter(help="a folder, or a .csv or .tsv table with a column path")]
 Kind = Annotated[str | None, Parameter(help="what IMAGES is, if something else (docs/data.md)")]
 BatchSize = Annotated[
-    PositiveInt | None, Parameter(help="on the device (default: as many as suit it, at most 256)")
+    Positive | None, Parameter(help="on the device (default: as many as suit it, at most 256)")
 ]
 Device = Annotated[
     str | None, Parameter(help="such as cpu or cuda:1; by default a GPU where there is one")
@@ -85,9 +86,9 @@ def cluster(
     /,
     *,
     out: Path,
-    groups: PositiveInt | None = None,
+    groups: Positive | None = None,
     method: Literal["graph", "kmeans", "hdbscan"] | None = None,
-    smallest: PositiveInt | None = None,
+    smallest: Positive | None = None,
     images: Path | None = None,
 ) -> None:
     """Group images by their vectors, without labels.
@@ -121,7 +122,7 @@ def search(
     image: Sequence[str],
     /,
     *,
-    count: PositiveInt = 10,
+    count: Positive = 10,
     device: Device = None,
     pixels: StatedPixels = None,
 ) -> None:
@@ -198,7 +199,7 @@ def duplicates(
     /,
     *,
     out: Path,
-    count: PositiveInt = 50,
+    count: Positive = 50,
     images: Path | None = None,
     pixels: StatedPixels = None,
 ) -> None:

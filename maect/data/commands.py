@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from cyclopts.types import PositiveInt
+from cyclopts.validators import Number
 
 from maect.core.errors import UserError
 
@@ -36,7 +36,7 @@ def shard(
     pixels: StatedPixels = None,
     classes: str | None = None,
     only: str | None = None,
-    threads: PositiveInt | None = None,
+    threads: Annotated[int, Parameter(validator=Number(gte=1))] | None = None,
     verify: bool = False,
     log: Path | None = None,
 ) -> None:

@@ -12,12 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-import psutil  # not in the handler of a signal: a second one would find half of it
 from cyclopts import Parameter
-from cyclopts.types import PositiveInt
 from cyclopts.validators import Number
 
-from maect.answers.commands import ENCODER, Device
+from maect.answers.commands import ENCODER, Device, Positive
 from maect.core.errors import UserError
 from maect.core.files import PIPELINE, need
 from maect.core.processes import environment
@@ -88,6 +86,8 @@ def snakemake(
     `config` has `KEY=VALUE` in place of what the experiment says. With `log` all lines go there,
     and the terminal has those of the logger plugin.
     """
+    import psutil  # noqa: F401 (not first in a signal's handler: a second signal finds half of it)
+
     from maect.experiment.profile import find_profile
     from maect.experiment.working_folder import check_working_folder
 
@@ -126,6 +126,8 @@ def snakemake(
 
 def _interrupt(pid: int) -> None:
     """Interrupt a process and its descendants in this process group, as Ctrl-C would."""
+    import psutil
+
     with suppress(psutil.Error):
         started = psutil.Process(pid)
         for one in (started, *started.children(recursive=True)):
@@ -165,7 +167,7 @@ def compare(
     images: Annotated[Sequence[str], Parameter(metavar="FOLDER")],
     out: Path = Path("compared"),
     device: Device = None,
-    threads: PositiveInt | None = None,
+    threads: Positive | None = None,
     real_labels: Annotated[Path | None, Parameter(metavar="FILE")] = None,
     geometry: bool = False,
     pixels: StatedPixels = None,

@@ -140,7 +140,7 @@ def test_status_of_all_experiments_names_those_without_a_run(
             "See maect search --help.",
         ),
         ("plan --utilisation 5", 'Invalid value "5.0" for --utilisation. Must be <= 1.'),
-        ("duplicates photos --out a --count 0", 'Invalid value "0" for --count. Must be > 0.'),
+        ("duplicates photos --out a --count 0", 'Invalid value "0" for --count. Must be >= 1.'),
         ("duplicates photos --out a --count x", 'unable to convert "x" into int.'),
         ("duplicates photos", 'Command "duplicates" parameter --out requires an argument.'),
         ("duplicates --out a", 'Command "duplicates" parameter WHAT requires an argument.'),
@@ -252,7 +252,7 @@ def test_examples_of_help_are_understood_and_stand_on_one_line(
     count = 0
     for command in COMMANDS:
         cli.main([command, "--help"])
-        for words in re.findall(rf"(maect {command} .*)", capsys.readouterr().out):
+        for words in re.findall(rf"^(maect {command} .*)", capsys.readouterr().out, re.M):
             count += 1
             given = words.partition(">")[0].split()[1:]
             function, *_ = cli.build_app().parse_args(given, exit_on_error=False, print_error=False)
@@ -303,8 +303,23 @@ def test_an_interruption_before_the_first_job_is_a_line(end: str, tmp_path: Path
 
 def test_a_signal_does_not_find_half_of_a_module() -> None:
     """A second signal during an import in the first one's handler stopped nothing."""
-    code = "import sys, maect.tools.commands; assert 'psutil' in sys.modules"
+    code = """
+import signal, sys
+from maect.tools.commands import snakemake
+def install(number, handler):
+    assert "psutil" in sys.modules
+    raise SystemExit
+signal.signal = install
+snakemake("digits", "local", (), ["--version"])
+raise AssertionError("no handler")
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_name_in_brackets_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["status", "[1]", '{"a": 1}']
+    _, bound, _ = cli.build_app().parse_args(words, exit_on_error=False, print_error=False)
+    assert bound.args == ([Path("[1]"), Path('{"a": 1}')],)
 
 
 def test_help_waits_for_nothing() -> None:
