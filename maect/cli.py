@@ -39,6 +39,9 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
     """Print what completes commands and options in a shell.
 
     `maect completion bash > ~/.local/share/bash-completion/completions/maect`
+
+    Args:
+        shell: the shell that you use.
     """
     print(build_app().generate_completion(shell=shell))
 

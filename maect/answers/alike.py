@@ -1,7 +1,7 @@
 """Find pairs of images: equal files, links, and pairs that are more alike than random ones.
 
-`maect duplicates` and `maect audit` both collect `Images`, of a folder or of the splits of a data
-set, and list what `find_pairs` returns.
+`maect duplicates` and `maect audit` both collect `SearchedImages`, of a folder or of the splits of
+a data set, and list what `find_pairs` returns.
 
 How alike two different images may be depends on the images: scans of digits have cosines and
 hashes that only copies of photographs have. So the border is found in random pairs. Few of them are
@@ -74,7 +74,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Images:
+class SearchedImages:
     """The images to search, those of a split together.
 
     Attributes:
@@ -119,7 +119,7 @@ class Found:
 
 
 def find_pairs(
-    images: Images,
+    images: SearchedImages,
     others: int = 0,
     within: bool = True,
     least: float | None = None,
@@ -185,7 +185,7 @@ def _order(pair: Pair, bits: int | None) -> tuple[bool, float, int, str, str]:
 
 
 def _pair(
-    images: Images, i: int, j: int, exact: bool = False, link: str = "", near: bool = False
+    images: SearchedImages, i: int, j: int, exact: bool = False, link: str = "", near: bool = False
 ) -> Pair:
     """Return what two images have in common."""
     bits = None
@@ -203,7 +203,7 @@ def _pair(
 
 
 def _equal_files(
-    images: Images, files: list[int], within: bool
+    images: SearchedImages, files: list[int], within: bool
 ) -> tuple[list[tuple[int, int]], Rows]:
     """Return the pairs of equal files, and of each split one of those that are equal."""
     linked_to = {i for i, _ in images.links.values()}
@@ -229,7 +229,7 @@ def _equal_files(
     return sorted(pairs), np.array(sorted(kept), np.int64)
 
 
-def _are_linked(images: Images, i: int, j: int) -> bool:
+def _are_linked(images: SearchedImages, i: int, j: int) -> bool:
     """Return whether one of two images is listed as a link to the other."""
     return images.links.get(i, (-1,))[0] == j or images.links.get(j, (-1,))[0] == i
 
@@ -276,7 +276,7 @@ def _near(
             yield int(rows[i]), int(others[j]), product
 
 
-def _most_alike_of(images: Images, kept: Rows, count: int) -> set[tuple[int, int]]:
+def _most_alike_of(images: SearchedImages, kept: Rows, count: int) -> set[tuple[int, int]]:
     """Return the pairs of images that are most alike, by vectors, or without them by hashes."""
     if images.vectors is not None:
         rows = images.vectors[kept]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from maect.answers.alike import Found, Images, Pair, find_pairs, linked_names
+from maect.answers.alike import Found, Pair, SearchedImages, find_pairs, linked_names
 from maect.answers.duplicates import write_pairs
 from maect.answers.vectors import jpeg_uri
 from maect.core.errors import UserError
@@ -102,7 +102,7 @@ def audit(
         of_split += [split.name] * len(own)
         files += _files(split.index, own)
     features = np.concatenate([split.features.all() for split in splits])
-    images = Images(
+    images = SearchedImages(
         names, _digests(splits), of_split, linked_names(files, of_split),
         vectors=comparable(features, scale_of(features)),
     )  # fmt: skip

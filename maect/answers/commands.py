@@ -99,6 +99,8 @@ def cluster(
         index: a .parquet that maect embed wrote.
         out: folder of the table and the page.
         groups: how many, by k-means (default: as many as a graph of neighbours has).
+        method: communities in a graph of neighbours, k-means, or HDBSCAN, which leaves outliers
+            in no group (default: kmeans with --groups, else graph).
         smallest: fewest images of a group, for hdbscan.
         images: where the images are, if they have moved.
     """

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.answers.alike import BITS, Found, Images, find_pairs, linked_names
+from maect.answers.alike import BITS, Found, SearchedImages, find_pairs, linked_names
 from maect.answers.vectors import Vectors, is_index, open_images, thumbnail, write_rows
 from maect.core.errors import UserError, counted, reason
 from maect.core.files import write_json, write_text
@@ -139,7 +139,7 @@ class _Read:
         return cls(hashlib.sha256(data).digest(), *hashes, facts_of(seen))
 
 
-def images_of(seen: Hashed, vectors: Vectors | None = None) -> Images:
+def images_of(seen: Hashed, vectors: Vectors | None = None) -> SearchedImages:
     """Return the images of a folder, to be searched for pairs.
 
     Args:
@@ -152,7 +152,7 @@ def images_of(seen: Hashed, vectors: Vectors | None = None) -> Images:
         rows = comparable(vectors.values, scale_of(vectors.values))
         rows = rows[[position[name] for name in names]]
     splits = [""] * len(names)
-    return Images(names, seen.digests, splits, seen.links, seen.hashes, seen.mirrored, rows)
+    return SearchedImages(names, seen.digests, splits, seen.links, seen.hashes, seen.mirrored, rows)
 
 
 def groups_of(seen: Hashed) -> list[int]:
