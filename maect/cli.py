@@ -190,11 +190,11 @@ def run(arguments: Sequence[str] | None) -> int:
         except RuntimeError as error:
             if "torch" not in sys.modules:  # it did not compute
                 raise
-            from maect.core.distributed import in_general, memory_fault
+            from maect.core.distributed import memory_fault, out_of_memory_advice
 
             if (said := memory_fault(error)) is None:
                 raise
-            log.error("maect %s: %s", name, in_general(said))
+            log.error("maect %s: %s", name, out_of_memory_advice(said))
             return 2
         except KeyboardInterrupt:
             log.error("maect %s: interrupted", name)

@@ -344,7 +344,7 @@ def embed_into(
     check_format(out, inputs=[images])
     work = Work(encoder, images, kind, batch_size)
     if not afresh:
-        work.know(out)
+        work.reuse_vectors(out)
     folder = parts_of(out)
     count = work.compute(folder)
     write_vectors(out, (part for part in work.parts(folder) if part.files), count)
@@ -397,7 +397,7 @@ class Work:
         self.known: dict[str, Array] = {}
         self.said = time.monotonic()
 
-    def know(self, out: Path) -> None:
+    def reuse_vectors(self, out: Path) -> None:
         """Take over the vectors of a file as far as they are those of the same images.
 
         UserError: it has those of another encoder or folder, which may have taken hours, or does

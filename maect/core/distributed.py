@@ -187,13 +187,13 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def in_general(said: str) -> str:
+def out_of_memory_advice(said: str) -> str:
     """Return advice for memory that is too small, whatever computes on it."""
     return f"out of memory: {said}; end other programs on the GPU, or take one with more memory"
 
 
 @contextmanager
-def explain_out_of_memory(explain: Callable[[str], str] = in_general) -> Iterator[None]:
+def explain_out_of_memory(explain: Callable[[str], str] = out_of_memory_advice) -> Iterator[None]:
     """Turn every error of memory that is too small, pinned or a device's, into one line.
 
     Args:
@@ -244,12 +244,12 @@ def process_group(context: Context) -> Iterator[None]:
         yield
         return
     join(context, "cpu:gloo,cuda:nccl" if uses_gpus() else "gloo", SHARE_TIMEOUT)
-    with left_in_peace():
+    with destroy_group_after():
         yield
 
 
 @contextmanager
-def left_in_peace() -> Iterator[None]:
+def destroy_group_after() -> Iterator[None]:
     """Leave the process group at the end of the block, but not where this rank fails on a GPU.
 
     NCCL's end would wait for ranks that wait for this one. Its error ends the process, and with it
@@ -264,7 +264,7 @@ def left_in_peace() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def moved(values: Tensor, device: torch.device) -> Tensor:
+def to_device_async(values: Tensor, device: torch.device) -> Tensor:
     """Copy values to a device through pinned memory, which lives until the device has finished.
 
     Memory that is not pinned may be copied while somebody else has it already, where a GPU reads

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maect.core.distributed import moved
+from maect.core.distributed import to_device_async
 from maect.core.errors import UserError
 from maect.data.decode import UnreadableError
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
@@ -59,7 +59,7 @@ class Batch:
         else:
             values = dict(zip(names, self.images, strict=True))
             values |= _numbers(self.ids, self.labels) | draw(self.epochs, self.ids)
-            values = {name: moved(value, device) for name, value in values.items()}
+            values = {name: to_device_async(value, device) for name, value in values.items()}
         return [values.pop(name) for name in names], values
 
     def part(self, rows: slice) -> "Batch":

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 from torch import Tensor
 
-from maect.core.distributed import moved
+from maect.core.distributed import to_device_async
 from maect.data import random
 from maect.recipes import IMAGENET, Pixels, View
 
@@ -233,7 +233,7 @@ def _change(
     """Put `change(images, rows)` in place of the chosen rows, which are known without waiting."""
     rows = np.flatnonzero(chosen)
     if len(rows):
-        index = moved(torch.from_numpy(rows), x.device)
+        index = to_device_async(torch.from_numpy(rows), x.device)
         x.index_copy_(0, index, change(x.index_select(0, index), rows))
 
 
@@ -271,8 +271,8 @@ def jitter(
         ],
         axis=1,
     )
-    index = moved(torch.from_numpy(rows), x.device)
-    parameters = moved(torch.from_numpy(table.astype(np.float32)), x.device)
+    index = to_device_async(torch.from_numpy(rows), x.device)
+    parameters = to_device_async(torch.from_numpy(table.astype(np.float32)), x.device)
     parameters = parameters[:, :, None, None, None]
     y = x.index_select(0, index)
     late = [int((before[rows] > number).sum()) for number in range(3)]
@@ -340,7 +340,7 @@ _REACH = int(np.ceil(4 * SIGMA[1]))
 
 def _blur_matrix(sigma: NDArray[np.float64], size: int, device: torch.device) -> Tensor:
     """[b, size, size]: row i holds the weights of output pixel i."""
-    table = moved(_blur_table(sigma), device)
+    table = to_device_async(_blur_table(sigma), device)
     return table.index_select(1, _blur_index(size, device)).view(-1, size, size)
 
 
@@ -463,12 +463,12 @@ def erase(
             # On the CPU, so that the noise does not depend on the device.
             noise.append(torch.randn(channels * height * width, generator=generator))
     if noise:
-        ends = moved(torch.from_numpy(boxes), images.device)
+        ends = to_device_async(torch.from_numpy(boxes), images.device)
         top, bottom, left, right = ends.T[..., None, None]
         down, across = (torch.arange(side, device=images.device) for side in (rows, columns))
         inside = (down >= top) & (down < bottom)
         inside = inside.transpose(1, 2) & (across >= left) & (across < right)
-        filling = moved(torch.cat(noise), images.device)
+        filling = to_device_async(torch.cat(noise), images.device)
         images.masked_scatter_(inside[:, None], filling)  # row by row, as the noise was drawn
     return images
 

@@ -120,7 +120,7 @@ class Encoding:
     def _ready(self, images: Tensor) -> Tensor:
         from maect.data.transforms import normalize
 
-        images = distributed.moved(images, self.device)
+        images = distributed.to_device_async(images, self.device)
         if images.dtype == torch.uint8:
             images = normalize(images, self.settings.pixels)
         return images

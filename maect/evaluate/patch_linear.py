@@ -110,11 +110,11 @@ class PatchLinear(Masked, ByUpdates):
         assert isinstance(probe, Segmenter)
         device = trial.encoding.device
         for found in crops(probe.train, probe.places, self, trial.context, start, steps):
-            images = normalize(distributed.moved(found.images, device), probe.pixels)
+            images = normalize(distributed.to_device_async(found.images, device), probe.pixels)
             for image, (height, width) in zip(images, found.sides.tolist(), strict=True):
                 image[:, height:], image[:, :, width:] = 0, 0
             probe.drawn(found.epochs, found.ids)
-            yield images, distributed.moved(found.targets, device)
+            yield images, distributed.to_device_async(found.targets, device)
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse a number of processes that does not divide the batch."""

@@ -145,9 +145,9 @@ class OnCrops(TrainsProbe):
             steps=steps,
             threads=trial.context.cpus,
         ):
-            images = distributed.moved(batch.images[0][0], device)
+            images = distributed.to_device_async(batch.images[0][0], device)
             x = augment(images, view, 0, self.seed, batch.epochs, batch.ids, encoder.pixels)
-            yield x, distributed.moved(probe.targets(batch, images), device)
+            yield x, distributed.to_device_async(probe.targets(batch, images), device)
 
 
 class ByEpochs(OnCrops):

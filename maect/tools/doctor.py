@@ -51,7 +51,7 @@ class Finding:
     hint: str = ""
 
 
-def checked(holds: bool, what: str, hint: str, fault: str = "") -> Finding:
+def result_of_check(holds: bool, what: str, hint: str, fault: str = "") -> Finding:
     """Return the line of a check: ok, or its `fault` (else `what` again) with a hint."""
     return Finding("ok", what) if holds else Finding("FAIL", fault or what, hint)
 
@@ -159,7 +159,7 @@ def driver(said: int | None) -> list[Finding]:
         hint = "`nvidia-smi` on a compute node shows it: write the number as `driver` there"
         return [Finding("note", f"{what}; the site's is unknown", hint)]
     hint = "install wheels of an older CUDA: docs/gpu.md, Drivers"
-    return [checked(said >= needed, f"{what}; the site has {said}", hint)]
+    return [result_of_check(said >= needed, f"{what}; the site has {said}", hint)]
 
 
 def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
@@ -261,7 +261,9 @@ def wall_limits(rules: dict[str, dict[str, Any]]) -> list[Finding]:
             out.append(Finding("note", f"{what}; SLURM says no wall limit"))
         else:
             hint = "lower `runtime` in the profile: longer trainings save and are queued again"
-            out.append(checked(minutes <= limit, f"{what}; the wall limit is {limit}", hint))
+            out.append(
+                result_of_check(minutes <= limit, f"{what}; the wall limit is {limit}", hint)
+            )
     return out
 
 
@@ -305,11 +307,11 @@ def storage(experiment: Experiment) -> list[Finding]:
     room = size_text(free)
     wanted = size_text(size)
     space = f"{folder}: {room} free, about {wanted} needed for {experiment.name}"
-    out = [checked(free > size, space, hint)]
+    out = [result_of_check(free > size, space, hint)]
     if not system.f_files:
         return [*out, Finding("note", f"{folder}: unknown how many more files are possible")]
     what = f"{folder}: {inodes:,} more files possible, about {files:,} needed"
-    return [*out, checked(inodes > files, what, hint)]
+    return [*out, result_of_check(inodes > files, what, hint)]
 
 
 def needs(experiment: Experiment) -> tuple[int, int]:
@@ -371,25 +373,25 @@ def judge(seen: dict[str, Any], driver: int | None = None) -> list[Finding]:
         what = f"NVIDIA driver {found}"
         hint = "correct `driver` in the profile"
         new_enough = driver is None or int(found.partition(".")[0]) >= driver
-        out.append(checked(new_enough, what, hint, f"{what}, not {driver}"))
+        out.append(result_of_check(new_enough, what, hint, f"{what}, not {driver}"))
     kind = "NCCL" if devices else "gloo"
     slowest = min(r["gigabytes"] for r in ranks)
     internet = "reach" if seen["internet"] else "have no"
     return [
         *out,
-        checked(
+        result_of_check(
             all(r["sum"] == count * (count - 1) / 2 for r in ranks),
             f"{kind} all-reduce over {count} ranks: {slowest:.2f} GB/s",
             "name the interface in the setup script: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME",
             f"{kind} all-reduce gives a wrong sum",
         ),
-        checked(
+        result_of_check(
             len({r["trained"] for r in ranks}) == 1,
             f"DeepSpeed trains a step over {count} ranks",
             "the same packages on every node? `make install` where all nodes see it",
             "weights differ between ranks after a step",
         ),
-        checked(
+        result_of_check(
             all(r["files"] == count for r in ranks),
             "every rank sees the files of all others",
             "set `storage` in the experiment to a file system that all nodes share",

@@ -90,7 +90,7 @@ class LogHandler(LogHandlerBase):
             case LogEvent.JOB_INFO if about["shellcmd"]:
                 rule = about["rule_name"]
                 self.running[about["jobid"]] = seconds(rule)
-                self.say(_title(rule, about["rule_msg"]))
+                self.say(_line_of_job(rule, about["rule_msg"]))
             case LogEvent.JOB_FINISHED:
                 self.done += self.running.pop(about["job_id"], 0.0)
                 self.jobs_done += 1
@@ -117,7 +117,7 @@ class LogHandler(LogHandlerBase):
         return self.least
 
 
-def _title(rule: str, message: str | None) -> str:
+def _line_of_job(rule: str, message: str | None) -> str:
     """Return what is said of a job."""
     for title, rules in SHOWN.items():
         if rule in rules:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.context import Context
-from maect.core.distributed import driver, from_all, left_in_peace
+from maect.core.distributed import destroy_group_after, driver, from_all
 from maect.core.files import write_json
 from maect.stages import load_recipe
 
@@ -28,7 +28,7 @@ def probe(context: Context, folder: str) -> str:
 
     device = start(context)
     cuda = device.type == "cuda"
-    with left_in_peace():
+    with destroy_group_after():
         own = torch.full((1,), float(context.rank), device=device)
         dist.all_reduce(own)
         seen = {

@@ -29,7 +29,7 @@ def share(
         parts=[rows[start : start + BATCH] for start in range(0, len(rows), BATCH)],
         threads=max(1, context.cpus),
     ):
-        yield distributed.moved(images, device), labels, ids
+        yield distributed.to_device_async(images, device), labels, ids
 
 
 def predicted(

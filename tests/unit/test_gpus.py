@@ -341,10 +341,10 @@ def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(
     left: list[str] = []
     monkeypatch.setattr(distributed, "uses_gpus", lambda: on_gpus)
     monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: left.append("left"))
-    with distributed.left_in_peace():
+    with distributed.destroy_group_after():
         pass
     assert left == ["left"]
-    with pytest.raises(UserError, match="broken"), distributed.left_in_peace():
+    with pytest.raises(UserError, match="broken"), distributed.destroy_group_after():
         raise UserError("broken")
     assert len(left) == (1 if on_gpus else 2)
 
@@ -426,5 +426,5 @@ def test_a_part_of_a_batch_is_pinned_without_gaps(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: self)
     part = torch.arange(24).view(2, 4, 3)[:, :2]  # of two views, two images
-    copied = distributed.moved(part, torch.device("cuda"))
+    copied = distributed.to_device_async(part, torch.device("cuda"))
     assert torch.equal(copied, part) and pinned[0].is_contiguous()
