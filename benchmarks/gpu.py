@@ -211,7 +211,7 @@ def engine_steps(
     from maect.core.context import Context
     from maect.recipes.computing import Computing
     from maect.train import engine
-    from maect.train.timing import step_seconds, trainer_alone
+    from maect.train.timing import step_seconds, unsaved_trainer
 
     machine.free()
     if partitioned:
@@ -220,7 +220,7 @@ def engine_steps(
     stage_of = (lambda computing: computing.zero_stage) if partitioned else engine.deepspeed_stage
     with (
         patch.object(engine, "deepspeed_stage", stage_of),
-        trainer_alone(
+        unsaved_trainer(
             stage, objective, context, machine.device, STEPS, Computing(**how)
         ) as trainer,
     ):
@@ -295,8 +295,8 @@ def profiled(machine: Machine, recipe: str, size: str, batch: int, trace: bool, 
 
     from maect.core.context import Context
     from maect.recipes.computing import Computing
-    from maect.train.noise import random_batch
-    from maect.train.timing import packed, trainer_alone
+    from maect.train.engine import random_batch
+    from maect.train.timing import packed, unsaved_trainer
 
     machine.free()
     stage, encoder = stage_and_encoder(machine, recipe, size, batch)
@@ -304,7 +304,7 @@ def profiled(machine: Machine, recipe: str, size: str, batch: int, trace: bool, 
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * machine.cuda
     watch = profile(activities=kinds)
     context = Context(cpus(), machine.cuda)
-    with trainer_alone(
+    with unsaved_trainer(
         stage, objective, context, machine.device, STEPS, Computing(**how)
     ) as trainer:
         given = random_batch(stage, encoder, stage.batch_size)
@@ -391,7 +391,7 @@ def numerics(machine: Machine, recipe: str) -> None:
     """Compare float32 here with float64 on the CPU, and bfloat16 with float32."""
     import torch
 
-    from maect.train.noise import random_batch
+    from maect.train.engine import random_batch
 
     cpu = Machine(torch.device("cpu"), machine.small, machine.work, machine.out, None)
     torch.set_num_threads(cpus())
@@ -517,8 +517,8 @@ def beside(machine: Machine, recipe: str) -> None:
     import torch
 
     from maect.core.context import Context
-    from maect.train.noise import random_batch
-    from maect.train.timing import packed, trainer_alone
+    from maect.train.engine import random_batch
+    from maect.train.timing import packed, unsaved_trainer
 
     steps, late = 3, 10**9  # clock cycles
     stage, encoder = stage_and_encoder(machine, recipe, "base", 64)
@@ -528,7 +528,7 @@ def beside(machine: Machine, recipe: str) -> None:
         found: list[float] = []
         objective = build(machine, stage, encoder)
         context = Context(cpus(), machine.cuda)
-        with trainer_alone(stage, objective, context, machine.device, steps) as trainer:
+        with unsaved_trainer(stage, objective, context, machine.device, steps) as trainer:
             size = stage.batch_size
             batches = [random_batch(stage, encoder, size, seed) for seed in range(steps)]
             batches = [packed(batch, objective.draw, machine.cuda) for batch in batches]
@@ -619,7 +619,7 @@ def loader(machine: Machine) -> None:
     from maect.data.decode import decoder_name
     from maect.data.index import open_index
     from maect.data.loader import train_batches
-    from maect.train.timing import step_seconds, trainer_alone
+    from maect.train.timing import step_seconds, unsaved_trainer
 
     index = open_index(photographs(machine))
     stage, encoder = stage_and_encoder(machine, "mae", "base", 128)
@@ -638,7 +638,7 @@ def loader(machine: Machine) -> None:
     values = {"images_per_second": loaded / (time.perf_counter() - began)}
     stamps: list[float] = []
     context = Context(cpus(), machine.cuda)
-    with trainer_alone(stage, objective, context, machine.device, 2 * steps + 1) as trainer:
+    with unsaved_trainer(stage, objective, context, machine.device, 2 * steps + 1) as trainer:
         seconds = sorted(step_seconds(trainer, steps))
         values["step_ms"] = 1e3 * seconds[len(seconds) // 2]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from maect.recipes import Encoder
 from maect.stages.base import WithoutLabels
 from maect.stages.objectives import Views
-from maect.train.noise import random_batch
+from maect.train.engine import random_batch
 
 Compiled = Literal["no", "blocks", "passes", "graphs"]
 """Nothing; each transformer block; all that has fixed shapes; that as CUDA graphs

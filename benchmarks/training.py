@@ -31,10 +31,9 @@ from maect.recipes import Encoder, load_encoder
 from maect.recipes.computing import PLAIN, Computing, separate
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
-from maect.train.engine import start
+from maect.train.engine import random_batch, start
 from maect.train.metrics import Metrics
-from maect.train.noise import random_batch
-from maect.train.timing import trainer_alone
+from maect.train.timing import unsaved_trainer
 
 WARM_UP = 3  # steps that are not counted: compilation, first allocations
 
@@ -83,7 +82,7 @@ def engine_steps(
                 yield batch
                 seconds.append(clock(device) - began)
 
-        with trainer_alone(stage, objective, ALONE, device, steps, how) as trainer:
+        with unsaved_trainer(stage, objective, ALONE, device, steps, how) as trainer:
             trainer.metrics = metrics
             trainer.run(batches())
         metrics.close()

@@ -115,7 +115,7 @@ class Throughput(Protocol):
         import torch
 
         from maect.models.weights import load_encoder_weights
-        from maect.train.engine import alone
+        from maect.train.engine import single_rank_group
 
         file = job.run / "encoder.safetensors"
         encoder = load_encoder_weights(file)[1]
@@ -137,7 +137,7 @@ class Throughput(Protocol):
                 )
         published = PUBLISHED.get(self.size, ())
         results = {}
-        with alone(context) as device:
+        with single_rank_group(context) as device:
             for name, times in self._measured(encoder, file, published, device):
                 results[name] = measure(times, self, device)
                 context.report({"step": len(results)})
@@ -264,12 +264,12 @@ def stage_seconds(
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from maect.recipes.computing import Computing
-    from maect.train.timing import step_seconds, trainer_alone
+    from maect.train.timing import step_seconds, unsaved_trainer
 
     settings = stage.model_copy(update={"batch_size": batch})
     rank = Context(gpus=device.type == "cuda")
     with (
-        trainer_alone(
+        unsaved_trainer(
             settings, objective, rank, device, steps, Computing(compile=False)
         ) as trainer,
         sdpa_kernel(SDPBackend.MATH) if plain_attention else nullcontext(),

@@ -23,8 +23,8 @@ from maect.data.transforms import (
 from maect.models.precision import mixed_precision
 from maect.models.vit import Pooling, VisionEncoder, seeded
 from maect.stages.base import Supervised
-from maect.train.captured import Passes
 from maect.train.objective import Objective
+from maect.train.passes import Passes
 
 HEAD_STD = 2e-5  # MAE's
 

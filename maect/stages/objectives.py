@@ -20,9 +20,9 @@ from maect.models.refiner import RefinerHeads, head_weights
 from maect.models.vit import Pooling, VisionEncoder
 from maect.recipes import views_by_size, visible_patches
 from maect.stages.base import WithoutLabels
-from maect.train.captured import Passes
-from maect.train.collapse import collapse, spread
+from maect.train.health import collapse, spread
 from maect.train.objective import Gathered, Objective
+from maect.train.passes import Passes
 
 
 @dataclass

@@ -176,8 +176,8 @@ def measure(stage: WithoutLabels, encoder: Encoder, batch: int) -> float:
     import torch
 
     from maect.core.context import Context
-    from maect.train.engine import alone
-    from maect.train.timing import step_seconds, trainer_alone
+    from maect.train.engine import single_rank_group
+    from maect.train.timing import step_seconds, unsaved_trainer
 
     threads = torch.get_num_threads()
 
@@ -185,7 +185,10 @@ def measure(stage: WithoutLabels, encoder: Encoder, batch: int) -> float:
     objective = stage.objective(encoder, 0)
     rank = Context(max(1, len(os.sched_getaffinity(0)) // CPU_RANKS), torch.cuda.is_available())
     try:
-        with alone(rank) as device, trainer_alone(stage, objective, rank, device, 100) as trainer:
+        with (
+            single_rank_group(rank) as device,
+            unsaved_trainer(stage, objective, rank, device, 100) as trainer,
+        ):
             return batch / min(step_seconds(trainer, 2, SECONDS)[1:])
     finally:
         torch.set_num_threads(threads)

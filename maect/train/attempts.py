@@ -1,9 +1,10 @@
-"""Record of what computes each attempt of a run, compared when the run resumes.
+"""Records of what computes each attempt of a run, compared when the run resumes.
 
 `recipe.json` and, once finished, the run's record have the history: an entry holds from its step
 on. None of it is part of the run's identity. Where all of it is the same, so are the bits.
 """
 
+import logging
 import os
 import platform
 from collections.abc import Iterator
@@ -19,8 +20,12 @@ from maect.core.errors import counted
 from maect.core.settings import Settings, validated
 from maect.data import native
 from maect.data.decode import decoder_name
+from maect.models.attention import flash_kernel
 from maect.recipes.computing import Computing
-from maect.train.run_folder import noted, origin, write_noted
+from maect.train.engine import Engine
+from maect.train.run_folder import origin, read_notes, write_notes
+
+log = logging.getLogger(__name__)
 
 VARIABLES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
@@ -28,9 +33,9 @@ VARIABLES = (
     "NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS",
     "NCCL_MAX_CTAS", "TORCHINDUCTOR_DETERMINISTIC",
 )  # fmt: skip
-"""Of the environment: each changes which instructions, or which order of sums, libraries take."""
+"""Environment variables that change the instructions, or the order of sums, of libraries."""
 _NOTED_LATER = ("ranks_a_node", "scipy")
-"""What older histories lack."""
+"""Values that older histories lack."""
 
 
 class Attempt(Settings):
@@ -39,28 +44,28 @@ class Attempt(Settings):
     step: int = Field(ge=0)
     """Updates that were done before."""
     revision: str | None
-    """Of the source, where it is a checkout, with a checksum of what is not committed."""
+    """Revision of the source if it is a checkout, with a checksum of uncommitted changes."""
     versions: dict[str, str]
-    """Of packages, and the ranks' JPEG decoders, each once."""
+    """Versions of packages, and the ranks' JPEG decoders, each once."""
     ranks: int = Field(gt=0)
     ranks_a_node: int | None = None
-    """Exchanges take another order with others. None: not noted then."""
+    """Ranks on a node, which the order of an exchange depends on; None: not noted then."""
     threads: int | None
-    """Of each rank on a CPU: sums are split among them. None on GPUs."""
+    """Threads of each rank on a CPU, among which sums are split; None on GPUs."""
     device: str
     """Names of the ranks' devices, each once."""
     instructions: str
-    """What PyTorch's own kernels use of the CPU, likewise."""
+    """Instructions that PyTorch's kernels use on the ranks' CPUs, each once."""
     environment: dict[str, str]
     """Those of `VARIABLES` that are set."""
     compiled: bool
     """Whether the blocks are compiled."""
     computing: Computing
-    """What is asked for."""
+    """How the run was asked to be computed."""
 
     @classmethod
     def now(cls, context: Context, step: int, compiled: bool, computing: Computing) -> Self:
-        """Return what computes here; called on every rank."""
+        """Return the record of this attempt; called on every rank."""
         on_gpu = uses_gpus()
         device = torch.cuda.get_device_name() if on_gpu else _cpu_name()
         seen = from_all([device, torch.backends.cpu.get_cpu_capability(), decoder_name()])
@@ -83,20 +88,25 @@ class Attempt(Settings):
         )
 
     def differences(self, before: "Attempt") -> Iterator[str]:
-        """Say how this attempt differs from the one before it, a sentence for each value."""
+        """Yield a sentence for each value that differs from the attempt before."""
         now, then = _flat(self), _flat(before)
         for name in now | then:
-            values = now.get(name), then.get(name)
-            if values[0] != values[1] and (values[1] is not None or name not in _NOTED_LATER):
-                new, old = ("not set" if value is None else value for value in values)
-                last = "" if name in ("revision", "maect", "decoder") else " in the last bits"
-                yield f"resumes with {name} {new}, it was {old}: the result may differ{last}"
+            new, old = now.get(name), then.get(name)
+            if new == old or (old is None and name in _NOTED_LATER):
+                continue
+            new = "not set" if new is None else new
+            old = "not set" if old is None else old
+            last = "" if name in ("revision", "maect", "decoder") else " in the last bits"
+            yield f"resumes with {name} {new}, it was {old}: the result may differ{last}"
 
 
 def attempts(folder: Path, step: int) -> list[Attempt]:
-    """Return what computed the first steps of a run; an attempt that saved none of them did not."""
+    """Return the attempts that computed the first `step` steps of a run, oldest first.
+
+    An attempt that saved none of them is left out.
+    """
     where = f"{folder / 'recipe.json'}: attempts"
-    given = noted(folder).get("attempts", [])
+    given = read_notes(folder).get("attempts", [])
     history = [validated(Attempt, entry, where) for entry in given]
     return [attempt for attempt in history if attempt.step < step]
 
@@ -107,30 +117,61 @@ def threads_before(folder: Path, step: int) -> int | None:
     return before[-1].threads if before else None
 
 
-def compute_as_before(context: Context, folder: Path, step: int) -> list[str]:
-    """Let the CPU compute with as many threads as before a run was interrupted, for the same bits.
+def compute_as_before(context: Context, folder: Path, step: int) -> None:
+    """Use as many CPU threads as before a run was interrupted, for the same bits, and say so.
 
     Args:
         context: this rank's.
         folder: of the run.
-        step: up to which it was computed.
-
-    Returns:
-        What rank 0 has to tell people: that they are others than this rank was given.
+        step: up to which the run was computed.
     """
     given = torch.get_num_threads()
     before = from_rank_0(threads_before(folder, step) if context.rank == 0 else None)
     if before in (None, given) or any_rank(before > len(os.sched_getaffinity(0))):
-        return []
+        return
     torch.set_num_threads(before)
-    return [
+    tell(
+        context,
+        folder,
         f"{counted(before, 'thread')} a rank, as before, for the same bits, although {given} would "
-        "do (--convert-world-size takes these)"
-    ]
+        "do (--convert-world-size takes these)",
+    )
+
+
+def begin_attempt(
+    context: Context, folder: Path, step: int, engine: Engine, computing: Computing
+) -> None:
+    """Record what computes a run from a step on, and say what may change its result or speed.
+
+    Called on every rank.
+    """
+    attempt = Attempt.now(context, step, engine.compiled, computing)
+    sentences = [slow_decoding(attempt)]
+    if context.rank:
+        return
+    sentences = [*note_attempt(folder, attempt), *sentences]
+    without = "computed without, which may change the last bits"
+    if engine.not_compiled:
+        sentences.append(f"nothing can be compiled here ({engine.not_compiled}): {without}")
+    if computing.attention == "flash_attn" and flash_kernel() is None:
+        sentences.append(f"attention: flash_attn is not installed here: {without}")
+    for sentence in sentences:
+        if sentence is not None:
+            tell(context, folder, sentence)
+
+
+def tell(context: Context, folder: Path, sentence: str) -> None:
+    """Warn people of something about a run, in the log and in the launcher's terminal."""
+    if context.rank == 0:
+        log.warning("%s: %s", folder, sentence)
+        context.say(sentence)
 
 
 def slow_decoding(attempt: Attempt) -> str | None:
-    """Say where the native decoder is missing, and why; None: nowhere. Called on every rank."""
+    """Return a sentence that says where the native decoder is missing and why; None: nowhere.
+
+    Called on every rank.
+    """
     faults = from_all(native.fault())
     missing = [fault for fault in faults if fault]
     if not missing:
@@ -146,19 +187,19 @@ def note_attempt(folder: Path, attempt: Attempt) -> list[str]:
     sentences = list(attempt.differences(before[-1])) if before else []
     if sentences or not before:
         before.append(attempt)
-    write_noted(folder, attempts=[one.model_dump(mode="json") for one in before])
+    write_notes(folder, attempts=[one.model_dump(mode="json") for one in before])
     return sentences
 
 
 def _flat(attempt: Attempt) -> dict[str, Any]:
     parts = "versions", "environment", "computing"
     values = attempt.model_dump(mode="json", exclude={"step", *parts})
-    how = attempt.computing.model_dump(exclude={"compile"})  # `compiled` is what came of it
+    how = attempt.computing.model_dump(exclude={"compile"})  # `compiled` has the outcome
     return values | attempt.versions | attempt.environment | how
 
 
 def _cpu_name() -> str:
-    """The processor's model, as the kernel calls it."""
+    """Return the processor's model, as the kernel calls it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from maect.core.context import Context
-from maect.core.distributed import STEP_TIMEOUT, from_rank_0, sum_scalars
-from maect.core.errors import SupersededError, UserError
+from maect.core.distributed import (
+    STEP_TIMEOUT,
+    differing_ranks,
+    from_rank_0,
+    rank_and_size,
+    sum_scalars,
+)
+from maect.core.errors import RankError, SupersededError, UserError
 from maect.core.files import (
     atomic_write,
     seek_record,
@@ -36,7 +43,7 @@ from maect.core.files import (
     write_record,
 )
 from maect.models.weights import open_tensors
-from maect.train.run_folder import write_noted
+from maect.train.run_folder import write_notes
 from maect.train.run_lock import RunLock
 
 log = logging.getLogger(__name__)
@@ -63,6 +70,26 @@ class Shard:
     name: str
     start: int
     values: dict[str, Tensor]
+
+
+class ReplicaError(RankError):
+    """Ranks disagree; another attempt from the last state may succeed."""
+
+
+def compare_replicas(step: int, weights: Iterable[Tensor], buffers: dict[str, Tensor]) -> None:
+    """Compare what all ranks should hold alike, before a state is saved.
+
+    Raises:
+        ReplicaError: some ranks hold other bits than most; the state before this one is sound.
+    """
+    ranks = differing_ranks(chain(weights, buffers.values()))
+    if ranks:
+        _, size = rank_and_size()
+        raise ReplicaError(
+            f"after step {step} the weights or buffers of rank {', '.join(map(str, ranks))} of "
+            f"{size} differ from the others': a flipped bit, or a fault of a device; the state "
+            "before is sound"
+        )
 
 
 def snapshot(shards: Iterable[Shard], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -121,7 +148,7 @@ class Saver:
             self.context.saved(step)
             if self._lock and not self._is_noted:
                 # Should all states be lost one day, the run does not begin anew.
-                write_noted(self.folder.parent, saved=step)
+                write_notes(self.folder.parent, saved=step)
                 self._is_noted = True
         except SupersededError as error:
             self.context.fail(error)

@@ -20,70 +20,94 @@ class DeviceTime:
     def __init__(
         self, context: Context, record: Mapping[str, Any], spent: float = 0.0, shown: int = 8
     ) -> None:
-        """Go on from a state's record, empty at the start; `shown` steps make the speed.
+        """Go on from a state.
 
-        `spent` are seconds x ranks since each attempt's first batch, of the attempts before.
+        Args:
+            context: this rank's.
+            record: of the state; empty at the start.
+            spent: seconds x ranks since the first batch of each attempt before this one.
+            shown: number of last steps whose mean is the speed.
         """
-        self._context, self._spent = context, spent
+        self._context = context
+        self._spent = spent
         self.useful: float = record.get("useful_seconds", 0.0)
         # Of jobs that the launcher's record does not know: that of a finished run begins anew, and
         # folders are copied without it.
         self._held_before: float = record.get("held_before", 0.0)
-        if context.held_seconds() < (held := record.get("held_seconds", 0.0)):
+        held = record.get("held_seconds", 0.0)
+        if context.held_seconds() < held:
             self._held_before += held
-        self._steps, self._recent, self._evaluating = 0, deque[float](maxlen=shown), 0.0
+        self._steps = 0
+        self._recent = deque[float](maxlen=shown)
+        self._evaluating = 0.0
         self.start()
 
     def start(self) -> None:
         """Begin the first step of an attempt."""
-        self._began = self._stepped = time.monotonic()
+        self._began = time.monotonic()
+        self._stepped = self._began
 
     @contextmanager
-    def aside(self, useful: bool, online: bool = False) -> Iterator[None]:
-        """Time a save, which is no part of a step, or an evaluation, which is kept."""
+    def outside_steps(self, useful: bool, online: bool = False) -> Iterator[None]:
+        """Leave the block's time out of the step.
+
+        Args:
+            useful: whether it counts as useful, as an evaluation does and a save does not.
+            online: whether it is an online evaluation, whose share is logged.
+        """
         began = time.monotonic()
         yield
         spent = time.monotonic() - began
         self._stepped += spent
-        self.useful += spent * self._context.world_size if useful else 0.0
-        self._evaluating += spent if online else 0.0
+        if useful:
+            self.useful += spent * self._context.world_size
+        if online:
+            self._evaluating += spent
 
     def step(self) -> float:
         """Return the seconds of the step that ends now, its wait for the batch included."""
         now = time.monotonic()
-        seconds, self._stepped = now - self._stepped, now
+        seconds = now - self._stepped
+        self._stepped = now
         self._steps += 1
-        kept = (0.0, 2.0, 1.0)[min(self._steps, 3) - 1]
-        self.useful += kept * seconds * self._context.world_size
+        # The first step warms up: the second one counts twice.
+        if self._steps == 2:
+            self.useful += 2 * seconds * self._context.world_size
+        elif self._steps > 2:
+            self.useful += seconds * self._context.world_size
         self._recent.append(max(seconds, 1e-9))
         return self._recent[-1]
 
     @property
     def steps_per_second(self) -> float:
-        """Of several steps, whose reading is not even; a loader that is too slow shows."""
+        """Mean speed of the last steps, with their waits for the loader."""
         return len(self._recent) / sum(self._recent)
 
     @property
     def held(self) -> float:
-        """Seconds x ranks for which all jobs of the run have held their devices."""
+        """Seconds x ranks for which all jobs of the run have held their devices so far."""
         return self._held_before + self._context.held_seconds()
 
     @property
     def record(self) -> dict[str, float]:
-        """Part of a state's record, to go on from."""
+        """What a state says, to resume from."""
         return {
             "useful_seconds": self.useful,
             "held_before": self._held_before,
             "held_seconds": self._context.held_seconds(),
         }
 
-    def timing(self, evaluated: bool) -> dict[str, float]:
-        """Part of a log entry; `evaluated`: with the share of online evaluations."""
+    @property
+    def online_part(self) -> float:
+        """Share of the attempt's time that online evaluations took, 0 to 1."""
+        return self._evaluating / max(time.monotonic() - self._began, 1e-9)
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """What a log entry says, in seconds x ranks."""
         seconds = time.monotonic() - self._began
-        timing = {
+        return {
             "device_seconds": self._spent + seconds * self._context.world_size,
             "held_seconds": self.held,
             "useful_seconds": self.useful,
         }
-        share = self._evaluating / max(seconds, 1e-9)
-        return timing | ({"online_part": share} if evaluated else {})

@@ -15,21 +15,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from maect.core.context import Context
 from maect.core.distributed import STEP_TIMEOUT, device_of, join, keep_freed_memory
+from maect.data.loader import Batch
 from maect.models.attention import use_attention
 from maect.models.decoder import Decoder
 from maect.models.vit import VisionEncoder
+from maect.recipes import Encoder, views_by_size
 from maect.recipes.computing import PLAIN, Computing
-from maect.train.captured import is_to_be_captured
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
-from maect.train.compilation import compile_blocks, is_to_be_compiled
 from maect.train.objective import Objective
 from maect.train.optimizer import ParameterGroup
+from maect.train.passes import compile_blocks, is_to_be_captured, is_to_be_compiled
 from maect.train.stage import Training
 
 BUCKET = 50_000_000
@@ -75,8 +77,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def alone(context: Context) -> Iterator[torch.device]:
-    """Have engines in this process for as long as the block runs; gives the only rank's device."""
+def single_rank_group(context: Context) -> Iterator[torch.device]:
+    """Start a process group of one rank, and leave it at the end; yields the rank's device."""
     with patch.dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"):
         device = start(context)
         try:
@@ -86,7 +88,7 @@ def alone(context: Context) -> Iterator[torch.device]:
 
 
 def seconds_between(first: Mark, second: Mark) -> float:
-    """Between two marks of an engine."""
+    """Return the seconds between two marks of an engine."""
     if isinstance(first, torch.cuda.Event):
         return first.elapsed_time(second) / 1000
     return second - first
@@ -138,15 +140,17 @@ class Engine:
             groups: trained parameters with `peak_lr` and `weight_decay`.
         """
         self.module = module
-        self._device, self._on_gpu = device, device.type == "cuda"
+        self._device = device
+        self._on_gpu = device.type == "cuda"
         use_attention(module, computing.attention)
         for part in cast_parts(module):
             part.checkpointing = computing.activation_checkpointing
-        asked = is_to_be_compiled(module, settings, device, computing)
+        asked = is_to_be_compiled(module, settings.labelled, device, computing)
         self.not_compiled = compile_blocks(module, device) if asked else ""
         self.compiled = asked and not self.not_compiled
         self.captures = is_to_be_captured(module, device, computing)
-        self._peaks, self._multiplier = [group["peak_lr"] for group in groups], 0.0
+        self._peaks = [group["peak_lr"] for group in groups]
+        self._multiplier = 0.0
         self._accumulates = computing.accumulation > 1
         names = {id(p): name for name, p in module.named_parameters()}
         self._trained: dict[str, Any] = {
@@ -184,7 +188,7 @@ class Engine:
         )
 
     def _partitions(self, computing: Computing) -> dict[str, Any]:
-        """DeepSpeed's settings of what it partitions."""
+        """Return DeepSpeed's settings of what it partitions."""
         bucket = min(BUCKET, 2 * sum(p.numel() for p in self._trained.values()))
         partitions: dict[str, Any] = {
             "stage": self._stage,
@@ -205,7 +209,7 @@ class Engine:
     # its own (0.19.8).
 
     def _flat_tensors(self) -> list[Tensor]:
-        """Float32 tensors that the optimizer updates on this rank, one for each group."""
+        """Return the float32 tensors that the optimizer updates on this rank, one a group."""
         if self._stage == 3:
             return list(self._zero.fp32_partitioned_groups_flat)
         return list(self._zero.single_partition_of_fp32_groups)
@@ -252,30 +256,32 @@ class Engine:
             objective.passes.capture(*tensors)
 
     def __call__(self, inputs: Any) -> Any:
-        """Forward pass of the module; the backward pass of its loss has to follow."""
+        """Run the module's forward pass; the backward pass of its loss has to follow."""
         return self._engine(inputs)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients; the last pass of an update averages them over the ranks."""
-        alone = self._stage == 0
-        with self._engine.no_sync() if alone else nullcontext():
+        # A single rank exchanges nothing.
+        with self._engine.no_sync() if self._stage == 0 else nullcontext():
             # Dividing by one takes kernels, too.
             self._engine.backward(loss, scale_wrt_gas=self._accumulates)
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
-        """This rank's part of the global gradient's squared norm, a float64 scalar on the device.
+        """Return this rank's part of the gradient's squared norm, float64 [] on the device.
 
-        Between the last backward pass of an update and the update; the sum over the ranks is whole.
+        To be called between the last backward pass of an update and the update. The sum over the
+        ranks is that of the whole gradient.
         """
         norms = torch._foreach_norm([gradient for _, gradient in self._gradients()])
         return torch.stack(norms).double().square().sum()
 
     def step(self, lr_multiplier: float, skip: Tensor | None = None) -> None:
-        """Update the weights with `lr_multiplier` times each group's peak learning rate.
+        """Update the weights; called after every backward pass, of which the last one updates.
 
-        Call it after every backward pass; only the last one of an accumulation updates. Where
-        `skip`, float32 [] on the device, is 1, weights and moments stay as they are.
+        Args:
+            lr_multiplier: times each group's peak learning rate is its learning rate.
+            skip: float32 [] on the device: where it is 1, weights and moments stay as they are.
         """
         for group in self._adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_multiplier
@@ -285,11 +291,11 @@ class Engine:
         self._engine.step()
 
     def learning_rates(self) -> tuple[float, float]:
-        """Smallest and largest learning rate of the last update."""
+        """Return the smallest and the largest learning rate of the last update."""
         return min(self._peaks) * self._multiplier, max(self._peaks) * self._multiplier
 
     def mark(self) -> Mark:
-        """A moment of this rank's device, to be read once the host has waited for it."""
+        """Return a moment of this rank's device, to be read once the host has waited for it."""
         if not self._on_gpu:
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
@@ -297,7 +303,7 @@ class Engine:
         return event
 
     def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Context in which a part's parameters are complete on every rank, also under ZeRO 3."""
+        """Return a context in which a part is whole on every rank, also under ZeRO 3."""
         import deepspeed
 
         context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
@@ -316,7 +322,7 @@ class Engine:
             self._adam.state[values] = {"step": step, **moments}
 
     def _shard(self, part: Part) -> Shard:
-        """Weights and moments of a part, as views of what the optimizer updates."""
+        """Return a part's weights and moments, as views of what the optimizer updates."""
         state = self._adam.state[part.flat]
         values = {PARAM: part.flat, **{moment: state[moment] for moment in MOMENTS}}
         end = part.offset + part.length
@@ -324,14 +330,14 @@ class Engine:
         return Shard(part.name, part.start, pieces)
 
     def start_average(self, prefix: str) -> None:
-        """Let a running average of the parameters whose names begin so start at their values."""
+        """Start a running average of the parameters whose names begin with `prefix`."""
         for shard in self.shards:
             if shard.name.startswith(prefix):
                 shard.values[AVERAGE] = shard.values[PARAM].clone()
 
     @torch.no_grad()
     def update_average(self, momentum: float) -> None:
-        """average <- momentum * average + (1 - momentum) * fp32 weights."""
+        """Set each average to momentum * average + (1 - momentum) * float32 weights."""
         averaged = [shard.values for shard in self.shards if AVERAGE in shard.values]
         if averaged:
             averages = [values[AVERAGE] for values in averaged]
@@ -339,13 +345,13 @@ class Engine:
             torch._foreach_lerp_(averages, weights, 1 - momentum)
 
     def restore(self, fill: Callable[[list[Shard]], None], step: int) -> None:
-        """Let `fill` set the values of all shards, and set the count of updates."""
+        """Restore all shards by `fill`, and AdamW's count of updates to `step`."""
         fill(self.shards)
         for state in self._adam.state.values():
             state["step"].fill_(step)
 
     def close(self) -> None:
-        """Let go of the module: DeepSpeed's hooks and closures would keep it and the optimizer."""
+        """Release the module: DeepSpeed's hooks and closures would keep it and the optimizer."""
         if self.captures:
             cast(Objective, self.module).passes.release()
         self._engine.destroy()
@@ -363,13 +369,13 @@ class Engine:
 class GuardedAdamW(torch.optim.AdamW):
     """AdamW that leaves everything as it is where `skip`, float32 [] on the device, is 1.
 
-    A GPU decides that by itself: nothing waits.
+    A GPU decides that by itself, so nothing waits.
     """
 
     skip: Tensor | None = None
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update, or not."""
+        """Update the weights, unless `skip` is 1."""
         if self.defaults["fused"]:
             self.found_inf = self.skip
         elif self.skip is not None and self.skip:
@@ -378,5 +384,20 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 def cast_parts(module: nn.Module) -> Iterator[VisionEncoder | Decoder]:
-    """Parts whose layers compute in bfloat16 under autocast."""
+    """Yield the parts whose layers compute in bfloat16 under autocast."""
     return (part for part in module.modules() if isinstance(part, VisionEncoder | Decoder))
+
+
+def random_batch(stage: Training, encoder: Encoder, images: int, seed: int = 0) -> Batch:
+    """Return a rank's batch of noise on the CPU, as the loader decodes it: only shapes matter."""
+    noise = torch.Generator().manual_seed(seed)
+    sizes = views_by_size(stage.view_settings(), encoder.image_size)
+    channels = encoder.pixels.channels
+    pixels = tuple(
+        torch.randint(
+            256, (len(views), images, channels, side, side), dtype=torch.uint8, generator=noise
+        )
+        for side, views in sizes.items()
+    )
+    ids = np.arange(images, dtype=np.int64)
+    return Batch(0, ids, ids * 0, ids % 10, pixels)

@@ -1,7 +1,6 @@
 """Outputs of a finished training: its weights and, last, its completion record."""
 
 import time
-from typing import Any
 
 from maect.core.context import Context
 from maect.core.entries import entries, missing
@@ -10,46 +9,35 @@ from maect.data.index import Index
 from maect.records import RunRecord
 from maect.train.checkpoint import StateReader, saved, state_record
 from maect.train.device_time import DeviceTime
-from maect.train.run_folder import noted, origin
-from maect.train.scores import Scores
+from maect.train.run_folder import origin, read_notes
 from maect.train.stage import RunInputs
 
 
-def described(run: RunInputs) -> dict[str, Any]:
-    """Return what `recipe.json` says about a run, and its record."""
-    return {
-        "stage": run.stage.name,
-        "settings": run.stage.model_dump(mode="json"),
-        "computing": run.computing.model_dump(mode="json"),
-        "seed": run.seed,
-        "encoder": run.encoder.model_dump(mode="json"),
-        "source": run.source.name if run.source is not None else None,
-    }
-
-
 def write_final_record(
-    run: RunInputs,
-    identity: str,
-    images: Index,
-    context: Context,
-    clock: DeviceTime,
-    losses: list[tuple[float, int]],
-    scores: Scores | None,
+    run: RunInputs, identity: str, images: Index, context: Context, clock: DeviceTime
 ) -> None:
-    """Export the weights and write the completion record, last."""
+    """Export the weights of the final state and write the completion record, last; on rank 0.
+
+    Args:
+        run: the run, whose last state is saved.
+        identity: its fingerprint.
+        images: that it was trained on.
+        context: rank 0's.
+        clock: of the training.
+    """
     state = saved(run.folder / "state")[0]
     reader = StateReader(state, state_record(state, identity))
     exported = run.stage.export(run, reader, images)
     logged = entries(run.folder / "metrics.jsonl")
     timing = [entry["timing"] for entry in logged]
     speeds = sorted(t["images_per_second"] for t in timing)
-    held, useful = clock.held, clock.useful
+    held = clock.held
     steps = run.stage.total_steps(images.n)
     unlogged = missing({entry["step"] for entry in logged}, steps, steps)
     record = {
         "run": run.folder.name,
         "fingerprint": identity,
-        **described(run),
+        **run.description,
         "index_digest": images.digest,
         "view_of": images.view_of,
         **exported,
@@ -58,13 +46,13 @@ def write_final_record(
         "world_size": context.world_size,
         "device_hours": timing[-1]["device_seconds"] / 3600 if timing else 0.0,
         "held_hours": held / 3600,
-        "useful_part": min(1.0, useful / held) if held else None,
+        "useful_part": min(1.0, clock.useful / held) if held else None,
         "images_per_second": speeds[len(speeds) // 2] if speeds else 0.0,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **origin(),
-        "attempts": noted(run.folder).get("attempts", []),
-        "losses": [loss / max(count, 1) for loss, count in losses],
-        "scores": scores and scores.record,
+        "attempts": read_notes(run.folder).get("attempts", []),
+        "losses": [loss / max(count, 1) for loss, count in reader.record["losses"]],
+        "scores": reader.record.get("scores"),
         "unlogged_steps": unlogged or None,
     }
     RunRecord.model_validate(record).write(RunRecord.path(run.folder))

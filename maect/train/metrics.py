@@ -1,8 +1,9 @@
-"""Log of a run: one entry per logged step, whatever was interrupted, and its use of a device."""
+"""The log of a run, with one entry for each logged step even after interruptions."""
 
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -10,9 +11,14 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.core.entries import entries, entry_of, line_of, lines, missing
+from maect.core.entries import entries, entry_of, line_of, lines, log_interval, missing
 from maect.core.files import atomic_write
+from maect.recipes import Encoder
 from maect.recipes.flops import peak_flops
+from maect.train.device_time import DeviceTime
+from maect.train.engine import Engine
+from maect.train.hooks import Hook, Update
+from maect.train.stage import Training
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +27,7 @@ PICTURES = "online"
 
 
 class Metrics:
-    """Rank 0's record of a run: all but "timing" is a function of recipe, seed and data."""
+    """Writes the log on rank 0: all but "timing" is a function of recipe, seed and data."""
 
     def __init__(self, folder: Path, step: int, steps: int) -> None:
         """Resume after `step` of `steps`: drop later entries and damaged ones."""
@@ -65,7 +71,7 @@ class Metrics:
 
 
 def _repair(path: Path, step: int, steps: int) -> None:
-    """Keep the sound entries up to a step, each once, and name those that are not there."""
+    """Keep the sound entries up to a step, each once, and warn of those that are missing."""
     kept: dict[int, bytes] = {}
     for line in lines(path):
         entry = entry_of(line)
@@ -81,15 +87,68 @@ def _repair(path: Path, step: int, steps: int) -> None:
         temporary.write_bytes(b"".join(kept.values()))
 
 
+class LogSteps(Hook):
+    """Logs the steps whose turn it is; the last hook, since the others add values."""
+
+    def __init__(
+        self, metrics: Metrics, clock: DeviceTime, engine: Engine, stage: Training,
+        encoder: Encoder, device: torch.device, *, images: int, steps: int, world_size: int,
+    ) -> None:  # fmt: skip
+        """Log a training of `steps` steps with `images` images an epoch; on rank 0."""
+        self._metrics = metrics
+        self._clock = clock
+        self._engine = engine
+        self._stage = stage
+        self._flops_per_image = stage.flops_per_image(encoder) / world_size
+        self._device = device
+        self._images = images
+        self._steps = steps
+        self._interval = log_interval(steps)
+
+    def after_step(self, update: Update) -> None:
+        """Append an entry, if it is due."""
+        is_due = update.step % self._interval == 0 or update.step == self._steps
+        if not (is_due or update.log_now):
+            return
+        low, high = self._engine.learning_rates()
+        values = update.values | {
+            "epoch": update.step * self._stage.batch_size / self._images,
+            "lr": high,
+            "lr_lowest": low,
+            "grad_norm": update.grad_norm,
+        }
+        speed = self._clock.steps_per_second * self._stage.batch_size
+        timing = {"images_per_second": speed, **self._clock.timing, **update.timing}
+        timing |= usage(self._flops_per_image * speed, self._stage.precision, self._device)
+        self._metrics.log(update.step, values, timing)
+
+    def before_save(self, record: dict[str, Any]) -> None:
+        """Force the entries to the disk before a state claims their steps."""
+        self._metrics.sync()
+
+    def close(self) -> None:
+        """Finish the log."""
+        self._metrics.close()
+
+
 def usage(flops: float, precision: str, device: torch.device) -> dict[str, float]:
     """Return how much of its device this rank uses.
 
-    `memory_gib` is the most that was allocated on a GPU, or this process's resident memory;
-    `tflops` 10^12 model operations a second; `utilization` that as a fraction of the device's dense
-    bfloat16 rate, where that is known and the precision is bfloat16.
+    Args:
+        flops: operations of the model per second on this rank.
+        precision: `bf16` or `fp32`.
+        device: of this rank.
+
+    Returns:
+        `memory_gib`, the most that was allocated on a GPU, or this process's resident memory;
+        `tflops`, 10^12 operations a second; and `utilization`, their fraction of the device's dense
+        bfloat16 rate, if that is known and the precision is bfloat16.
     """
-    on_gpu, resident = device.type == "cuda", psutil.Process().memory_info().rss
-    memory = torch.cuda.max_memory_allocated(device) if on_gpu else resident
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        memory = torch.cuda.max_memory_allocated(device)
+    else:
+        memory = psutil.Process().memory_info().rss
     values = {"memory_gib": memory / 2**30, "tflops": flops / 1e12}
     if on_gpu and precision == "bf16":
         peak = peak_flops(torch.cuda.get_device_name(device))

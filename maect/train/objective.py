@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from maect.data.loader import Batch
 from maect.models.vit import VisionEncoder
-from maect.train.captured import Passes
 from maect.train.checkpoint import StateReader
+from maect.train.passes import Passes
 
 Gathered = Callable[[nn.Module], AbstractContextManager[None]]
 """A context in which a part's parameters are complete on every rank."""

@@ -25,7 +25,12 @@ from maect.data.transforms import augment, denormalize, normalize
 from maect.measures import alignment, knn, rank_me, same_class, uniformity
 from maect.recipes import AUGMENTATIONS, OnlineEvaluation
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
+from maect.train.device_time import DeviceTime
+from maect.train.engine import Engine
+from maect.train.hooks import Hook, Update
+from maect.train.metrics import Metrics
 from maect.train.objective import Objective
+from maect.train.watchdog import EVALUATING, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +38,46 @@ LEAST = 10  # images, of which two are queries
 QUERIES = 0.2  # part of the images
 BLOCK = 250  # images encoded together, whatever the number of ranks
 SEED = 0  # the same images and views for every run
-PICTURED, NEAREST = 8, 5  # images in pictures, and neighbours of each
+PICTURED = 8  # images in pictures
+NEAREST = 5  # neighbours of each in pictures
 SIDE = 96  # pixels of an image in a picture, at most
+
+
+class EvaluateOnline(Hook):
+    """Evaluates the encoder at intervals; no output of the run depends on it."""
+
+    def __init__(
+        self, evaluator: "OnlineEvaluator", engine: Engine, clock: DeviceTime, watchdog: Watchdog,
+        metrics: Metrics | None, *, batch_size: int, steps: int,
+    ) -> None:  # fmt: skip
+        """Evaluate a training of `steps` steps; `metrics` are rank 0's, None elsewhere."""
+        self._evaluator = evaluator
+        self._engine = engine
+        self._clock = clock
+        self._watchdog = watchdog
+        self._metrics = metrics
+        self._batch_size = batch_size
+        self._steps = steps
+
+    def reads_model(self, step: int) -> bool:
+        """Return whether the encoder is evaluated after a step."""
+        before = (step - 1) * self._batch_size
+        after = step * self._batch_size
+        return self._evaluator.is_due(before, after, step == self._steps)
+
+    def after_step(self, update: Update) -> None:
+        """Log the values of an evaluation, if one is due, and show its pictures."""
+        if not self.reads_model(update.step):
+            return
+        self._watchdog.begin(EVALUATING, update.step)
+        with self._clock.outside_steps(useful=True, online=True):
+            found = self._evaluator.evaluate(self._engine.shards)
+            if self._metrics is not None:
+                self._metrics.show(update.step, self._evaluator.pictures)
+        update.values |= found
+        if found:
+            update.log_now = True
+            update.timing["online_part"] = self._clock.online_part
 
 
 class OnlineEvaluator:
@@ -52,14 +95,22 @@ class OnlineEvaluator:
         """Choose the images, and copy what is evaluated; before an engine wraps the objective.
 
         Args:
-            resize: their shorter side before the centre crop; none: 256/224 of the image size.
+            settings: interval and number of images.
+            index: the training images.
+            resize: their shorter side before the centre crop; None: 256/224 of the image size.
+            objective: that trains.
+            context: this rank's.
+            device: that computes.
         """
-        self.every, self.resize = settings.every_epochs * index.n, resize
+        self.every = settings.every_epochs * index.n
+        self.resize = resize
         count = min(settings.images, index.n, int(settings.part * self.every))
         rank = random.bits(SEED, 0, index.rows[:, ID], 0, random.ONLINE, 1)[:, 0]
         self.index = replace(index, rows=index.rows[rank.argsort(kind="stable")[:count]])
         self.queries = int(QUERIES * count)
-        self.objective, self.context, self.device = objective, context, device
+        self.objective = objective
+        self.context = context
+        self.device = device
         self.encoder = objective.encoder.settings
         if count < LEAST:
             log.warning("online evaluation: %s of %s images are too few", count, index.n)
@@ -72,50 +123,56 @@ class OnlineEvaluator:
         self.pictures: dict[str, NDArray[np.uint8]] = {}
         """Of the last evaluation, on rank 0: `neighbors` and, of a decoder, `reconstructions`."""
 
-    def due(self, before: int, after: int, last: bool) -> bool:
+    def is_due(self, before: int, after: int, last: bool) -> bool:
         """Return whether to evaluate, once the images trained on went from `before` to `after`."""
-        return self.every > 0 and (before // self.every < after // self.every or last)
+        if self.every == 0:
+            return False
+        return before // self.every < after // self.every or last
 
     @torch.no_grad()
     def evaluate(self, shards: list[Shard]) -> dict[str, float]:
-        """`measures` of the fixed images, with the weights in all ranks' shards; on every rank."""
-        self._take(shards)
+        """Return `measures` of the fixed images with the weights in all ranks' shards.
+
+        Called on every rank.
+        """
+        self._copy_weights(shards)
         n, size, width = self.index.n, self.encoder.image_size, self.encoder.width
         rank, ranks = rank_and_size()
         pixels = self.encoder.pixels
         threads = max(1, self.context.cpus)
 
-        def own(count: int) -> list[range]:
-            starts = range(0, count, BLOCK)
-            return [range(i, min(i + BLOCK, count)) for i in starts][rank::ranks]
+        def own_rows(count: int) -> list[range]:
+            blocks = [range(i, min(i + BLOCK, count)) for i in range(0, count, BLOCK)]
+            return blocks[rank::ranks]
 
         features = torch.zeros(n, width, device=self.device)
         read = evaluation_parts(
-            self.index, image_size=size, parts=own(n), threads=threads, resize=self.resize
+            self.index, image_size=size, parts=own_rows(n), threads=threads, resize=self.resize
         )
-        for rows, (images, _, _) in zip(own(n), read, strict=True):
+        for rows, (images, _, _) in zip(own_rows(n), read, strict=True):
             features[rows.start : rows.stop] = self._features(
                 normalize(images.to(self.device), pixels)
             )
         pairs = torch.zeros(2, self.queries, width, device=self.device)
         views = AUGMENTATIONS["min"]
         batches = view_parts(
-            self.index, views=views, image_size=size, seed=SEED, parts=own(self.queries),
+            self.index, views=views, image_size=size, seed=SEED, parts=own_rows(self.queries),
             threads=threads,
         )  # fmt: skip
-        for rows, batch in zip(own(self.queries), batches, strict=True):
+        for rows, batch in zip(own_rows(self.queries), batches, strict=True):
             for number, view in enumerate(views):
                 raw = batch.images[0][number].to(self.device)
                 images = augment(raw, view, number, SEED, batch.epochs, batch.ids, pixels)
                 pairs[number, rows.start : rows.stop] = self._features(images)
-        sum_over_ranks(features), sum_over_ranks(pairs)
+        sum_over_ranks(features)
+        sum_over_ranks(pairs)
         if rank == 0:
             self.pictures = self._pictures(features)
         labels = torch.from_numpy(self.index.rows[:, LABEL].copy())
         return measures(features.cpu(), pairs.cpu(), labels)
 
     def _pictures(self, features: Tensor) -> dict[str, NDArray[np.uint8]]:
-        """Sheets of the first images: what is made of their visible patches; their neighbours."""
+        """Return sheets of the first images: their neighbours, and reconstructions if any."""
         count = min(PICTURED, self.queries)
         unit = F.normalize(features, dim=1)
         similarity = unit[:count] @ unit[self.queries :].T
@@ -134,7 +191,7 @@ class OnlineEvaluator:
         return sheets
 
     def _images(self, rows: Tensor) -> Tensor:
-        """Some of the images as evaluations crop them, uint8 [n, C, S, S]."""
+        """Return some of the images as evaluations crop them, uint8 [n, C, S, S]."""
         chosen = replace(self.index, rows=self.index.rows[rows.cpu().numpy()])
         read = evaluation_parts(
             chosen, image_size=self.encoder.image_size, parts=[range(len(rows))],
@@ -145,7 +202,7 @@ class OnlineEvaluator:
     def _features(self, images: Tensor) -> Tensor:
         return self.objective.features(self.parts, images).float()
 
-    def _take(self, shards: list[Shard]) -> None:
+    def _copy_weights(self, shards: list[Shard]) -> None:
         """Set the copies to the running averages where there are any, else to the weights."""
         parameters = dict(self.parts.named_parameters())
         for name in self._trained:
@@ -160,12 +217,12 @@ class OnlineEvaluator:
 
 
 def sheet(images: Tensor, columns: int) -> NDArray[np.uint8]:
-    """Images uint8 [n, C, S, S] beside and below each other, [H, W, 3]; large ones are reduced.
+    """Return images uint8 [n, C, S, S] as one picture, uint8 [H, W, 3]; large ones are reduced.
 
-    Of other than three channels the first is shown, in grey.
+    Unless there are three channels, the first is shown in grey.
     """
     if images.shape[1] != 3:
-        images = images[:, :1]  # of which the grid makes three
+        images = images[:, :1]  # make_grid repeats it three times
     shrink = -(-images.shape[-1] // SIDE)
     small = F.avg_pool2d(images.float(), shrink).round().to(torch.uint8)
     page: NDArray[np.uint8] = make_grid(small, columns, padding=0).permute(1, 2, 0).numpy()
@@ -173,7 +230,7 @@ def sheet(images: Tensor, columns: int) -> NDArray[np.uint8]:
 
 
 def measures(features: Tensor, pairs: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return what features say, the first ones as queries and the others as the bank.
+    """Return measures of features, with the first ones as queries and the others as the bank.
 
     Args:
         features: [n, D].

@@ -87,8 +87,8 @@ def _whole(folder: Path) -> RunRecord | None:
 
 def remove_states(folder: Path) -> None:
     """Delete the states of a finished run, of which a kill may have left a part."""
-    if "saved" in noted(folder):  # before they go: nobody has to look for them
-        write_noted(folder, saved=None)
+    if "saved" in read_notes(folder):  # before they go: nobody has to look for them
+        write_notes(folder, saved=None)
     shutil.rmtree(folder / "state", ignore_errors=True)
 
 
@@ -100,7 +100,7 @@ def check_weights(folder: Path) -> None:
 
 def replaced(folder: Path, identity: str) -> str | None:
     """Return what a start will do to what another recipe left in the folder, in words."""
-    known = noted(folder)
+    known = read_notes(folder)
     if not known or (other := known.get("fingerprint")) == identity:
         return None
     before = folder / f"stale-{identity}"
@@ -127,7 +127,7 @@ def take_over_folder(folder: Path, identity: str, recipe: dict[str, Any]) -> Non
     known, begun = folder / "recipe.json", {"fingerprint": identity, **recipe}
     if change := replaced(folder, identity):
         log.warning("%s", change)
-        other = str(noted(folder).get("fingerprint"))
+        other = str(read_notes(folder).get("fingerprint"))
         aside = _unused(folder / f"stale-{other}")
         aside.mkdir(exist_ok=True)
         _move(folder, aside)
@@ -141,7 +141,7 @@ def take_over_folder(folder: Path, identity: str, recipe: dict[str, Any]) -> Non
             RunRecord.path(before).unlink()  # what it is about is written again
         _put_back(before, folder)
     if known.exists():
-        old = noted(folder)
+        old = read_notes(folder)
         begun |= {key: old[key] for key in ("saved", "attempts") if key in old}
     elif (folder / "metrics.jsonl").exists():
         raise UserError(
@@ -154,7 +154,7 @@ def take_over_folder(folder: Path, identity: str, recipe: dict[str, Any]) -> Non
     write_record(known, begun)
 
 
-def noted(folder: Path) -> dict[str, Any]:
+def read_notes(folder: Path) -> dict[str, Any]:
     """Return what a run's `recipe.json` says; {} without one, UserError if it is damaged."""
     try:
         return read_record(folder / "recipe.json", f"put it back from a copy, or {_WITHOUT}")
@@ -162,9 +162,9 @@ def noted(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def write_noted(folder: Path, **values: Any) -> None:
+def write_notes(folder: Path, **values: Any) -> None:
     """Add values to a run's `recipe.json`; those that are None go."""
-    record = noted(folder) | values
+    record = read_notes(folder) | values
     write_record(
         folder / "recipe.json", {key: value for key, value in record.items() if value is not None}
     )
@@ -172,7 +172,7 @@ def write_noted(folder: Path, **values: Any) -> None:
 
 def check_not_lost(folder: Path) -> None:
     """Refuse to begin anew without the state that the run's record names (UserError)."""
-    if step := noted(folder).get("saved"):
+    if step := read_notes(folder).get("saved"):
         raise UserError(
             f"{folder / 'state'}: no state, and the state of step {step} was saved: put `state` "
             "back from a copy, or delete recipe.json and metrics.jsonl beside it to train from "

@@ -346,3 +346,15 @@ class RunInputs:
     test: Path | None = None
     resize: int | None = None
     computing: Computing = PLAIN
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What `recipe.json` and the completion record say about the run."""
+        return {
+            "stage": self.stage.name,
+            "settings": self.stage.model_dump(mode="json"),
+            "computing": self.computing.model_dump(mode="json"),
+            "seed": self.seed,
+            "encoder": self.encoder.model_dump(mode="json"),
+            "source": self.source.name if self.source is not None else None,
+        }

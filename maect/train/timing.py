@@ -14,57 +14,66 @@ from maect.core.context import Context
 from maect.data.loader import Batch, Draw, fill, image_names, layout_of
 from maect.data.packed import Packed
 from maect.recipes.computing import PLAIN, Computing
-from maect.train.checkpoint import Saver
 from maect.train.device_time import DeviceTime
-from maect.train.engine import Engine, seconds_between
-from maect.train.noise import random_batch
+from maect.train.engine import Engine, random_batch, seconds_between
+from maect.train.health import Health
+from maect.train.hooks import EpochLosses, Hook, Update
 from maect.train.objective import Objective
 from maect.train.stage import Training
 from maect.train.trainer import Trainer
 from maect.train.watchdog import Watchdog
 
 IMAGES = 1_000_000
-"""Of a data set that is not there."""
+"""Images of an epoch that is never finished."""
 
 
-class _Unsaved(Trainer):
-    """Saves nothing, and goes on whatever becomes of an encoder that sees noise."""
+class _HealthOfNoise(Health):
+    """Checks the embeddings as in a training, and goes on: the encoder sees only noise."""
 
-    def save(self, wait: bool = False) -> None:
-        pass
-
-    def _collapsed(self, fault: str) -> None:
-        pass
+    def after_step(self, update: Update) -> None:
+        super().after_step(update)
+        update.fault = None
 
 
 @contextmanager
-def trainer_alone(
+def unsaved_trainer(
     stage: Training, objective: Objective, context: Context, device: torch.device, steps: int,
     computing: Computing = PLAIN,
 ) -> Iterator[Trainer]:  # fmt: skip
-    """A trainer of a stage, with the batch of all ranks, around a new engine; it saves nothing."""
+    """Yield a trainer with a new engine that saves and logs nothing.
+
+    Args:
+        stage: whose steps are trained.
+        objective: of the stage; moved to the device.
+        context: this rank's.
+        device: that computes.
+        steps: of the training.
+        computing: how.
+    """
     objective.to(device)
     groups = stage.parameter_groups(objective)
     engine = Engine(objective, stage, groups, device, computing)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
     with TemporaryDirectory() as name:
-        watchdog = Watchdog(Path(name), context)
+        hooks: list[Hook] = [Watchdog(Path(name), context)]
+        if objective.has_health:
+            hooks.append(_HealthOfNoise(objective, stage.batch_size))
+        hooks.append(EpochLosses(IMAGES, stage.batch_size, []))
+        trainer = Trainer(
+            context=context, stage=stage, encoder=objective.encoder.settings,
+            objective=objective, engine=engine, device=device, step=0, steps=steps,
+            saver=None, save_seconds=float("inf"), fingerprint="",
+            clock=DeviceTime(context, {}), accumulation=computing.accumulation, hooks=hooks,
+        )  # fmt: skip
         try:
-            yield _Unsaved(
-                context=context, stage=stage, encoder=objective.encoder.settings,
-                objective=objective, engine=engine, device=device, step=0, steps=steps,
-                images=IMAGES, saver=Saver(Path(name), context, None), metrics=None,
-                watchdog=watchdog, save_seconds=float("inf"), record={}, losses=[],
-                clock=DeviceTime(context, {}), accumulation=computing.accumulation,
-            )  # fmt: skip
+            yield trainer
         finally:
-            watchdog.close()
-            engine.close()
+            trainer.close()
 
 
 def packed(batch: Batch, draw: Draw, pinned: bool) -> Batch:
-    """The same as the loader hands it over: in one piece of memory, with what is drawn."""
+    """Return a batch as the loader hands it over: in one piece of memory, with random draws."""
     memory = Packed(layout_of([tuple(group.shape) for group in batch.images], draw), pinned)
     names = image_names(len(batch.images))
     for name, group in zip(names, batch.images, strict=True):
@@ -75,17 +84,22 @@ def packed(batch: Batch, draw: Draw, pinned: bool) -> Batch:
 
 
 def step_seconds(trainer: Trainer, steps: int, more: float = 0.0) -> list[float]:
-    """Seconds of each step of a trainer that has done none, all on one random batch.
+    """Return the seconds of each step of a new trainer, all on one random batch.
 
     A step lasts from the end of the update before it to the end of its own, on the device: with the
-    copy of the batch, augmentation, both passes, the update, averages and whatever waits. There are
-    at least `steps`, and as many as begin within `more` seconds.
+    copy of the batch, augmentation, both passes, the update, averages and whatever waits.
+
+    Args:
+        trainer: that has done no step.
+        steps: the least number of steps.
+        more: seconds within which further steps begin.
     """
     stage, on_gpu = trainer.stage, trainer.device.type == "cuda"
     batch = random_batch(stage, trainer.encoder, stage.batch_size // trainer.context.world_size)
     if trainer.accumulation == 1:  # as in a training: a part of a batch draws for itself
         batch = packed(batch, trainer.objective.draw, on_gpu)
-    marks, began = [], time.perf_counter()
+    marks = []
+    began = time.perf_counter()
 
     def batches() -> Iterator[Batch]:
         while True:

@@ -8,6 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
+from maect.train.hooks import Hook
+from maect.train.watchdog import COMPUTING
 
 TRACES = "traces"
 """Folder of a run with its traces."""
@@ -22,17 +24,20 @@ def steps_of(window: str, steps: int) -> range:
     return range(first, last + 1)
 
 
-class Trace:
+class Trace(Hook):
     """Profiles some steps of this rank; what is computed is the same."""
 
     def __init__(self, folder: Path, rank: int, steps: range) -> None:
         """Profile `steps`, from 1, of the run in `folder`."""
         name = f"steps-{steps.start}-{steps.stop - 1}-rank-{rank}.json"
-        self._path, self._steps = folder / TRACES / name, steps
+        self._path = folder / TRACES / name
+        self._steps = steps
         self._profile: profile | None = None
 
-    def begin(self, step: int) -> None:
-        """Note that a step begins, on every rank."""
+    def begin(self, activity: str, step: int) -> None:
+        """Start profiling at the window's first step, and write the trace behind the last one."""
+        if activity != COMPUTING:
+            return
         if step not in self._steps:
             self.close()
         elif self._profile is None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from maect.core.context import Context
 from maect.core.errors import RankError
+from maect.train.hooks import Hook
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class StalledError(RankError):
     """A rank is missing; another attempt from the last state may succeed."""
 
 
-class Watchdog:
-    """Watches the steps of this rank; `at` notes what it begins to do.
+class Watchdog(Hook):
+    """Watches the steps of this rank, which notes each activity that it begins.
 
     The first step, with its compilation and set-up, may take as long as it likes: there only a rank
     that gives no sign of life is missed. A process that was itself suspended starts to count again.
@@ -59,7 +60,7 @@ class Watchdog:
             self._write()
             self._thread.start()
 
-    def at(self, activity: str, step: int) -> None:
+    def begin(self, activity: str, step: int) -> None:
         """Note what this rank does now; `step` counts from 1. Cheap."""
         now = time.monotonic()
         if activity == READING:

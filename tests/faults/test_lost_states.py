@@ -15,7 +15,7 @@ from maect.launch import Resources
 from maect.records import RunRecord
 from maect.tools import clean, jobs
 from maect.tools.jobs import Where
-from maect.train.run_folder import check_not_lost, noted, remove_states
+from maect.train.run_folder import check_not_lost, read_notes, remove_states
 
 TRAINING = Path(__file__).parents[1] / "unit/train"
 sys.path.append(str(TRAINING))
@@ -61,7 +61,7 @@ def test_a_purge_took_the_states(purged: dict[str, Any], tmp_path: Path) -> None
     ended = run(1, purged, log=tmp_path / "log")
     assert ended.startswith("UserError") and str(folder / "state") in ended
     assert "step 3" in ended and "recipe.json" in ended and "\n" not in ended
-    assert entries(folder) == 3 and noted(folder)["saved"] == 3
+    assert entries(folder) == 3 and read_notes(folder)["saved"] == 3
 
 
 def test_a_damaged_recipe(stopped: tuple[Path, Job], tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_kill_before_the_first_save(stopped: tuple[Path, Job], tmp_path: Path)
     told = stopped[1]("mae", "mae", folder=tmp_path / "runs")
     with pytest.raises(RuntimeError):
         run(1, told, log=tmp_path / "log", kill_at=2)
-    assert entries(tmp_path / "runs/mae") and "saved" not in noted(tmp_path / "runs/mae")
+    assert entries(tmp_path / "runs/mae") and "saved" not in read_notes(tmp_path / "runs/mae")
     assert run(1, told, log=tmp_path / "log", stop_at=1) == ["requeue"]
 
 
@@ -106,5 +106,5 @@ def test_states_that_were_removed_on_purpose(tmp_path: Path, how: str) -> None:
         clean.clean(tmp_path, remove=True)
     else:
         remove_states(folder)
-    assert not (folder / "state").exists() and noted(folder) == {"fingerprint": "f"}
+    assert not (folder / "state").exists() and read_notes(folder) == {"fingerprint": "f"}
     check_not_lost(folder)

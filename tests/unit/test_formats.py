@@ -26,7 +26,7 @@ from maect.records import RunRecord
 from maect.stages import STAGES
 from maect.stages.run import RunConfig
 from maect.tools.status import show
-from maect.train.run_folder import is_finished, noted
+from maect.train.run_folder import is_finished, read_notes
 
 FOLDERS = Path(__file__).with_name("formats")
 SETTINGS = (*STAGES.values(), *PROTOCOLS.values(), Encoder, Pixels, Contrastive, Refiner)
@@ -77,7 +77,7 @@ def test_each_file_is_read(results: Path) -> None:
     for run in results.glob("runs/*"):
         job = read_job(run)
         assert job is not None and job.verdict == "done"
-        assert noted(run)["fingerprint"] == RunRecord.of(run).fingerprint
+        assert read_notes(run)["fingerprint"] == RunRecord.of(run).fingerprint
     for split, n in (("train", 60), ("val", 40)):
         index = open_index(results / f"shards/digits/{split}")
         features = open_features(results / f"features/mae_tiny/digits-{split}.safetensors")
@@ -90,7 +90,7 @@ def test_nothing_would_be_made_again(results: Path, capsys: pytest.CaptureFixtur
     for run in results.glob("runs/*"):
         for name in RunRecord.of(run).files:
             (run / name).touch()  # weights are not kept here
-        assert is_finished(run, noted(run)["fingerprint"])
+        assert is_finished(run, read_notes(run)["fingerprint"])
     stamp_finished(load("mini.yaml"))
     assert len(list(results.rglob("done"))) == 3 + 2  # runs and splits
     assert outdated(load("mini.yaml")) == []

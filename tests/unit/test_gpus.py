@@ -34,7 +34,7 @@ from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
 from maect.train import trainer
-from maect.train.noise import random_batch
+from maect.train.engine import random_batch
 from maect.train.objective import tensors_in
 
 JOB = Job("slurm", "maect-x", 4, 0)
@@ -381,8 +381,10 @@ def test_whatever_the_side_stream_makes_is_kept_until_the_model_has_read_it(
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda self, on: calls.append((id(self), on is main))
     )
-    given: Any = SimpleNamespace(_beside="side", objective=objective, device=torch.device("cpu"))
-    inputs = trainer.Trainer._prepare(given, random_batch(stage, encoder, 4))
+    given: Any = SimpleNamespace(
+        _input_stream="side", objective=objective, device=torch.device("cpu")
+    )
+    inputs = trainer.Trainer._inputs(given, random_batch(stage, encoder, 4))
     made = tensors_of(inputs)
     assert sum(tensor.ndim >= 4 for tensor in made) == sizes
     assert calls[0] == "side" and {(id(tensor), True) for tensor in made} == {*calls[1:]}

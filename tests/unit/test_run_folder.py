@@ -114,7 +114,7 @@ def test_a_file_that_is_gone_although_it_is_seen_is_no_damage(
     (tmp_path / "aside").rename(tmp_path / RUN)
     gone.add("recipe.json")
     (tmp_path / "recipe.json").unlink()
-    assert is_finished(tmp_path, "one") and run_folder.noted(tmp_path) == {}
+    assert is_finished(tmp_path, "one") and run_folder.read_notes(tmp_path) == {}
     (tmp_path / RUN).write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         is_finished(tmp_path, "one")

@@ -163,7 +163,7 @@ def test_plain_attention_is_used_where_it_is_asked_for(
     monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", noted)
     for plain in (False, True):
         objective = stage.objective(SMALL, 0)
-        with engine.alone(rank) as device:
+        with engine.single_rank_group(rank) as device:
             throughput.stage_seconds(stage, objective, device, 2, 1, plain_attention=plain)
         assert used == [torch.nn.attention.SDPBackend.MATH] * plain
     assert asked == [False, False]
@@ -172,7 +172,7 @@ def test_plain_attention_is_used_where_it_is_asked_for(
 def test_steps_train_what_the_stage_trains(rank: Rank) -> None:
     stage = load_recipe("ct_min", "tiny")
     objective = stage.objective(SMALL, 0)
-    with engine.alone(rank) as device:
+    with engine.single_rank_group(rank) as device:
         for batch in (8, 16):  # another engine takes the same weights over
             before = {name: p.detach().clone() for name, p in objective.named_parameters()}
             throughput.stage_seconds(stage, objective, device, batch, 2)
@@ -201,7 +201,7 @@ def test_the_trainers_own_steps_are_timed(rank: Rank, monkeypatch: pytest.Monkey
             return plain(self, *args, **kwargs)
 
         monkeypatch.setattr(owner, name, counted)
-    with engine.alone(rank) as device:
+    with engine.single_rank_group(rank) as device:
         seconds = throughput.stage_seconds(stage, objective, device, 4, 11)
     assert len(seconds) == 11 and min(seconds) > 0
     every = ("prepare", "squared_norm", "backward", "step", "update_average")
@@ -214,7 +214,7 @@ def test_steps_on_noise_go_on_though_embeddings_collapse(
     monkeypatch.setattr("maect.stages.objectives.collapse", lambda spread: "all are the same")
     stage = load_recipe("ct_min", "tiny")
     objective = stage.objective(SMALL, 0)
-    with engine.alone(rank) as device:
+    with engine.single_rank_group(rank) as device:
         assert len(throughput.stage_seconds(stage, objective, device, 4, 12)) == 12
 
 

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from maect.measures import uniformity
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
-from maect.train.collapse import collapse, effective_rank
-from maect.train.noise import random_batch
+from maect.train.engine import random_batch
+from maect.train.health import collapse, effective_rank
 
 
 def test_uniformity_and_rank_against_their_formulas():

@@ -14,8 +14,9 @@ from ranks import Place
 from maect.tools.job_commands import train
 from maect.train import device_time, trainer
 from maect.train.device_time import DeviceTime
+from maect.train.health import Health
+from maect.train.hooks import Progress
 from maect.train.trainer import Trainer
-from maect.train.watchdog import Watchdog
 
 HOUR = 3600.0
 STEP = 5.0
@@ -80,12 +81,6 @@ class Engine:
     def gathered(self, module):
         pass
 
-    def complete(self):
-        pass
-
-    def copies(self):
-        return ()
-
 
 class Saver:
     """One save at a time, in the background."""
@@ -108,7 +103,7 @@ class Saver:
         self.machine.pass_time(max(0.0, self.free - self.machine.now))
 
 
-def attempt(machine: Machine, steps: int, minutes: float, folder, **spied) -> Trainer:
+def attempt(machine: Machine, steps: int, minutes: float, **spied) -> Trainer:
     """From the last state to the end, if nothing fails."""
     step, record = machine.state
     place = Place(0, 0, 1)
@@ -125,9 +120,9 @@ def attempt(machine: Machine, steps: int, minutes: float, folder, **spied) -> Tr
     machine.pass_time(START)
     training = Trainer(
         context=place, stage=stage, encoder=None, objective=objective, engine=Engine(machine),
-        device=torch.device("cpu"), step=step, steps=steps, images=8 * steps, saver=Saver(machine),
-        metrics=None, watchdog=Watchdog(folder, place), save_seconds=60 * minutes, record={},
-        losses=[], clock=DeviceTime(place, record),
+        device=torch.device("cpu"), step=step, steps=steps, saver=Saver(machine),
+        save_seconds=60 * minutes, fingerprint="", clock=(clock := DeviceTime(place, record)),
+        hooks=[Health(objective, 8), Progress(place, clock, 8 * steps, 8, 1, steps)],
     )  # fmt: skip
     batch = trainer.Batch(0, *[torch.zeros(8)] * 3, (torch.zeros(1, 8),))
     assert training.run(batch for _ in range(steps - step))
@@ -135,7 +130,7 @@ def attempt(machine: Machine, steps: int, minutes: float, folder, **spied) -> Tr
 
 
 def simulate(
-    monkeypatch, tmp_path, minutes: float, hours: float = 24.0, **faults: float
+    monkeypatch, minutes: float, hours: float = 24.0, **faults: float
 ) -> tuple[float, Machine]:
     """Useful part of the time held by a job of so many hours of steps, and the machine after it."""
     machine = Machine(**faults)
@@ -145,34 +140,34 @@ def simulate(
     steps, training = int(hours * HOUR / STEP), None
     while training is None:
         with suppress(KilledError):
-            training = attempt(machine, steps, minutes, tmp_path)
+            training = attempt(machine, steps, minutes)
     # Each step counts once; an attempt's first counts as its second.
     assert training.clock.useful == pytest.approx(steps * STEP)
     return training.clock.useful / machine.held, machine
 
 
-def test_a_day_with_a_failure_every_two_hours(monkeypatch, tmp_path):
+def test_a_day_with_a_failure_every_two_hours(monkeypatch):
     """What the default interval costs: docs/reference/cluster.md."""
     minutes = inspect.signature(train).parameters["save_every_minutes"].default
-    part, machine = simulate(monkeypatch, tmp_path, minutes)
+    part, machine = simulate(monkeypatch, minutes)
     print(f"{machine.held / HOUR:.2f} h held, {part:.4f} of it useful")
     assert machine.held > 24 * HOUR + 11 * (START + COMPILING)
     assert part >= 0.97
 
 
-def test_a_disk_slower_than_the_interval_is_not_waited_for(monkeypatch, tmp_path):
+def test_a_disk_slower_than_the_interval_is_not_waited_for(monkeypatch):
     limits = {"fails_at": math.inf, "writing": 400.0}
-    _, machine = simulate(monkeypatch, tmp_path, 2.0, hours=2.0, **limits)
+    _, machine = simulate(monkeypatch, 2.0, hours=2.0, **limits)
     assert machine.held < 2 * HOUR + START + COMPILING + 20 * COPYING + 2 * 400.0  # at the end
     assert 2 * HOUR / 410 - 1 < len(machine.states) <= 2 * HOUR / 400 + 1
 
 
-def test_steps_that_are_read_early_seem_no_faster(monkeypatch, tmp_path):
+def test_steps_that_are_read_early_seem_no_faster(monkeypatch):
     machine, told = Machine(fails_at=math.inf), []
     clock = SimpleNamespace(monotonic=lambda: machine.now)
     monkeypatch.setattr(trainer, "time", clock)
     monkeypatch.setattr(device_time, "time", clock)
-    attempt(machine, 40, 2.0, tmp_path, report=told.append)
+    attempt(machine, 40, 2.0, report=told.append)
     speeds = [line["images_per_second"] for line in told]
     assert len(speeds) == 40 and speeds[0] == pytest.approx(8 / (STEP + COMPILING))
     assert speeds[8:] == pytest.approx([8 / STEP] * 32)
@@ -186,9 +181,9 @@ def test_what_counts_as_useful(monkeypatch):
         clock.now += seconds
         assert steps.step() == seconds
     assert steps.useful == 107.0
-    with steps.aside(useful=False):
+    with steps.outside_steps(useful=False):
         clock.now += 4.0
-    with steps.aside(useful=True):
+    with steps.outside_steps(useful=True):
         clock.now += 1.0
     clock.now += 2.0
     assert (steps.step(), steps.useful) == (2.0, 110.0)

@@ -24,9 +24,9 @@ from maect.stages import load_recipe
 from maect.stages.fine_tune import FineTune
 from maect.train import checkpoint
 from maect.train.checkpoint import Saver, saved
-from maect.train.compilation import compile_blocks, is_to_be_compiled
 from maect.train.engine import cast_parts
 from maect.train.objective import Objective
+from maect.train.passes import compile_blocks, is_to_be_compiled
 from maect.train.run_lock import RunLock
 
 
@@ -72,7 +72,7 @@ def test_what_is_compiled_where_nothing_is_asked():
         with torch.device("meta"):
             encoder = build_encoder(load_encoder(size).model_copy(update={"norm": norm}))
         computing = Computing(compile=asked, zero_stage=zero)
-        return is_to_be_compiled(encoder, stage, torch.device(device), computing)
+        return is_to_be_compiled(encoder, stage.labelled, torch.device(device), computing)
 
     assert compiled("mae", "base", "cuda") and compiled("ct_min", "large", "cuda")
     assert not compiled("mae", "small", "cuda") and not compiled("mae", "base", "cpu")

@@ -14,8 +14,8 @@ def train_with_a_flipped_bit(context, *, where, **job):
     """Rank 1's copy has one other bit from step 4 on."""
     update = Trainer._update
 
-    def flipping(self, sums, number):
-        update(self, sums, number)
+    def flipping(self, means, number):
+        update(self, means, number)
         if number == 4 and context.rank == 1:
             held = dict(self.objective.named_parameters()) | self.objective.saved_buffers()
             bits = held[where].data.view(torch.int32).flatten()

@@ -118,8 +118,8 @@ def pair(tmp_path, clock):
     def said(first, second, ticks=(30,) * 30, first_step=False, other=None):
         for dog, place in zip(dogs, (first, second), strict=True):
             for step in () if first_step else (1, 2):
-                dog.at(READING, step)
-            dog.at(place, 2)
+                dog.begin(READING, step)
+            dog.begin(place, 2)
         if other == "done":
             dogs[1].close()
         for seconds in ticks:
