@@ -1,0 +1,190 @@
+"""What happens beside the steps: losses of epochs, scores, online evaluation, progress."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import Place
+
+from maect.core.errors import UserError
+from maect.data.index import open_index
+from maect.train import device_time
+from maect.train.device_time import DeviceTime
+from maect.train.hooks import EpochLosses, Progress, Update
+from maect.train.online import EvaluateOnline, OnlineEvaluator
+from maect.train.scores import EpochScores, scored_split
+from maect.train.watchdog import EVALUATING, SCORING
+
+CPU = torch.device("cpu")
+LOSSES = {step: 10.0 / step for step in range(1, 8)}
+
+
+def follow(hook, steps):
+    for step in steps:
+        hook.after_step(Update(step, {"loss": LOSSES[step]}, 1.0))
+
+
+def saved_record(hook):
+    """What a state says, as it is read again."""
+    record = {}
+    hook.before_save(record)
+    return json.loads(json.dumps(record))
+
+
+def test_losses_of_epochs_go_on_where_a_state_was_saved():
+    """40 images in batches of 16: an epoch has two and a half steps."""
+    whole = EpochLosses(40, 16, [])
+    follow(whole, range(1, 8))
+    expected = [
+        [sum(LOSSES[step] for step in steps), len(steps)] for steps in ((1, 2, 3), (4, 5), (6, 7))
+    ]
+    assert saved_record(whole) == {"losses": expected}
+    for step in range(1, 7):
+        first = EpochLosses(40, 16, [])
+        follow(first, range(1, step + 1))
+        second = EpochLosses(40, 16, saved_record(first)["losses"])
+        follow(second, range(step + 1, 8))
+        assert saved_record(second) == {"losses": expected}
+
+
+class Watchdog:
+    def __init__(self):
+        self.begun = []
+
+    def begin(self, activity, step):
+        self.begun.append((activity, step))
+
+
+def scores_of(index, resize=None, steps=7):
+    """Every image is said to be of class 0; 40 images in batches of 16."""
+    objective = SimpleNamespace(
+        encoder=SimpleNamespace(settings=SimpleNamespace(image_size=16)),
+        predict=lambda images: torch.zeros(len(images), dtype=torch.int64),
+    )
+    place = Place(0, 0, 1)
+    return EpochScores(
+        place, objective, CPU, DeviceTime(place, {}), Watchdog(), index=index, resize=resize,
+        images=40, batch_size=16, steps=steps,
+    )  # fmt: skip
+
+
+def test_epochs_are_scored_at_their_ends(shards):
+    scores = scores_of(open_index(shards))
+    assert [step for step in range(1, 8) if scores.reads_model(step)] == [3, 5, 7]
+    update = Update(2, {"loss": 1.0}, 1.0)
+    scores.after_step(update)
+    assert update.values == {"loss": 1.0} and not update.log_now
+    update = Update(3, {"loss": 1.0}, 1.0)
+    scores.after_step(update)
+    assert update.values["accuracy"] == 25.0 and update.log_now  # one of four classes
+    assert scores._watchdog.begun == [(SCORING, 3)]
+    assert saved_record(scores)["scores"]["accuracies"] == [25.0]
+    # What is left of the last epoch is scored, too.
+    assert scores_of(open_index(shards), steps=6).reads_model(6)
+
+
+def test_scores_go_on_only_on_the_same_images(shards):
+    index = open_index(shards)
+    before = scores_of(index, resize=18)
+    before.after_step(Update(3, {"loss": 1.0}, 1.0))
+    record = saved_record(before)
+    after = scores_of(index, resize=18)
+    assert after.resume(record)
+    after.after_step(Update(5, {"loss": 1.0}, 1.0))
+    assert saved_record(after)["scores"]["accuracies"] == [25.0, 25.0]
+    assert not scores_of(index, resize=20).resume(record)
+    record["scores"]["index_digest"] = "of other images"
+    assert not scores_of(index, resize=18).resume(record)
+    assert not scores_of(index, resize=18).resume({})
+
+
+def test_what_epochs_are_scored_on(shards, tmp_path):
+    """Held-out images come before the split that a run names; other classes are refused."""
+    index = open_index(shards)
+    held_out = object()
+
+    def run(held=None, test=None):
+        stage = SimpleNamespace(scored_images=lambda split: held)
+        return SimpleNamespace(stage=stage, test=test, shards=shards)
+
+    assert scored_split(run(held_out, shards), index) is held_out
+    assert scored_split(run(test=shards), index).digest == index.digest
+    assert scored_split(run(), index) is None
+    others = SimpleNamespace(class_names=["cat", "dog"])
+    with pytest.raises(UserError, match="its classes differ from those of"):
+        scored_split(run(test=shards), others)
+
+
+class Evaluator:
+    """Reads the encoder every 40 images; `found` is what it says."""
+
+    every, pictures = 40, {"neighbors": "a picture"}
+    is_due = OnlineEvaluator.is_due
+
+    def __init__(self, clock, found):
+        self.clock, self.found, self.shards = clock, found, []
+
+    def evaluate(self, shards):
+        self.shards.append(shards)
+        self.clock.now += 5.0
+        return dict(self.found)
+
+
+def online(monkeypatch, found, steps=7):
+    now = SimpleNamespace(now=0.0, monotonic=lambda: now.now)
+    monkeypatch.setattr(device_time, "time", now)
+    clock, shown = DeviceTime(Place(0, 0, 1), {}), []
+    metrics = SimpleNamespace(show=lambda *given: shown.append(given))
+    hook = EvaluateOnline(
+        Evaluator(now, found), SimpleNamespace(shards="shards"), clock, Watchdog(), metrics,
+        batch_size=16, steps=steps,
+    )  # fmt: skip
+    return hook, now, clock, shown
+
+
+def test_an_online_evaluation_is_logged_shown_and_no_part_of_a_step(monkeypatch):
+    hook, now, clock, shown = online(monkeypatch, {"online_knn": 50.0, "online_rank_me": 2.0})
+    assert [step for step in range(1, 8) if hook.reads_model(step)] == [3, 5, 7]
+    clock.start()
+    now.now += 1.0
+    update = Update(2, {"loss": 1.0}, 1.0)
+    hook.after_step(update)
+    assert update.values == {"loss": 1.0} and not update.timing and not shown
+    update = Update(3, {"loss": 1.0}, 1.0)
+    hook.after_step(update)
+    assert update.values == {"loss": 1.0, "online_knn": 50.0, "online_rank_me": 2.0}
+    assert update.log_now and update.timing["online_part"] == pytest.approx(5 / 6)
+    assert shown == [(3, Evaluator.pictures)] and hook._evaluator.shards == ["shards"]
+    assert hook._watchdog.begun == [(EVALUATING, 3)]
+    assert clock.useful == 5.0
+    now.now += 1.0
+    assert clock.step() == 2.0  # without the evaluation
+
+
+def test_features_that_are_not_finite_are_not_logged(monkeypatch):
+    hook, *_ = online(monkeypatch, {})
+    update = Update(3, {"loss": 1.0}, 1.0)
+    hook.after_step(update)
+    assert (update.values, update.timing, update.log_now) == ({"loss": 1.0}, {}, False)
+
+
+def test_too_few_images_are_never_due():
+    nothing = SimpleNamespace(every=0)
+    assert not OnlineEvaluator.is_due(nothing, 0, 16, last=True)
+
+
+def test_progress_names_the_epoch_and_the_last_accuracy():
+    place, told = Place(0, 0, 1), []
+    place.report = told.append
+    clock = SimpleNamespace(steps_per_second=2.0)
+    progress = Progress(place, clock, images=40, batch_size=16, epochs=2, steps=5)
+    for step in range(1, 6):
+        values = {"loss": LOSSES[step]} | ({"online_knn": 60.0} if step == 3 else {})
+        progress.after_step(Update(step, values, 1.0))
+    assert [line["epoch"] for line in told] == [1, 1, 2, 2, 2]
+    assert [line["knn"] for line in told] == [None, None, 60.0, 60.0, 60.0]
+    assert told[0] == {
+        "epoch": 1, "epochs": 2, "step": 1, "steps": 5, "loss": 10.0, "images_per_second": 32.0,
+        "knn": None,
+    }  # fmt: skip

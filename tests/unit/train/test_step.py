@@ -1,0 +1,244 @@
+"""One update: buffers that can be taken back, sums with names, and when the host reads them."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import Place
+
+from maect.data.loader import Batch
+from maect.train.checkpoint import saved
+from maect.train.device_time import DeviceTime
+from maect.train.hooks import Hook
+from maect.train.step import Buffers, StepSums
+from maect.train.trainer import Trainer, TrainingFault
+
+CPU = torch.device("cpu")
+
+
+class Counting:
+    """An objective whose forward passes count in a buffer, beside one that does not change."""
+
+    has_health = False
+
+    def __init__(self):
+        self.queue = torch.zeros(2)
+        self.fixed = torch.full((2,), 7.0)
+
+    def changing_buffers(self):
+        return [self.queue]
+
+    def saved_buffers(self):
+        return {"queue": self.queue, "fixed": self.fixed}
+
+    def parameters(self):
+        return []
+
+    def prepare(self, batch, device):
+        return None
+
+    def after_update(self, gathered):
+        pass
+
+
+def forward(buffers, objective):
+    buffers.copy()
+    objective.queue += 1
+
+
+def test_a_state_has_the_buffers_of_the_last_update():
+    objective = Counting()
+    buffers = Buffers(objective)
+    forward(buffers, objective)
+    buffers.commit()
+    assert buffers.saved()["queue"].tolist() == [1, 1]
+    forward(buffers, objective)  # of the next step, whose update is not made yet
+    assert objective.queue.tolist() == [2, 2]
+    assert {name: value.tolist() for name, value in buffers.saved().items()} == {
+        "queue": [1, 1], "fixed": [7, 7],
+    }  # fmt: skip
+    buffers.commit()
+    assert buffers.saved()["queue"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_skipped_update_takes_its_forward_pass_back(is_ahead):
+    objective = Counting()
+    buffers = Buffers(objective)
+    for _ in range(3):
+        forward(buffers, objective)
+        buffers.commit()
+    # The device has skipped the third update, as the host learns now: perhaps after the forward
+    # pass of the fourth.
+    if is_ahead:
+        forward(buffers, objective)
+    buffers.restore()
+    assert objective.queue.tolist() == [2, 2] == buffers.saved()["queue"].tolist()
+
+
+def sums(loss=2.0, squared_norm=9.0, stop=0.0, save=0.0, world_size=1, **more):
+    values = {name: torch.tensor(value) for name, value in {"loss": loss, **more}.items()}
+    flags = torch.tensor(stop), torch.tensor(save)
+    return StepSums(torch.tensor(squared_norm), *flags, values, world_size, CPU)
+
+
+def test_sums_have_names():
+    found = sums(stop=1.0, lookup=5.0)
+    found.start_copy()
+    assert found.read() == (3.0, True, False, {"loss": 2.0, "lookup": 5.0})
+    assert sums(save=1.0).read()[1:3] == (False, True)
+    # The gradient's parts add up; what is logged is a mean over the ranks.
+    assert sums(loss=8.0, world_size=4).read() == (3.0, False, False, {"loss": 2.0})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_device_skips_what_is_not_finite(value):
+    assert sums().is_not_finite.item() == 0
+    assert sums(loss=0.0, squared_norm=0.0).is_not_finite.item() == 0
+    assert sums(loss=value).is_not_finite.item() == 1
+    assert sums(squared_norm=abs(value)).is_not_finite.item() == 1
+    assert sums(other=value).is_not_finite.item() == 0
+    assert sums().is_not_finite.dtype == torch.float32
+
+
+class Engine:
+    """Counts passes and updates; the loss of the step `bad` is not a number."""
+
+    shards = ()
+    captures = False
+
+    def __init__(self, objective, bad=None):
+        self.objective, self.bad = objective, bad
+        self.forwards, self.updates = 0, 0
+
+    def __call__(self, inputs):
+        self.forwards += 1
+        self.objective.queue += 1
+        return torch.tensor(math.nan if self.forwards == self.bad else 1.0), {}
+
+    def backward(self, loss):
+        pass
+
+    def squared_norm(self):
+        return torch.tensor(1.0)
+
+    def step(self, multiplier, skip):
+        self.updates += 1 - int(skip)
+
+    def gathered(self, module):
+        pass
+
+
+class Saver:
+    error, is_writing = None, False
+
+    def __init__(self):
+        self.states = []
+
+    def save(self, step, tensors, record):
+        queue = tensors.get("buffer|0|queue")
+        self.states.append((step, None if queue is None else queue.tolist(), record))
+
+    def wait(self):
+        pass
+
+
+class Seen(Hook):
+    """Notes how many forward passes and updates had run at each call."""
+
+    def __init__(self, engine, reads=()):
+        self.engine, self.reads, self.calls = engine, reads, []
+
+    def reads_model(self, step):
+        return step in self.reads
+
+    def after_step(self, update):
+        self.calls.append((update.step, self.engine.forwards, self.engine.updates))
+
+    def before_save(self, record):
+        record["calls"] = len(self.calls)
+
+
+def trainer(bad=None, reads=(), steps=4):
+    objective = Counting()
+    engine = Engine(objective, bad)
+    place = Place(0, 0, 1)
+    stage = SimpleNamespace(batch_size=2, encoder_average=None, lr_multiplier=lambda *_: 1.0)
+    return Trainer(
+        context=place, stage=stage, encoder=None, objective=objective, engine=engine, device=CPU,
+        step=0, steps=steps, saver=Saver(), save_seconds=math.inf, fingerprint="ours",
+        clock=DeviceTime(place, {}), hooks=[Seen(engine, reads)],
+    )  # fmt: skip
+
+
+def batches(count):
+    return (Batch(0, *[torch.zeros(2)] * 3, (torch.zeros(1, 2),)) for _ in range(count))
+
+
+def test_the_host_is_a_step_ahead_unless_a_hook_reads_the_model():
+    training = trainer(reads=(2,))
+    assert training.run(batches(4))
+    # Of step 1 and 3 the next forward pass has run; of step 2, which is read, and the last it has
+    # not. No update is ever ahead.
+    assert training.hooks[0].calls == [(1, 2, 1), (2, 2, 2), (3, 4, 3), (4, 4, 4)]
+    (state,) = training.saver.states
+    assert state[:2] == (4, [4, 4])
+    assert (state[2]["fingerprint"], state[2]["calls"]) == ("ours", 4)
+
+
+def test_a_skipped_update_ends_with_the_state_before_it():
+    training = trainer(bad=3)
+    with pytest.raises(TrainingFault, match="loss nan in step 3; the state before it is saved"):
+        training.run(batches(4))
+    assert training.engine.updates == 2
+    assert [call[0] for call in training.hooks[0].calls] == [1, 2]
+    assert [state[:2] for state in training.saver.states] == [(2, [2, 2])]
+
+
+def test_a_fault_that_a_hook_finds_ends_the_run_with_its_step_saved():
+    class Fault(Hook):
+        def after_step(self, update):
+            update.fault = "all is lost" if update.step == 2 else None
+
+    training = trainer()
+    training.hooks.append(Fault())
+    with pytest.raises(TrainingFault, match="step 2: all is lost; the state is saved"):
+        training.run(batches(4))
+    assert [state[:2] for state in training.saver.states] == [(2, [2, 2])]
+
+
+def test_a_save_waits_for_the_one_before_it_and_overtakes_nothing(tmp_path, monkeypatch):
+    """The second state is asked for while the first is being written; both are whole."""
+    import threading
+
+    from maect.train import checkpoint
+    from maect.train.checkpoint import StateReader, state_record
+    from maect.train.run_lock import RunLock
+
+    started, go_on, order = threading.Event(), threading.Event(), []
+    real = checkpoint.save_file
+
+    def slow(tensors, path):
+        order.append(float(tensors["param|0|x"][0]))
+        if len(order) == 1:
+            started.set()
+            assert go_on.wait(30)
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", slow)
+    place, complete = Place(0, 0, 1), []
+    place.saved = complete.append
+    saver = checkpoint.Saver(tmp_path, place, RunLock(tmp_path, place))
+    saver.save(1, {"param|0|x": torch.full((3,), 1.0)}, {"fingerprint": "ours"})
+    assert started.wait(30) and saver.is_writing
+    threading.Timer(0.2, go_on.set).start()
+    saver.save(2, {"param|0|x": torch.full((3,), 2.0)}, {"fingerprint": "ours"})
+    assert complete[:1] == [1]  # nothing of the second began before
+    saver.wait()
+    assert (order, complete, saver.error) == ([1.0, 2.0], [1, 2], None)
+    states = saved(tmp_path / "state")
+    assert [state.name for state in states] == ["step-000000002", "step-000000001"]
+    for state, value in zip(states, (2.0, 1.0), strict=True):
+        reader = StateReader(state, state_record(state, "ours"))
+        assert reader.values("param", "x", 0, 3).tolist() == [value] * 3
