@@ -1,4 +1,4 @@
-"""The stages: what can be trained or imported, each a module of its own."""
+"""Registry of the stages, each a module of its own."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -31,13 +31,15 @@ STAGES: dict[str, type[Stage]] = {
 
 
 def starts_from(name: str) -> tuple[str, ...]:
-    """Names of the stages whose runs a stage may start from."""
+    """Return the names of the stages whose runs a stage may start from."""
     named = STAGES[name].starts_from
-    return tuple(other for other in STAGES if other != name) if EVERY_OTHER in named else named
+    if EVERY_OTHER in named:
+        return tuple(other for other in STAGES if other != name)
+    return named
 
 
 def recorded(record: RunRecord) -> Stage:
-    """The stage of a finished run, with its settings; UserError if it is none of ours."""
+    """Return the stage of a finished run with its settings; UserError if it is unknown."""
     where = f"run {record.run}"
     check_names(f"{where}: stage", [record.stage], STAGES)
     return validated(STAGES[record.stage], record.settings, f"{where}: settings")
@@ -50,11 +52,18 @@ def check_source(
     source: tuple[str, Stage, Encoder] | None,
     key: str,
 ) -> None:
-    """Refuse a run to start from that a stage cannot start from: its name, settings and encoder.
+    """Check the run that a stage is to start from.
+
+    Args:
+        where: the run that is checked, for messages.
+        settings: its stage.
+        encoder: its encoder.
+        source: name, stage and encoder of the run to start from; None: there is none.
+        key: of the experiment or config that names the run to start from.
 
     Raises:
-        UserError: none where one is needed, one where none is, or one of another stage, encoder or
-            head.
+        UserError: a run is needed and missing, not needed and given, or of another stage, encoder
+            or head.
     """
     allowed = starts_from(settings.name) if settings.needs_source else ()
     if source is None:
@@ -74,7 +83,12 @@ def check_source(
 
 
 def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None) -> Training:
-    """A recipe for an encoder size, with overrides; `head: {topk: 1}` changes one key of `head`.
+    """Return a recipe's settings for an encoder size.
+
+    Args:
+        name: of the recipe, or its file.
+        size: of the encoder.
+        overrides: settings that replace the recipe's; `head: {topk: 1}` changes one key of `head`.
 
     Raises:
         UserError: unknown recipe, stage, size or key, or a value out of range.

@@ -20,20 +20,20 @@ if TYPE_CHECKING:  # these import torch
     from maect.train.objective import Objective
 
 RANDOM = ("flip", "jitter", "blur", "gray", "solarize")
-"""Changes of a view that have a probability."""
+"""Fields of `View` that are probabilities."""
 
 
 def head_file(name: str) -> str:
-    """The file to which a run exports a head."""
+    """Return the name of the file to which a run exports a head."""
     return f"{name}.safetensors"
 
 
 class WithoutLabels(Training):
     """Settings of the stages that learn without labels, from views of images.
 
-    Their objective has named parts: `encoder`, whatever else a stage adds, and any number of
-    heads, whose settings stand in `heads`. What holds for a head is said here, once: its learning
-    rate, what it costs, its file, and that a run takes it over from another one.
+    Their objective has named parts: `encoder`, parts that a stage adds, and any number of heads,
+    whose settings are in `heads`. Learning rate, cost and file of each head, and that a run takes
+    it over from another one, are defined here for all stages.
 
     Attributes:
         continues_heads: whether a run starts with the heads of the run that it starts from.
@@ -45,18 +45,21 @@ class WithoutLabels(Training):
     crop_scale: tuple[float, float] | None = None
     """Replaces the augmentation's crop scale, for images whose object fills the frame."""
     flip: float | None = Field(default=None, ge=0, le=1)
-    """Replaces the probability of a horizontal flip (0 where left and right mean something)."""
+    """Replaces the probability of a horizontal flip (0 where left and right differ in meaning)."""
     blur: float | None = Field(default=None, ge=0, le=1)
-    """Replaces the probability of blur (0 where images have few pixels and it leaves nothing)."""
+    """Replaces the probability of blur (0 for images of few pixels)."""
     jitter: float | None = Field(default=None, ge=0, le=1)
-    """Likewise of jittered colours; with the next two, an augmentation may be taken apart."""
+    """Replaces the probability of jittered colours."""
     gray: float | None = Field(default=None, ge=0, le=1)
+    """Replaces the probability of a grey image."""
     solarize: float | None = Field(default=None, ge=0, le=1)
+    """Replaces the probability of solarized views."""
     lr_counts_views: bool = True
     """lr = base_lr x batch_size x views / 256 (authors' code); False leaves `views` out."""
     views: int = Field(default=2, ge=1)
-    """Of an image; the augmentation has a pair, of which further views take the next in turn."""
+    """Views of an image; the augmentation defines a pair, which further views repeat in turn."""
     mask_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of the patches that the encoder does not see."""
 
     @property
     def heads(self) -> Mapping[str, HeadSettings]:
@@ -65,15 +68,15 @@ class WithoutLabels(Training):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The encoder, and a file for each head."""
+        """Files that a finished run has: the encoder, and one for each head."""
         return ("encoder.safetensors", *map(head_file, self.heads))
 
     def inputs(self, source: Stage) -> tuple[str, ...]:
-        """The encoder, and the heads of the same names if this stage continues them."""
-        return (*super().inputs(source), *map(head_file, self._continued(source)))
+        """Return the encoder's file, and those of the heads that this stage continues."""
+        return (*super().inputs(source), *map(head_file, self._continued_heads(source)))
 
-    def _continued(self, source: Stage) -> list[str]:
-        """Names of the heads that a run takes over from one of `source`."""
+    def _continued_heads(self, source: Stage) -> list[str]:
+        """Return the names of the heads that a run takes over from a run of `source`."""
         if not (self.continues_heads and isinstance(source, WithoutLabels)):
             return []
         return [name for name in self.heads if name in source.heads]
@@ -81,7 +84,7 @@ class WithoutLabels(Training):
     def check_source(self, encoder: Encoder, source: Stage, source_encoder: Encoder) -> None:
         """Refuse another encoder, and heads of other shapes."""
         super().check_source(encoder, source, source_encoder)
-        for name in self._continued(source):
+        for name in self._continued_heads(source):
             ours, theirs = self.heads[name], cast(WithoutLabels, source).heads[name]
             for key in ours.shape:
                 if getattr(ours, key) != getattr(theirs, key, None):
@@ -89,14 +92,14 @@ class WithoutLabels(Training):
                     raise ValueError(f"{name}.{key} {here} differs from {there}")
 
     def view_settings(self) -> tuple[View, ...]:
-        """The augmentation's views with this run's crop scale and probabilities."""
+        """Return the augmentation's views with this run's crop scale and probabilities."""
         given = {key: getattr(self, key) for key in ("crop_scale", *RANDOM)}
         changes = {key: value for key, value in given.items() if value is not None}
         pair = [view.model_copy(update=changes) for view in AUGMENTATIONS[self.augmentation]]
         return tuple(pair[number % len(pair)] for number in range(self.views))
 
     def check_encoder(self, encoder: Encoder) -> None:
-        """Refuse an encoder without [CLS] token, and views that it cannot be given."""
+        """Refuse an encoder without [CLS] token, and views that do not fit it (ValueError)."""
         encoder.check_trainable()
         views = self.view_settings()
         changes = [name for name in ("jitter", "gray") if any(getattr(v, name) for v in views)]
@@ -117,11 +120,11 @@ class WithoutLabels(Training):
             raise ValueError("mask_ratio: views of several sizes are not masked")
 
     def trained_blocks(self, encoder: Encoder) -> int:
-        """Return how many of the encoder's last blocks learn."""
+        """Return the number of the encoder's last blocks that learn."""
         return encoder.depth if self.trains_encoder else 0
 
     def costs(self, encoder: Encoder, computing: Computing = PLAIN) -> dict[str, Cost]:
-        """Return what the encoder takes, then what the heads take."""
+        """Return the cost of the encoder, then of each head."""
         groups = view_groups(encoder, self.view_settings(), self.mask_ratio)
         trained = self.trained_blocks(encoder)
         learns = self.reaches_encoder and trained > 0
@@ -132,21 +135,21 @@ class WithoutLabels(Training):
 
     @property
     def whole_batch(self) -> bool:
-        """Those of heads are."""
+        """Whether batch statistics or negatives are those of the global batch, as heads need."""
         return bool(self.heads)
 
     @property
     def reads_labels(self) -> bool:
-        """An oracle does."""
+        """Whether labels are read: only by the oracle lookup of a head."""
         return any(head.needs_labels for head in self.heads.values())
 
     @property
     def reaches_encoder(self) -> bool:
-        """Return whether the heads' gradient goes on into the encoder."""
+        """Whether the heads' gradient reaches the encoder."""
         return True
 
     def rates(self, name: str, depth: int) -> tuple[float, float]:
-        """Each head's rates for that head, `encoder_rates` for everything else."""
+        """Return each head's own rates for its parameters, else `encoder_rates`."""
         for part, head in self.heads.items():
             if name.startswith(f"{part}."):
                 return self.scaled_lr(head.head_lr), head.head_weight_decay
@@ -154,30 +157,38 @@ class WithoutLabels(Training):
         return self.encoder_rates(inner if part == "encoder" else None, depth)
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
-        """Learning rate and weight decay of a parameter of the encoder; None: of another part."""
+        """Return peak learning rate and weight decay of a parameter of the encoder.
+
+        Args:
+            name: of the parameter in the encoder; None: it is in another part that is no head.
+            depth: blocks of the encoder.
+        """
         if self.trains_encoder:
             raise NotImplementedError
         return 0.0, 0.0
 
     def objective(self, encoder: Encoder, seed: int) -> "Objective":
-        """The objective with random weights."""
+        """Return the objective with random weights."""
         raise NotImplementedError
 
     def start_from(self, source: Path, objective: Any, encoder: Encoder) -> None:
-        """Take over the encoder of the run in a folder and, if they are continued, its heads."""
+        """Load the encoder of the run in a folder and, if the stage continues heads, its heads."""
         from maect.stages.run_weights import load_head, load_source
 
         pooling = load_source(objective.encoder, encoder, source)
-        if not self.trains_encoder:  # its export is a copy
-            objective.left_pooling = pooling
-        for name in self.heads if self.continues_heads else ():
-            if (source / head_file(name)).exists():
-                load_head(objective.get_submodule(name), source / head_file(name))
+        if not self.trains_encoder:
+            objective.exported_pooling = pooling  # the export is a copy
+        if not self.continues_heads:
+            return
+        for name in self.heads:
+            file = source / head_file(name)
+            if file.exists():
+                load_head(objective.get_submodule(name), file)
 
     def build(
         self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
     ) -> "Objective":
-        """The objective with random weights, and in their place what it takes from a run."""
+        """Return the objective, with weights of the run to start from if there is one."""
         objective = self.objective(encoder, seed)
         if self.needs_source:
             self.start_from(self.need(source), objective, encoder)
@@ -188,7 +199,7 @@ class WithoutLabels(Training):
         return encoder.ct_pooling
 
     def export(self, run: RunInputs, reader: "StateReader", index: "Index") -> dict[str, Any]:
-        """Write the encoder, or its running average, and each head."""
+        """Write the encoder, or its running average, and each head; see `Training.export`."""
         import torch
 
         from maect.stages.run_weights import copy_encoder, export_encoder, export_head
@@ -208,11 +219,12 @@ class WithoutLabels(Training):
         return {"pooling": pooling}
 
     def scaled_lr(self, base_lr: float) -> float:
-        """Peak learning rate by the linear scaling rule (paper, A.1)."""
-        return base_lr * self.batch_size * (self.views if self.lr_counts_views else 1) / 256
+        """Return the peak learning rate by the linear scaling rule (paper, A.1)."""
+        views = self.views if self.lr_counts_views else 1
+        return base_lr * self.batch_size * views / 256
 
     def training_images(self, index: "Index") -> "Index":
-        """All images of a split; UserError: too few, or an oracle without labels."""
+        """Return all images of a split; UserError: too few, or an oracle without labels."""
         images = super().training_images(index)
         if self.reads_labels and images.labels.min() < 0:
             raise UserError(f"{index.directory}: an oracle needs labels; some images have none")
@@ -220,7 +232,7 @@ class WithoutLabels(Training):
 
     @model_validator(mode="after")
     def _contrastive(self) -> Self:
-        """Refuse what the contrastive loss cannot be computed with."""
+        """Refuse settings with which the contrastive loss cannot be computed."""
         if self.heads and self.views != 2:
             raise ValueError("the contrastive loss needs views: 2")
         for name, head in self.heads.items():
@@ -253,7 +265,7 @@ class SelfSupervised(WithoutLabels):
 
     @property
     def heads(self) -> Mapping[str, HeadSettings]:
-        """The head, if there is one."""
+        """Settings of the head, if there is one."""
         return {} if self.head is None else {"head": self.head}
 
 
@@ -264,15 +276,15 @@ class UpperLayers(Training):
     weight_decay: float = Field(ge=0)
     layer_decay: float = Field(gt=0, le=1)
     frozen_blocks: int = Field(ge=0)
-    """The first blocks, this many, with patch embedding and [CLS] token."""
+    """Number of first blocks that do not learn, nor do patch embedding and [CLS] token."""
 
     @property
     @abstractmethod
     def peak_lr(self) -> float:
-        """Of the uppermost layers of the encoder."""
+        """Peak learning rate of the uppermost layers of the encoder."""
 
     def check_encoder(self, encoder: Encoder) -> None:
-        """Refuse to freeze every block."""
+        """Refuse to freeze every block (ValueError)."""
         super().check_encoder(encoder)
         if self.frozen_blocks >= encoder.depth:
             raise ValueError(
@@ -281,11 +293,11 @@ class UpperLayers(Training):
             )
 
     def trained_blocks(self, encoder: Encoder) -> int:
-        """All but the frozen ones."""
+        """Return the number of blocks that are not frozen."""
         return encoder.depth - self.frozen_blocks
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
-        """Lower for lower layers."""
+        """Return learning rate and weight decay: the lower the layer, the lower the rate."""
         from maect.train.optimizer import layer_scale
 
         scale = 1.0 if name is None else layer_scale(name, depth, self.layer_decay)
@@ -296,41 +308,41 @@ class Supervised(Updates, FewLabels):
     """Settings of training with labels (paper, B and E); defaults: MAE's rates for ViT-L."""
 
     fraction: float = Field(default=1.0, gt=0, le=1)
-    """Of the labels of every class."""
+    """Fraction of the labels of every class."""
 
     epochs: int = Field(default=50, gt=0)
     batch_size: int = Field(default=1024, gt=0)
     base_lr: float = Field(default=1e-3, gt=0)
     """Multiplied by batch_size / 256."""
     min_lr: float = Field(default=1e-6, ge=0)
-    """Where the cosine ends, for the uppermost layers."""
+    """Learning rate of the uppermost layers at which the cosine ends."""
     warmup_epochs: float = Field(default=5, ge=0)
     beta2: float = Field(default=0.999, ge=0, lt=1)
     weight_decay: float = Field(default=0.05, ge=0)
     layer_decay: float = Field(default=0.75, gt=0, le=1)
     frozen_blocks: int = Field(default=0, ge=0)
-    """The first blocks, this many, with patch embedding and [CLS] token."""
+    """Number of first blocks that do not learn, nor do patch embedding and [CLS] token."""
     drop_path: float = Field(default=0.2, ge=0, lt=1)
     drop_path_schedule: Literal["linear", "constant"] = "linear"
-    """Over the blocks; linear starts from 0."""
+    """Rates over the blocks; `linear` rises from 0."""
     pooling: Literal["encoder", "cls", "mean", "fc_norm"] = "encoder"
     """`encoder`: as in its file; `fc_norm`: a new norm on the mean of un-normed patches (MAE)."""
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     mixup: float = Field(default=0.8, ge=0)
     """Parameter of Mixup's beta distribution; 0: no Mixup."""
     cutmix: float = Field(default=1.0, ge=0)
-    """Likewise of CutMix; with both, each batch gets one of them at random."""
+    """Parameter of CutMix's beta distribution; with both, each batch gets one of them at random."""
     random_erasing: float = Field(default=0.25, ge=0, le=1)
     """Probability for an image."""
     randaugment_layers: int = Field(default=2, ge=0)
-    """Operations on an image; 0: no RandAugment."""
+    """Number of operations on an image; 0: no RandAugment."""
     randaugment_magnitude: float = Field(default=9.0, ge=0, le=10)
     crop_scale: tuple[float, float] = (0.08, 1.0)
     flip: float = Field(default=0.5, ge=0, le=1)
 
     @property
     def mixes(self) -> bool:
-        """Return whether images are mixed in pairs."""
+        """Whether images are mixed in pairs."""
         return bool(self.mixup or self.cutmix)
 
     @property
@@ -347,5 +359,5 @@ class Supervised(Updates, FewLabels):
         return self
 
     def view_settings(self) -> tuple[View, ...]:
-        """One view: crop and flip; the rest comes after decoding."""
+        """Return one view, cropped and flipped; other changes come after decoding."""
         return (View(crop_scale=self.crop_scale, flip=self.flip),)

@@ -26,7 +26,8 @@ from maect.stages.base import Supervised
 from maect.train.objective import Objective
 from maect.train.passes import Passes
 
-HEAD_STD = 2e-5  # MAE's
+HEAD_STD = 2e-5
+"""Standard deviation of the classifier's initial weights, as in MAE."""
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Examples:
     Attributes:
         images: augmented, normalized and mixed, float32 [b, C, S, S].
         labels: of the images before mixing, int64 [b].
-        share: of an image itself in its label; the rest is its partner's.
+        share: weight of the image's own label, 0 to 1; the rest is its partner's.
         kept: factors on the residual branches, float32 [2 * depth, b]; None keeps all.
     """
 
@@ -81,7 +82,8 @@ class Classifier(Objective):
         if stage.frozen_blocks > depth:
             raise UserError(f"frozen_blocks {stage.frozen_blocks}: the encoder has {depth} blocks")
         encoder.requires_grad_(True).freeze(stage.frozen_blocks)
-        self.stage, self.seed = stage, seed
+        self.stage = stage
+        self.seed = seed
         self.pooling: Pooling = pooling if stage.pooling == "encoder" else stage.pooling
         if self.pooling == "cls" and not encoder.settings.class_token:
             raise UserError("pooling cls: this encoder has no [CLS] token; set pooling=mean")
@@ -89,10 +91,13 @@ class Classifier(Objective):
         if self.pooling == "fc_norm":
             encoder.norm = nn.Identity()
             self.fc_norm = nn.LayerNorm(width, eps=1e-6)
-        self.encoder, self.drop_paths = encoder, list[DropPath]()
-        for block in encoder.blocks if stage.drop_path else ():  # behind each residual branch
-            block.drop_path1, block.drop_path2 = DropPath(), DropPath()  # attention, MLP
-            self.drop_paths += [block.drop_path1, block.drop_path2]
+        self.encoder = encoder
+        self.drop_paths: list[DropPath] = []
+        if stage.drop_path:
+            for block in encoder.blocks:
+                block.drop_path1 = DropPath()  # behind attention
+                block.drop_path2 = DropPath()  # behind the MLP
+                self.drop_paths += [block.drop_path1, block.drop_path2]
         with seeded(seed):
             self.head = nn.Linear(width, classes)
             nn.init.trunc_normal_(self.head.weight, std=HEAD_STD)
@@ -100,14 +105,14 @@ class Classifier(Objective):
         self.passes = Passes(self.compute, [encoder, self.fc_norm, self.head])
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Return which residual branches are dropped, as `Examples` has it."""
+        """Return the factors on the residual branches, `kept` of `Examples`."""
         if not self.stage.drop_path:
             return {}
         rates = np.array(drop_rates(self.stage, self.encoder.settings.depth))
         return {"kept": drop_path_factors(rates, self.seed, epochs, ids)}
 
     def prepare(self, batch: Batch, device: torch.device) -> Examples:
-        """Flipped, erased and mixed images, and which residual branches are dropped."""
+        """Flip, erase and mix the images of a batch."""
         stage, seed, ids, epochs = self.stage, self.seed, batch.ids, batch.epochs
         (view,) = stage.view_settings()
         (cropped,), values = batch.on(device, self.draw)
@@ -118,17 +123,17 @@ class Classifier(Objective):
         return Examples(apply_mix(images, mix), values["labels"], mix.share, kept)
 
     def compute(self, images: Tensor, kept: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Logits, float32 [b, classes]; images and `kept` as `Examples` has them."""
+        """Compute logits, float32 [b, classes], of images and factors as in `Examples`."""
         for number, drop_path in enumerate(self.drop_paths):
             drop_path.factor = None if kept is None else kept[number]
         return (self.logits(images),)
 
     def inputs_of_passes(self, inputs: Examples) -> list[tuple[Tensor, ...]]:
-        """The images, and which residual branches are dropped if any are."""
+        """Return the images, and the factors on residual branches if any are dropped."""
         return [(inputs.images,) if inputs.kept is None else (inputs.images, inputs.kept)]
 
     def forward(self, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean cross-entropy with the smoothed, mixed labels, []."""
+        """Return the mean cross-entropy with smoothed, mixed labels, [], and nothing to log."""
         (tensors,) = self.inputs_of_passes(batch)
         (logits,) = self.passes(*tensors)
         smoothing = self.stage.label_smoothing
@@ -141,24 +146,24 @@ class Classifier(Objective):
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Tensor:
-        """Class of each image, uint8 [b, C, S, S]: int64 [b]."""
+        """Return the class of each image, uint8 [b, C, S, S]: int64 [b]."""
         for drop_path in self.drop_paths:
             drop_path.factor = None
         return self.logits(normalize(images, self.encoder.settings.pixels)).argmax(dim=1)
 
     def logits(self, images: Tensor) -> Tensor:
-        """Float32 [b, classes] of normalized images [b, C, S, S]."""
+        """Return logits, float32 [b, classes], of normalized images [b, C, S, S]."""
         pooled = self._pooled(self.encoder, self.fc_norm, images)
         with torch.autocast(images.device.type, enabled=False):
             logits: Tensor = self.head(pooled)
         return logits
 
     def parts_read(self) -> dict[str, nn.Module]:
-        """The encoder, and the norm after pooling."""
+        """Return the encoder and the norm after pooling."""
         return {"encoder": self.encoder, "fc_norm": self.fc_norm}
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
-        """Return what the classifier reads, [b, D]."""
+        """Return the classifier's inputs, [b, D], of normalized images."""
         return self._pooled(cast(VisionEncoder, parts["encoder"]), parts["fc_norm"], images)
 
     def _pooled(self, encoder: VisionEncoder, norm: nn.Module, images: Tensor) -> Tensor:
@@ -171,7 +176,7 @@ class Classifier(Objective):
 
 
 def drop_rates(stage: Supervised, depth: int) -> list[float]:
-    """Probability of dropping each residual branch, [2 * depth]: both of a block have the same."""
+    """Return the probability of dropping each residual branch, [2 * depth], two of each block."""
     if stage.drop_path_schedule == "constant" or depth == 1:
         rates = [stage.drop_path] * depth
     else:

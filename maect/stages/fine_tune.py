@@ -32,19 +32,19 @@ class FineTune(Supervised, Training):
     name: ClassVar[str] = "fine_tune"
     title: ClassVar[str] = "Fine-tuning {run}"
     starts_from: ClassVar[tuple[str, ...]] = (EVERY_OTHER,)
-    # There are many of them (seeds, subsets, encoders), and nothing goes on from their states.
+    # There are many runs (seeds, subsets, encoders), and none continues from their states.
     keeps_state: ClassVar[bool] = False
     labelled: ClassVar[bool] = True
     highest_zero: ClassVar[int] = 2
 
     shots: int = Field(default=0, ge=0)
-    """This many labels per class instead of a fraction; 0: a fraction."""
+    """Labels per class, instead of a fraction; 0: a fraction."""
     split: int = Field(default=1, gt=0)
-    """Which of the subsets with this many shots."""
+    """Number of the subset among those with so many shots."""
     subset_seed: int = 0
-    """Seed of the subset where no lists are given."""
+    """Seed of the subset if no lists are given."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Train without this part of every class's labelled images, and score the epochs on it."""
+    """Fraction of each class's labelled images to score the epochs on instead of training."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "FineTune":
@@ -64,12 +64,12 @@ class FineTune(Supervised, Training):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The encoder, and its classifier."""
+        """Files that a finished run has: the encoder and its classifier."""
         return ("encoder.safetensors", "head.safetensors")
 
     @property
     def lists(self) -> list[Path]:
-        """The list of the labelled images, if one says which they are."""
+        """List files of the labelled images: one, or none."""
         if self.subsets is None or not (self.shots or self.fraction < 1):
             return []
         if self.shots:
@@ -89,18 +89,18 @@ class FineTune(Supervised, Training):
     def images_of(self, images: int, classes: int) -> int:
         """Images of an epoch, of a training split with this many images and classes."""
         if self.shots:
-            held = max(1, round(self.held_out * self.shots)) if self.held_out else 0
-            return (self.shots - held) * classes
+            held_out = max(1, round(self.held_out * self.shots)) if self.held_out else 0
+            return (self.shots - held_out) * classes
         return round((1 - self.held_out) * round(self.fraction * images))
 
     def image_change(self, seed: int) -> "Change | None":
-        """RandAugment."""
+        """Return RandAugment, with these settings."""
         from maect.data.transforms import randaugment
 
         return randaugment(self.randaugment_layers, self.randaugment_magnitude, seed)
 
     def training_images(self, index: "Index") -> "Index":
-        """The labelled images without those held out: all, a fraction, or this many of each class.
+        """Return the labelled images without those held out.
 
         Raises:
             UserError: images without labels, too few classes, or too few images; a list that was
@@ -108,17 +108,19 @@ class FineTune(Supervised, Training):
         """
         import numpy as np
 
-        rows = np.setdiff1d(*self._labelled(index))
+        labelled, held_out = self._labelled(index)
+        rows = np.setdiff1d(labelled, held_out)
         return super().training_images(replace(index, rows=index.rows[rows]))
 
     def scored_images(self, index: "Index") -> "Index | None":
-        """The held-out images, which the epochs are scored on; None: there are none."""
+        """Return the held-out images, to score the epochs on; None: there are none."""
         if not self.held_out:
             return None
-        return replace(index, rows=index.rows[self._labelled(index)[1]])
+        _, held_out = self._labelled(index)
+        return replace(index, rows=index.rows[held_out])
 
     def _labelled(self, index: "Index") -> "tuple[NDArray[np.int64], NDArray[np.int64]]":
-        """Rows of the labelled images, and of those among them that are held out."""
+        """Return the rows of the labelled images, and of those among them that are held out."""
         import numpy as np
 
         from maect.data.subsets import Labelled, fraction_rows, fraction_rows_of, shots_rows
@@ -136,19 +138,20 @@ class FineTune(Supervised, Training):
         if not self.held_out:
             return rows, rows[:0]
         labels = index.labels[rows]
-        held = fraction_rows(labels, self.held_out, self.subset_seed)
-        alone = np.setdiff1d(labels, np.delete(labels, held))
-        if len(alone):
+        held_out = fraction_rows(labels, self.held_out, self.subset_seed)
+        without = np.setdiff1d(labels, np.delete(labels, held_out))
+        if len(without):
+            name = index.class_names[without[0]]
             raise UserError(
-                f"{index.directory}: held_out leaves no image of {index.class_names[alone[0]]} to "
-                "learn from; it needs two labelled images of every class"
+                f"{index.directory}: held_out leaves no image of {name} to learn from; it needs "
+                "two labelled images of every class"
             )
-        return rows, rows[held]
+        return rows, rows[held_out]
 
     def build(
         self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
     ) -> "Classifier":
-        """Put a classifier on the encoder of a run."""
+        """Return the encoder of a run with a new classifier."""
         from maect.models.weights import load_encoder_weights
         from maect.stages.classifier import Classifier
 
@@ -156,7 +159,7 @@ class FineTune(Supervised, Training):
         return Classifier(self, vit, len(classes), pooling, seed)
 
     def rates(self, name: str, depth: int) -> tuple[float, float]:
-        """Layer-wise decay in the encoder, the peak itself for norm and classifier."""
+        """Return learning rate and weight decay: decayed by layer in the encoder, else the peak."""
         from maect.train.optimizer import layer_scale
 
         part, _, inner = name.partition(".")
@@ -164,15 +167,14 @@ class FineTune(Supervised, Training):
         return self.peak_lr * scale, self.weight_decay
 
     def export(self, run: RunInputs, reader: "StateReader", index: "Index") -> dict[str, Any]:
-        """Write the encoder and its classifier; its record says which images were labelled."""
+        """Write encoder and classifier; return pooling and the subset of labelled images."""
         from maect.data.subsets import subset_record
         from maect.models.weights import save_encoder, save_tensors
         from maect.train.checkpoint import PARAM
 
         objective = self.build(run.encoder, 0, run.source, index.class_names)
-        weights = objective.encoder.state_dict() | reader.part(
-            PARAM, "encoder.", objective.encoder.state_dict()
-        )
+        weights = objective.encoder.state_dict()
+        weights |= reader.part(PARAM, "encoder.", weights)
         norm = reader.part(PARAM, "fc_norm.", objective.fc_norm.state_dict())
         weights |= {f"fc_norm.{name}": value for name, value in norm.items()}
         path = run.folder / "encoder.safetensors"
@@ -184,7 +186,7 @@ class FineTune(Supervised, Training):
         return {"pooling": objective.pooling, "subset": subset_record(index)}
 
     def check_encoder(self, encoder: Encoder) -> None:
-        """Refuse to freeze more blocks than there are, and RandAugment of other than colours."""
+        """Refuse too many frozen blocks, and RandAugment without 3 channels (ValueError)."""
         encoder.check_trainable()
         if self.randaugment_layers and encoder.pixels.channels != 3:
             raise ValueError(
@@ -197,7 +199,7 @@ class FineTune(Supervised, Training):
             )
 
     def costs(self, encoder: Encoder, computing: Computing = PLAIN) -> dict[str, Cost]:
-        """Return what the encoder takes; the classifier is small."""
+        """Return the cost of the encoder; the classifier's is negligible."""
         groups = view_groups(encoder, self.view_settings())
         tuned = encoder.depth - self.frozen_blocks
         return {"encoder": encoder_cost(self.passes(computing), encoder, groups, tuned)}

@@ -20,7 +20,7 @@ class Head(SelfSupervised):
     head: Contrastive
 
     def objective(self, encoder: Encoder, seed: int) -> "ContrastiveObjective":
-        """Encoder and head, with random weights."""
+        """Return encoder and head, with random weights."""
         from maect.models.heads import NNCLRHead
         from maect.models.vit import build_encoder, seeded
         from maect.stages.objectives import ContrastiveObjective

@@ -1,4 +1,4 @@
-"""Encoders that others have trained."""
+"""Import of public encoders."""
 
 import time
 from contextlib import suppress
@@ -20,16 +20,16 @@ if TYPE_CHECKING:  # it imports torch
 
 
 class Import(Stage):
-    """Instead of training: an encoder that others have trained (`docs/weights.md`)."""
+    """Import of a public encoder, in place of training (`docs/weights.md`)."""
 
     name: ClassVar[str] = "import"
     title: ClassVar[str] = "Importing {run}"
     trains: ClassVar[bool] = False
 
     layout: str | None = None
-    """How the checkpoint is laid out, a key of `LAYOUTS`; none: detected from its content."""
+    """Layout of the checkpoint, a key of `LAYOUTS`; None: detected from its content."""
     timm: str | None = None
-    """In place of a layout: the model's full name in timm (`maect.recipes.timm_encoders`)."""
+    """The model's full name in timm, in place of a layout (`maect.recipes.timm_encoders`)."""
 
     @field_validator("layout")
     @classmethod
@@ -40,7 +40,7 @@ class Import(Stage):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Return what the layout says of the encoder's shape, if it is known yet."""
+        """Settings of the encoder's shape that the layout fixes; {} if the layout is not known."""
         return {} if self.layout is None else LAYOUTS[self.layout].shape
 
 
@@ -53,19 +53,22 @@ def import_weights(
     pixels: Pixels | None = None,
     timm: str | None = None,
 ) -> tuple[str | None, "Converted"]:
-    """Make a run folder out of a public checkpoint: its encoder, and a record of where it is from.
+    """Make a run folder out of a public checkpoint: its encoder, and a record of its origin.
 
     Args:
+        weights: the checkpoint.
         folder: the run folder, `runs/RUN`; an earlier import in it is replaced.
-        image_size: to use the encoder at; none: the one that it was trained at.
-        pixels: that it is given from now on; none: three channels, with ImageNet's statistics.
+        layout: of the checkpoint, a key of `LAYOUTS`; None: detected from its content.
+        size: of the encoder; None: detected from the shapes.
+        image_size: to use the encoder at; None: the one that it was trained at.
+        pixels: of its images from now on; None: three channels, with ImageNet's statistics.
         timm: name of the model in timm, in place of layout and size.
 
     Returns:
-        The layout (none of a model of timm), and what was taken out of the checkpoint.
+        The layout (None for a model of timm), and the converted encoder.
 
     Raises:
-        UserError: weights that cannot be read or are others, or a folder with a run that was
+        UserError: the weights cannot be read or do not fit, or the folder has a run that was
             trained.
     """
     from maect.models.checkpoints import (
@@ -84,10 +87,10 @@ def import_weights(
         raise UserError(f"{folder}: holds a run that was trained here; import into another folder")
     exported = weights if weights.is_dir() else weights.parent
     about: Any = None
-    with suppress(UserError, OSError):  # it may be anybody's
+    with suppress(UserError, OSError):  # the file may be of any program
         about = read_json(exported / "config.json")
     if isinstance(about, dict) and {"maect", "pretrained_cfg"} <= about.keys():
-        # How it reads images would be lost.
+        # The settings for reading images would be lost.
         raise UserError(
             f"{exported}: written by `maect export`; import the run's own weights, or use the "
             "folder as it is: maect.load, maect embed and maect predict take it"
@@ -133,36 +136,36 @@ def import_weights(
 
 
 def is_imported(folder: Path, weights: Path, settings: Import, encoder: Encoder) -> bool:
-    """Return whether a run folder holds the import that is asked for, its files included.
+    """Return whether a run folder holds the import that is asked for, with its files.
 
-    A checkpoint that is gone is not needed any more.
+    The checkpoint itself may be gone.
     """
     made = RunRecord.find(folder)
     if made is None or made.weights is None or is_another_file(weights, made.weights):
         return False
     if not all((folder / file).exists() for file in made.files):
         return False
-    if settings.layout is None:  # found in the weights, and this with it
+    if settings.layout is None:  # detected in the weights, and the shape with it
         encoder = encoder.model_copy(update=shape_found(made.weights))
     asked = [(settings.layout, made.weights.layout), (settings.timm, made.weights.timm)]
     return made.encoder == encoder and all(one in (None, given) for one, given in asked)
 
 
 def is_another_file(weights: Path, imported: ImportedFile) -> bool:
-    """Return whether a checkpoint is there and has other bytes than the one that was imported.
+    """Return whether a checkpoint exists and differs from the one that was imported.
 
-    It is read only where its size or time differs.
+    It is read only if its size or time differs.
     """
     try:
         found = weights.stat()
         if (found.st_size, found.st_mtime_ns) == (imported.size, imported.modified):
             return False
         return sha256_file(weights) != imported.sha256
-    except OSError:  # not needed any more
+    except OSError:  # it is not needed any more
         return False
 
 
 def shape_found(imported: ImportedFile) -> dict[str, Any]:
-    """Return what the layout of an imported checkpoint says of the encoder's shape."""
+    """Return the settings of the encoder's shape that an imported checkpoint's layout fixes."""
     found = LAYOUTS.get(str(imported.layout))
     return {} if found is None else found.shape

@@ -34,11 +34,12 @@ class Views:
             float32 [views, b, C, S, S].
         ids_shuffle: patch numbers of each view of the first size, the visible ones first, int64
             [views, b, L].
-        ids, labels: int64 [b]; labels are -1 where unknown.
-        neighbors: which of the k nearest neighbours to take, for each view of the first size of
-            each head that is one of several, int64 [heads * views, b]; k more where an oracle is
-            to be wrong.
-        weights: of each sample in the loss of each head, float32 [heads, b]; none: 1.
+        ids: stable sample ids, int64 [b].
+        labels: int64 [b], -1 where unknown.
+        neighbors: rank of the neighbour to take among the k nearest, for each view of the first
+            size and each head of a `RefinerHeads`, int64 [heads * views, b]; k is added where an
+            oracle is to be wrong.
+        weights: of each sample in the loss of each head, float32 [heads, b]; None: 1.
     """
 
     images: tuple[Tensor, ...]
@@ -53,12 +54,14 @@ class ViewsObjective(Objective):
     """Base of the objectives on views, with any number of heads with a queue among its parts."""
 
     def __init__(self, stage: WithoutLabels, encoder: VisionEncoder, seed: int) -> None:
-        """Hold what every such objective has; freeze an encoder that the stage does not train."""
+        """Freeze the encoder unless the stage trains it; everything is drawn from `seed`."""
         super().__init__()
-        self.stage, self.seed, self.view_settings = stage, seed, stage.view_settings()
+        self.stage = stage
+        self.seed = seed
+        self.view_settings = stage.view_settings()
         self.pooling: Literal["cls", "mean"] = encoder.settings.ct_pooling
-        self.left_pooling: Pooling = stage.pooling(encoder.settings)
-        """What evaluations of the encoder that is left read."""
+        self.exported_pooling: Pooling = stage.pooling(encoder.settings)
+        """How evaluations pool the encoder that the run exports."""
         self.encoder = encoder
         if not stage.trains_encoder:
             encoder.requires_grad_(False).eval()
@@ -70,54 +73,62 @@ class ViewsObjective(Objective):
         return {name: part for name, part in self.named_modules() if isinstance(part, QueueHead)}
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """bfloat16 for matrix products; parameters stay in float32."""
+        """Return a context with matrix products in bfloat16; parameters stay in float32."""
         return mixed_precision(device, self.stage.precision)
 
     def visible(self, patches: int) -> int:
-        """Return how many patches the encoder sees."""
+        """Return the number of patches that the encoder sees."""
         return visible_patches(patches, self.stage.mask_ratio)
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Masks and lookup numbers, as `Views` has them."""
-        stage, seed, drawn = self.stage, self.seed, {}
-        first, *_ = self.sizes.values()
-        if stage.mask_ratio:
+        """Draw masks and lookup numbers, as `Views` has them."""
+        drawn: dict[str, Tensor] = {}
+        first_views = next(iter(self.sizes.values()))
+        if self.stage.mask_ratio:
             patches = self.encoder.settings.patches
-            drawn["ids_shuffle"] = ids_shuffle(patches, seed, epochs, ids, first)
-        for head in [*self.queue_heads.values()][:1]:  # what is drawn is of all of them
-            topk, lookups = head.settings.topk, head.lookups * len(first)
-            drawn["neighbors"] = lookup_numbers(topk, seed, epochs, ids, lookups)
-            if head.settings.right < 1:
-                wrong = wrong_lookups(head.settings.right, seed, epochs, ids, lookups)
+            drawn["ids_shuffle"] = ids_shuffle(patches, self.seed, epochs, ids, first_views)
+        head = next(iter(self.queue_heads.values()), None)
+        if head is not None:  # all heads share the numbers
+            topk, right = head.settings.topk, head.settings.right
+            lookups = head.lookups * len(first_views)
+            drawn["neighbors"] = lookup_numbers(topk, self.seed, epochs, ids, lookups)
+            if right < 1:
+                wrong = wrong_lookups(right, self.seed, epochs, ids, lookups)
                 drawn["neighbors"] += topk * wrong
         return drawn
 
     def prepare(self, batch: Batch, device: torch.device) -> Views:
-        """Augmented views, masks and lookup numbers of a batch."""
+        """Augment the views of a batch, and add masks and lookup numbers."""
         cropped, values = batch.on(device, self.draw)
-        pixels, images = self.encoder.settings.pixels, []
+        pixels = self.encoder.settings.pixels
+        images = []
         for numbers, raw in zip(self.sizes.values(), cropped, strict=True):
             views = {number: self.view_settings[number] for number in numbers}
             changes = draw_changes(views, self.seed, batch.epochs, batch.ids)
             images.append(apply_changes(flat(raw), changes, pixels).unflatten(0, raw.shape[:2]))
-        drawn = [values.get(name) for name in ("ids_shuffle", "neighbors", "weights")]
-        shuffle, neighbors, weights = drawn
-        return Views(tuple(images), shuffle, values["ids"], values["labels"], neighbors, weights)
+        return Views(
+            images=tuple(images),
+            ids_shuffle=values.get("ids_shuffle"),
+            ids=values["ids"],
+            labels=values["labels"],
+            neighbors=values.get("neighbors"),
+            weights=values.get("weights"),
+        )
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
-        """Pooled tokens of whole images, [b, D]."""
+        """Return the pooled tokens of whole images, [b, D]."""
         encoder = cast(VisionEncoder, parts["encoder"])
         with self.autocast(images.device):
-            return encoder.pool(encoder(images).tokens, self.left_pooling)
+            return encoder.pool(encoder(images).tokens, self.exported_pooling)
 
     def changing_buffers(self) -> list[Tensor]:
-        """The heads' queues and statistics."""
+        """Return the heads' queues and statistics."""
         return [buffer for head in self.queue_heads.values() for buffer in head.buffers()]
 
-    def forget_samples(self, what: Collection[str]) -> None:
-        """Of the queues that heads took over."""
+    def forget_samples(self, fields: Collection[str]) -> None:
+        """Forget `ids` or `labels` of the samples in the queues that heads took over."""
         for head in self.queue_heads.values():
-            head.forget_samples(what)
+            head.forget_samples(fields)
 
     def after_update(self, gathered: Gathered) -> None:
         """Move each EMA projector towards its projector."""
@@ -126,15 +137,17 @@ class ViewsObjective(Objective):
 
     @property
     def has_health(self) -> bool:
-        """With a head."""
+        """Whether embeddings can be checked: if there is a head."""
         return bool(self.queue_heads)
 
     def health(self, batch_size: int) -> tuple[dict[str, float], str | None]:
-        """Spread of the newest vectors of each queue, which is the same on every rank.
+        """Return the spread of each queue's newest vectors, and the first fault found in it.
 
-        Of several heads, values have the head's name behind theirs, `uniformity.heads.3`.
+        They are the same on every rank. With several queues, names end on that of the head, such
+        as `uniformity.heads.3`.
         """
-        values, faults = dict[str, float](), []
+        values: dict[str, float] = {}
+        faults: list[str] = []
         queues = {
             f"{name}{part}": vectors
             for name, head in self.queue_heads.items()
@@ -145,14 +158,14 @@ class ViewsObjective(Objective):
             fault = collapse(found)
             if len(queues) > 1:
                 found = {f"{key}.{name}": value for key, value in found.items()}
-                fault = fault and f"{name}: {fault}"
             values |= found
-            faults += [fault] if fault else []
-        return values, faults[0] if faults else None
+            if fault is not None:
+                faults.append(f"{name}: {fault}" if len(queues) > 1 else fault)
+        return values, next(iter(faults), None)
 
 
 def flat(x: Tensor) -> Tensor:
-    """[views, b, ...] to [views * b, ...]."""
+    """Return [views, b, ...] as [views * b, ...]."""
     return x.flatten(0, 1)
 
 
@@ -178,19 +191,22 @@ class MaskedAutoencoder(ViewsObjective):
 
         Args:
             normalize_pixels: whether each patch is reconstructed with mean 0 and variance 1.
-            weight: of the NNCLR loss, where it reaches the encoder.
+            weight: of the NNCLR loss, if it reaches the encoder.
         """
         super().__init__(stage, encoder, seed)
         # In this order: DeepSpeed lays parameters out as modules list them.
-        self.decoder, self.head = decoder, head
-        self.normalize_pixels, self.detached = normalize_pixels, not stage.reaches_encoder
+        self.decoder = decoder
+        self.head = head
+        self.normalize_pixels = normalize_pixels
+        self.detached = not stage.reaches_encoder
         self.weight = 1.0 if self.detached else weight
         self.passes = Passes(self.compute, [encoder, decoder])
 
     def compute(self, images: Tensor, order: Tensor) -> tuple[Tensor, ...]:
-        """Loss [] of images [b, C, S, S]; pooled tokens of what is visible [b, D] for a head.
+        """Compute MAE's loss [] and, for a head, the pooled visible tokens [b, D].
 
         Args:
+            images: normalized, [b, C, S, S].
             order: patch numbers, int64 [b, L], the visible ones first.
         """
         visible = self.visible(order.shape[1])
@@ -204,12 +220,12 @@ class MaskedAutoencoder(ViewsObjective):
             return loss, features.detach() if self.detached else features
 
     def inputs_of_passes(self, views: Views) -> list[tuple[Tensor, ...]]:
-        """All views at once."""
+        """Return all views as one batch."""
         assert views.ids_shuffle is not None
         return [(flat(views.images[0]), flat(views.ids_shuffle))]
 
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
-        """MAE's loss over all views, [] and scalars to log."""
+        """Return the loss over all views, [], and scalars to log."""
         (tensors,) = self.inputs_of_passes(views)
         loss, *pooled = self.passes(*tensors)
         if self.head is None:
@@ -222,15 +238,16 @@ class MaskedAutoencoder(ViewsObjective):
         return total, parts | out.metrics
 
     def parts_read(self) -> dict[str, nn.Module]:
-        """The encoder, and the decoder for pictures."""
+        """Return the encoder, and the decoder for pictures."""
         return {"encoder": self.encoder, "decoder": self.decoder}
 
     def reconstruct(
         self, parts: nn.ModuleDict, images: Tensor, ids_shuffle: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Visible patches on grey, and the prediction for the others beside them.
+        """Return images with visible patches on grey, and with the others as predicted.
 
-        A patch that was predicted without mean and standard deviation is given its own.
+        A patch that was predicted without mean and standard deviation is given its own. See
+        `Objective.reconstruct`.
         """
         encoder, decoder = cast(VisionEncoder, parts["encoder"]), parts["decoder"]
         visible = self.visible(ids_shuffle.shape[1])
@@ -245,9 +262,8 @@ class MaskedAutoencoder(ViewsObjective):
         shown = torch.zeros_like(ids_shuffle, dtype=torch.bool)
         shown.scatter_(1, ids_shuffle[:, :visible], True)
         seen = target.where(shown[:, :, None], torch.zeros_like(target))
-        return unpatchify(seen, patch), unpatchify(
-            target.where(shown[:, :, None], predicted), patch
-        )
+        completed = target.where(shown[:, :, None], predicted)
+        return unpatchify(seen, patch), unpatchify(completed, patch)
 
 
 class ContrastiveObjective(ViewsObjective):
@@ -261,14 +277,17 @@ class ContrastiveObjective(ViewsObjective):
         self.passes = Passes(self.compute, [encoder])
 
     def compute(self, images: Tensor, kept: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Pooled tokens [b, D] of images [b, C, S, S], or of their patches `kept`, int64 [b, K]."""
+        """Compute the pooled tokens [b, D] of images [b, C, S, S].
+
+        `kept`, int64 [b, K], are numbers of the patches to encode; None: all.
+        """
         learns = self.stage.trains_encoder and torch.is_grad_enabled()
         with self.autocast(images.device), torch.set_grad_enabled(learns):
             tokens = self.encoder(images, kept).tokens
             return (self.encoder.pool(tokens, self.pooling),)
 
     def inputs_of_passes(self, views: Views) -> list[tuple[Tensor, ...]]:
-        """All views at once, with their visible patches if they are masked."""
+        """Return all views as one batch, with their visible patches if they are masked."""
         images = flat(views.images[0])
         if views.ids_shuffle is None:
             return [(images,)]
@@ -276,7 +295,7 @@ class ContrastiveObjective(ViewsObjective):
         return [(images, order[:, : self.visible(order.shape[1])])]
 
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
-        """The symmetrised NNCLR loss, [] and scalars to log."""
+        """Return the symmetrised NNCLR loss, [], and scalars to log."""
         (tensors,) = self.inputs_of_passes(views)
         (features,) = self.passes(*tensors)
         with self.autocast(features.device):
@@ -292,23 +311,30 @@ class RefinerObjective(ViewsObjective):
         self, stage: WithoutLabels, encoder: VisionEncoder, heads: RefinerHeads, seed: int
     ) -> None:
         super().__init__(stage, encoder, seed)
-        self.pooling, self.heads = stage.pooling(encoder.settings), heads
+        self.pooling = stage.pooling(encoder.settings)
+        self.heads = heads
         self.passes = Passes(self.compute, [encoder])
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Lookup numbers and, if they change, the weights of the heads' losses."""
-        drawn, settings = super().draw(epochs, ids), self.heads.settings
-        if settings.weights is not None:
-            given = settings.weights, len(self.heads.numbers), self.stage.epochs
-            drawn["weights"] = torch.from_numpy(head_weights(*given, epochs))
+        """Draw lookup numbers and, if they change, set the weights of the heads' losses."""
+        drawn = super().draw(epochs, ids)
+        schedule = self.heads.settings.weights
+        if schedule is not None:
+            heads = len(self.heads.numbers)
+            weights = head_weights(schedule, heads, self.stage.epochs, epochs)
+            drawn["weights"] = torch.from_numpy(weights)
         return drawn
 
     def compute(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Features that each head reads of images [b, C, S, S] of one size, [H, b, D].
+        """Compute the features that each head reads of images of one size, [H, b, D].
 
-        The raw output of its block; the last one reads the encoder's, behind the final norm.
+        Each reads the pooled raw output of its block, and the last head the encoder's output
+        behind the final norm.
+
+        Args:
+            images: normalized, [b, C, S, S].
         """
-        *lower, _ = self.heads.numbers
+        lower = self.heads.numbers[:-1]
         learns = self.stage.trains_encoder and torch.is_grad_enabled()
         with self.autocast(images.device), torch.set_grad_enabled(learns):
             found = self.encoder(images, blocks=lower, pooling=self.pooling)
@@ -316,17 +342,17 @@ class RefinerObjective(ViewsObjective):
             return (torch.stack([*(found.blocks[block] for block in lower), last]),)
 
     def inputs_of_passes(self, views: Views) -> list[tuple[Tensor, ...]]:
-        """The views of each size at once."""
+        """Return the views of each size as one batch."""
         return [(flat(images),) for images in views.images]
 
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the heads' losses, [] and scalars to log."""
+        """Return the sum of the heads' losses, [], and scalars to log."""
         features = []
         for images, tensors in zip(views.images, self.inputs_of_passes(views), strict=True):
             (pooled,) = self.passes(*tensors)
             features.append(pooled.unflatten(1, images.shape[:2]))
         with self.autocast(views.ids.device):
-            assert views.neighbors is not None
-            given = views.ids, views.labels, views.neighbors, views.weights
-            out = self.heads(torch.cat(features, 1), *given)
+            out = self.heads(
+                torch.cat(features, 1), views.ids, views.labels, views.neighbors, views.weights
+            )
         return out.loss, out.metrics

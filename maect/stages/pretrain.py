@@ -26,6 +26,7 @@ class Pretrain(SelfSupervised):
     contrastive: Literal["none", "combined", "detached"] = "none"
     """`detached` trains the head on the encoder's output without changing the encoder."""
     contrastive_weight: float = Field(default=0.001, gt=0)
+    """Weight of the contrastive loss beside MAE's."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Pretrain":
@@ -34,7 +35,7 @@ class Pretrain(SelfSupervised):
         return self
 
     def objective(self, encoder: Encoder, seed: int) -> "MaskedAutoencoder":
-        """The masked autoencoder with random weights."""
+        """Return the masked autoencoder with random weights."""
         from maect.models.decoder import Decoder
         from maect.models.heads import NNCLRHead
         from maect.models.vit import build_encoder, seeded
@@ -54,20 +55,20 @@ class Pretrain(SelfSupervised):
         )
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
-        """The same for all of encoder and decoder."""
+        """Return the rates of encoder and decoder, the same for all parameters."""
         return self.scaled_lr(self.base_lr), self.weight_decay
 
     def pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
-        """As evaluations pool an encoder that was only pre-trained."""
+        """Return how evaluations pool an encoder that was only pre-trained."""
         return encoder.mae_pooling
 
     @property
     def reaches_encoder(self) -> bool:
-        """Not if it is detached."""
+        """Whether the head's gradient reaches the encoder: only if they are combined."""
         return self.contrastive == "combined"
 
     def costs(self, encoder: Encoder, computing: Computing = PLAIN) -> dict[str, Cost]:
-        """The decoder's between the encoder's and the head's."""
+        """Return the costs of encoder, decoder and head, in the forward pass' order."""
         costs = super().costs(encoder, computing)
         (group,) = view_groups(encoder, self.view_settings(), self.mask_ratio)
         decoder = decoder_cost(self.passes(computing), encoder, group, self.mask_ratio)

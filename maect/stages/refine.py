@@ -1,4 +1,4 @@
-"""MIM-Refiner: heads on several blocks of a frozen encoder, then the refinement of all of it."""
+"""MIM-Refiner: heads on several blocks of a frozen encoder, then refinement of the encoder."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
@@ -24,18 +24,18 @@ class RefineHeads(WithoutLabels):
     augmentation: Literal["min", "aug"]
     mask_ratio: float = Field(default=0.0, ge=0, le=0)
     local_views: int = Field(ge=0)
-    """Of an image, beside the two global ones."""
+    """Local views of an image, in addition to the two global ones."""
     local_size: int = Field(gt=0)
     """Height and width of a local view in pixels."""
     local_scale: tuple[float, float] | None = None
     """Replaces the crop scale of local views, 0.05 to 0.25."""
     warmup_epochs: float = Field(ge=0)
     min_lr: float = Field(ge=0)
-    """Where the cosine ends, for the heads and the uppermost layers."""
+    """Learning rate of the uppermost layers, or of the heads, at which the cosine ends."""
     head: Refiner
     pool: Literal["cls", "mean"] | None = None
-    """What heads and evaluations read, [CLS] or the mean of the patch tokens, in place of what the
-    encoder's size says. `refine_heads` exports a copy of the source's encoder, with its pooling."""
+    """Replaces the encoder size's pooling, for heads and evaluations: [CLS] or the mean of the
+    patch tokens. `refine_heads` exports a copy of the source's encoder, with its pooling."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RefineHeads":
@@ -49,7 +49,7 @@ class RefineHeads(WithoutLabels):
 
     @property
     def heads(self) -> Mapping[str, Refiner]:
-        """All of them as one part."""
+        """Settings of all heads, which are one part."""
         return {"heads": self.head}
 
     @property
@@ -59,7 +59,7 @@ class RefineHeads(WithoutLabels):
 
     @property
     def peak_lr(self) -> float:
-        """That `min_lr` is compared with."""
+        """Peak learning rate of the heads."""
         return self.scaled_lr(self.head.head_lr)
 
     @property
@@ -72,7 +72,7 @@ class RefineHeads(WithoutLabels):
         return self.pool or super().pooling(encoder)
 
     def view_settings(self) -> tuple[View, ...]:
-        """Two global views, then the local ones."""
+        """Return two global views, then the local ones."""
         changes: dict[str, Any] = {"size": self.local_size, "crop_scale": self.local_scale}
         changes |= {key: getattr(self, key) for key in ("flip", "jitter", "blur", "gray")}
         changes = {key: value for key, value in changes.items() if value is not None}
@@ -80,7 +80,7 @@ class RefineHeads(WithoutLabels):
         return (*super().view_settings(), *[local] * self.local_views)
 
     def check_encoder(self, encoder: Encoder) -> None:
-        """Refuse blocks that there are not, and local views that are not smaller."""
+        """Refuse blocks that are missing and local views that are not smaller (ValueError)."""
         super().check_encoder(encoder)
         self.head.read(encoder.depth)
         if self.local_views and self.local_size >= encoder.image_size:
@@ -89,19 +89,22 @@ class RefineHeads(WithoutLabels):
             )
 
     def check_source(self, encoder: Encoder, source: Stage, source_encoder: Encoder) -> None:
-        """Refuse heads on blocks that have none in the run that it goes on from."""
+        """Refuse heads on blocks without a head in the run to start from (ValueError)."""
         super().check_source(encoder, source, source_encoder)
-        if "heads" not in self._continued(source):
+        if "heads" not in self._continued_heads(source):
             return
         before = cast(RefineHeads, source)
-        if (ours := self.pooling(encoder)) != (theirs := before.pooling(encoder)):
+        ours = self.pooling(encoder)
+        theirs = before.pooling(encoder)
+        if ours != theirs:
             raise ValueError(f"pool {ours} differs from {theirs}")
         there = before.head.read(encoder.depth)
-        if missing := sorted({*self.head.read(encoder.depth)} - {*there}):
+        missing = sorted(set(self.head.read(encoder.depth)) - set(there))
+        if missing:
             raise ValueError(f"head.blocks: block {missing[0]} has no head among {list(there)}")
 
     def objective(self, encoder: Encoder, seed: int) -> "RefinerObjective":
-        """Encoder and heads, with random weights."""
+        """Return encoder and heads, with random weights."""
         from maect.models.refiner import RefinerHeads
         from maect.models.vit import build_encoder, seeded
         from maect.stages.objectives import RefinerObjective
@@ -116,7 +119,7 @@ class RefineHeads(WithoutLabels):
 
 
 class Refine(UpperLayers, RefineHeads):
-    """Refinement of the encoder by all heads; what is left is its running average."""
+    """Refinement of the encoder by all heads; a run exports its running average."""
 
     name: ClassVar[str] = "refine"
     title: ClassVar[str] = "Refining {run}"
@@ -131,11 +134,11 @@ class Refine(UpperLayers, RefineHeads):
 
     @property
     def peak_lr(self) -> float:
-        """Of the uppermost layers of the encoder."""
+        """Peak learning rate of the uppermost layers of the encoder."""
         return self.scaled_lr(self.base_lr)
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
-        """Lower for lower layers."""
+        """Return learning rate and weight decay: the lower the layer, the lower the rate."""
         lr, weight_decay = super().encoder_rates(name, depth)
         token = name in ("cls_token", "reg_token") and not self.class_token_decay
         return lr, 0.0 if token else weight_decay

@@ -1,4 +1,4 @@
-"""A run: its resolved file, `runs/RUN/config.yaml`, and what its ranks do with it."""
+"""A run's resolved file, `runs/RUN/config.yaml`, and the function that its ranks call."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -20,38 +20,38 @@ if TYPE_CHECKING:  # it imports torch
 
 
 class RunConfig(StampedFile):
-    """One run. It lies in the run's folder, with the outputs of the run."""
+    """The resolved file of a run, in the run's folder."""
 
     run: str
     stage: str
     recipe: str | None = None
-    """Where `settings` come from; nothing reads it."""
+    """Name of the recipe, for people; nothing reads it."""
     size: str
     """The encoder size, a column of the recipe."""
     seed: int = Field(default=0, ge=0)
     shards: LocalPath | None = None
-    """Of the train split; none: an import."""
+    """Shard folder of the train split; None: an import."""
     source: LocalPath | None = None
-    """Folder of the run that this one starts from."""
+    """Folder of the run to start from."""
     weights: LocalPath | None = None
     """The published checkpoint that is imported; its path is no part of the run's identity."""
     test: LocalPath | None = None
-    """Shards of the split that a fine-tuning is scored on after every epoch."""
+    """Shard folder of the split to score a fine-tuning on after every epoch."""
     resize: int | None = Field(default=None, gt=0)
-    """Shorter side of images before the centre crop wherever the encoder is used; none: 256/224 of
-    the image size. What is trained does not depend on it."""
+    """Shorter side of images before the centre crop wherever the encoder is used; None: 256/224
+    of the image size. Training does not depend on it."""
     encoder: Encoder
     settings: SerializeAsAny[Stage]
-    """All that decides what comes out."""
+    """All settings that the result depends on."""
     computing: Computing | None = None
-    """How it is trained; none: an import, or as usual. No part of the run's identity."""
+    """How it is computed, which is no part of the run's identity; None: an import, or defaults."""
     online_evaluation: OnlineEvaluation | None = None
-    """How often its encoder is evaluated while it trains; no part of the run's identity."""
+    """How often to evaluate the encoder during training; no part of the run's identity."""
 
     kinds = ("stage", STAGES)
 
     def check(self, where: str) -> None:
-        """Refuse settings that do not fit the encoder, or the run to start from."""
+        """Raise UserError if settings do not fit the encoder or the run to start from."""
         try:
             self.settings.check_encoder(self.encoder)
             if isinstance(self.settings, Training):
@@ -61,30 +61,30 @@ class RunConfig(StampedFile):
         if self.source is None:
             check_source(where, self.settings, self.encoder, None, "source")
             return
-        # One that is not finished yet is refused by the command.
+        # The command refuses a run that is not finished yet.
         record = RunRecord.find(self.source)
         if record and record.encoder:
             source = self.source.name, recorded(record), record.encoder
             check_source(f"{where}: source", self.settings, self.encoder, source, "source")
 
     def named(self, path: Path) -> Self:
-        """The same run, to be at another path."""
+        """Return the config for the run folder of another path."""
         return self.model_copy(update={"run": path.absolute().parent.name})
 
     def training(self, where: str | Path) -> tuple[Training, Computing, Path]:
-        """Return what to train, how, and shards of the images; UserError if nothing trains."""
+        """Return stage, computing and shard folder; UserError if the stage does not train."""
         if not self.settings.trains or self.shards is None:
             raise UserError(f"{where}: stage {self.stage} does not train; `maect import {where}`")
         return cast(Training, self.settings), self.computing or PLAIN, self.shards
 
     @property
     def digest(self) -> str:
-        """Identity of the settings; where the inputs are is not part of it."""
+        """Identity of the settings, without the places of the inputs."""
         return digest(self.stage, self.settings, self.encoder, self.seed)
 
     @property
     def asked(self) -> str:
-        """Return the identity of the settings, and of how images are resized for the encoder."""
+        """Identity of the settings and of the resizing of images for the encoder."""
         return digest(self.digest, self.resize)
 
     def made_of(self) -> Checksums:
@@ -101,19 +101,24 @@ class RunConfig(StampedFile):
         return found
 
     def result(self, path: Path) -> str | None:
-        """Return the checksum of the run's record, if all that it promises is there."""
+        """Return the checksum of the run's record, or None if a file that it lists is missing."""
         record = RunRecord.path(path.parent)
         files = known_record(record).get("files", ())
         whole = all((path.parent / file).exists() for file in files)
         return record_checksum(record) if whole else None
 
     def fingerprint(self, data: str, weights: dict[str, str]) -> str:
-        """Identity of the result, by its shards' digest and its first weights' checksums."""
+        """Return the identity of the result.
+
+        Args:
+            data: digest of the shards.
+            weights: checksums of the weights to start from, by file.
+        """
         return self.settings.fingerprint(self.encoder, self.seed, data, weights)
 
 
 def resize_of(run: Path) -> int | None:
-    """Return a run's resizing of images; none: not said, as of one imported by hand."""
+    """Return a run's resizing of images; None: unknown, as for a run imported by hand."""
     config = run / "config.yaml"
     return RunConfig.read(config).resize if config.exists() else None
 
@@ -129,14 +134,15 @@ def train(
     """Train the run that a resolved file describes, or resume it; called on every rank.
 
     Args:
+        context: this rank's.
+        config: path of the file.
         digest: of the file when the job was submitted; it may have waited for days.
-        computing: how to train in place of what the file says, chosen to fit into the devices'
-            memory (`Training.fitted`).
+        computing: replaces the file's; chosen to fit into the devices' memory (`Training.fitted`).
         **options: of `maect.train.trainer.train`.
 
     Raises:
-        UserError: the file is wrong or another by now, or see `maect.train.trainer.train`.
-        NodeError: the device's memory is too small, or others have a part of it.
+        UserError: the file is wrong or was changed, or see `maect.train.trainer.train`.
+        NodeError: the device's memory is too small, or others use a part of it.
     """
     from maect.core.distributed import explain_out_of_memory, leave
     from maect.train import trainer

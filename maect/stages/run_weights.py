@@ -1,4 +1,4 @@
-"""Weights that stages take over from a run and leave behind; imports torch."""
+"""Reading and writing of the weights of runs, for stages; imports torch."""
 
 import shutil
 from pathlib import Path
@@ -20,7 +20,11 @@ from maect.train.checkpoint import PARAM, StateReader
 
 
 def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> Pooling:
-    """Take over the encoder of a finished run, give its pooling; UserError: of another shape."""
+    """Load the encoder of a finished run; return its pooling.
+
+    Raises:
+        UserError: it has another shape.
+    """
     module, settings, pooling = load_encoder_weights(source / "encoder.safetensors")
     for key in encoder.shape:
         here, there = getattr(encoder, key), getattr(settings, key)
@@ -31,7 +35,11 @@ def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> Pooling:
 
 
 def load_head(head: nn.Module, path: Path) -> None:
-    """Take over projector, predictor and queue; the EMA projector starts at the projector."""
+    """Load projector, predictor and queue; the EMA projector starts at the projector.
+
+    Raises:
+        UserError: the file's head has another shape.
+    """
     assert isinstance(head, QueueHead)
     tensors, _ = load_tensors(path)
     try:
@@ -50,7 +58,16 @@ def export_encoder(
     pooling: Pooling,
     kind: str = PARAM,
 ) -> None:
-    """Write `encoder.safetensors`: what was trained, and the rest as in the source."""
+    """Write `encoder.safetensors`: trained parameters, and the others as in the source.
+
+    Args:
+        folder: of the run.
+        encoder: its shape.
+        reader: of the final state.
+        source: folder of the run that it started from, if any.
+        pooling: for the file's metadata.
+        kind: of the values in the state: `PARAM` or `AVERAGE`.
+    """
     if source is None:
         template: dict[str, Tensor] = build_encoder(encoder).state_dict()
     else:
@@ -60,7 +77,7 @@ def export_encoder(
 
 
 def copy_encoder(source: Path, folder: Path) -> Pooling:
-    """Copy the encoder of a run, to the byte; gives its pooling."""
+    """Copy the encoder's file of a run; return its pooling."""
     target = folder / "encoder.safetensors"
     with atomic_write(target) as temporary:
         shutil.copyfile(source / "encoder.safetensors", temporary)
@@ -70,7 +87,15 @@ def copy_encoder(source: Path, folder: Path) -> Pooling:
 def export_head(
     path: Path, name: str, objective: nn.Module, about: dict[str, str], reader: StateReader
 ) -> None:
-    """Write the head of a name, in the shapes that it has in the stage's objective."""
+    """Write a head to its file.
+
+    Args:
+        path: of the file.
+        name: of the head in the objective.
+        objective: of the stage, for the shapes.
+        about: metadata.
+        reader: of the final state.
+    """
     head = objective.get_submodule(name)
     assert isinstance(head, QueueHead)
     save_tensors(path, reader.part(PARAM, f"{name}.", head.exported()), about)

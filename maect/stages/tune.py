@@ -18,8 +18,9 @@ class Tune(UpperLayers, Head):
     continues_heads: ClassVar[bool] = True
 
     encoder_ema: float = Field(ge=0, lt=1)
+    """Momentum of the encoder's running average."""
     from_scratch: bool = False
-    """Begins with random weights, without a run to start from: a control."""
+    """Start from random weights instead of a run: a control."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Tune":
@@ -31,12 +32,12 @@ class Tune(UpperLayers, Head):
 
     @property
     def needs_source(self) -> bool:
-        """Not from random weights."""
+        """Whether it starts from a run: unless it starts from random weights."""
         return not self.from_scratch
 
     @property
     def peak_lr(self) -> float:
-        """Of the uppermost layers of the encoder."""
+        """Peak learning rate of the uppermost layers of the encoder."""
         return self.scaled_lr(self.base_lr)
 
     @property

@@ -51,14 +51,16 @@ log = logging.getLogger(__name__)
 PARAM, AVERAGE = "param", "ema"
 """Kinds of values in a state; the others are the optimizer's: `exp_avg`, `exp_avg_sq`."""
 KEPT = 2
-# The ranks whose files rank 0 waits for may wait for it in an exchange meanwhile.
+"""Number of complete states that are kept."""
 _WAIT_FOR_RANKS = STEP_TIMEOUT.total_seconds() / 2
-SAY_AGAIN = 3600.0  # seconds after which people are told once more that nothing is saved
+"""Seconds; the ranks whose files rank 0 waits for may wait for it in an exchange meanwhile."""
+SAY_AGAIN = 3600.0
+"""Seconds after which people are told once more that nothing is saved."""
 
 
 @dataclass
 class Shard:
-    """A contiguous piece of one parameter that this rank updates, and what belongs to it.
+    """A contiguous piece of a parameter that this rank updates, with moments and average.
 
     Attributes:
         name: of the parameter in the objective.
@@ -93,7 +95,7 @@ def compare_replicas(step: int, weights: Iterable[Tensor], buffers: dict[str, Te
 
 
 def snapshot(shards: Iterable[Shard], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU of what this rank has to save."""
+    """Return copies on the CPU of shards and buffers, by the names that a state has."""
     tensors = {f"buffer|0|{name}": value for name, value in buffers.items()}
     for shard in shards:
         for kind, value in shard.values.items():
@@ -107,10 +109,20 @@ class Saver:
     def __init__(
         self, folder: Path, context: Context, lock: RunLock | None, resumed: int | None = None
     ) -> None:
-        """Save states but the resumed one, which is there; rank 0 has the right to (`lock`)."""
-        self.folder, self.context, self._resumed = folder / "state", context, resumed
+        """Prepare to save.
+
+        Args:
+            folder: of the run.
+            context: this rank's.
+            lock: rank 0's right to write the run; None on other ranks.
+            resumed: step of the state that the training resumed from, which is not written again.
+        """
+        self.folder = folder / "state"
+        self.context = context
         self._lock = lock
-        self.rank, self.world_size = context.rank, context.world_size
+        self._resumed = resumed
+        self.rank = context.rank
+        self.world_size = context.world_size
         self.error: str | None = None
         self._said_at = float("-inf")
         self._number = 0
@@ -119,11 +131,11 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Return whether a state is being written; rank 0 waits for those of all ranks."""
+        """Whether a state is being written; on rank 0, by any rank."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-        """Start writing a state; waits for the one before it, if that is still on its way."""
+        """Start writing a state, after the one before it is written."""
         self.wait()
         self.error = None
         self._number += 1
@@ -133,7 +145,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more."""
+        """Wait until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -147,7 +159,7 @@ class Saver:
                 self._write(folder, tensors, record | about)
             self.context.saved(step)
             if self._lock and not self._is_noted:
-                # Should all states be lost one day, the run does not begin anew.
+                # If all states are lost one day, the run does not begin anew.
                 write_notes(self.folder.parent, saved=step)
                 self._is_noted = True
         except SupersededError as error:
@@ -157,10 +169,10 @@ class Saver:
             log.warning(self.error)
             with suppress(OSError):  # rank 0 gives up waiting, and cleans up
                 if self.rank == 0:
-                    if not is_complete(folder):  # what an earlier save of this step has left
+                    if not is_complete(folder):  # an earlier save of this step may be complete
                         shutil.rmtree(folder, ignore_errors=True)
                 else:
-                    # Its file stays: it may be of a save of this step that is complete.
+                    # The file stays: it may be of an earlier save of this step.
                     note = {"error": str(error), "save": self._number}
                     write_record(folder / f"rank-{self.rank:04d}.json", note)
             if time.monotonic() - self._said_at >= SAY_AGAIN:
@@ -190,7 +202,7 @@ class Saver:
             shutil.rmtree(old, ignore_errors=True)
 
     def _wait_for(self, folder: Path, rank: int) -> str:
-        """Checksum of a rank's file, as soon as that is complete."""
+        """Return the checksum of a rank's file, as soon as that is complete."""
         file = folder / f"rank-{rank:04d}.json"
         deadline = time.monotonic() + _WAIT_FOR_RANKS
         while time.monotonic() < deadline:
@@ -205,24 +217,24 @@ class Saver:
 
 
 def step_name(step: int) -> str:
-    """Folder of a step's state."""
+    """Return the name of the folder of a step's state."""
     return f"step-{step:09d}"
 
 
 def saved(folder: Path) -> list[Path]:
-    """Complete states below `folder`, newest first."""
+    """Return the complete states below `folder`, newest first."""
     return [state for state in _states(folder) if is_complete(state)]
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Delete what an interrupted save left behind; for rank 0, before anyone saves again."""
+    """Delete the remains of an interrupted save; for rank 0, before anyone saves again."""
     for state in _states(folder):
         if not is_complete(state):
             shutil.rmtree(state)
 
 
 def is_complete(state: Path) -> bool:
-    """Return whether a state's record is there; a folder that cannot be read is no answer."""
+    """Return whether a state's record is there; OSError if the folder cannot be read."""
     return "state.json" in _names(state)
 
 
@@ -239,15 +251,20 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def set_aside(state: Path) -> None:
-    """Give a damaged state a name under which nobody looks for one."""
+def quarantine(state: Path) -> None:
+    """Rename a damaged state, so that nobody looks for it there."""
     aside = state.with_name(f"damaged-{state.name}")
     shutil.rmtree(aside, ignore_errors=True)
     state.rename(aside)
 
 
 def state_record(state: Path, identity: str) -> dict[str, Any]:
-    """The record of a state: UserError if damaged or another run's, OSError if away."""
+    """Read the record of a state.
+
+    Raises:
+        UserError: it is damaged, missing or another run's.
+        OSError: it cannot be read at present.
+    """
     file = state / "state.json"
     try:
         record = verified(json.loads(with_retries(file.read_bytes)))
@@ -266,7 +283,12 @@ def state_record(state: Path, identity: str) -> dict[str, Any]:
 
 
 def check_files(state: Path, record: dict[str, Any], rank: int, world_size: int) -> None:
-    """Check this rank's share of a state's files: UserError if damaged, OSError if away."""
+    """Compare this rank's share of a state's files with their checksums.
+
+    Raises:
+        UserError: a file is damaged or missing.
+        OSError: a file cannot be read at present.
+    """
     for name, digest in list(record["files"].items())[rank::world_size]:
         file = state / f"{name}.safetensors"
         try:
@@ -278,7 +300,7 @@ def check_files(state: Path, record: dict[str, Any], rank: int, world_size: int)
 
 
 class StateReader:
-    """Reads tensors, or parts of them, out of a state saved by any number of ranks."""
+    """Reads tensors, or parts of them, from a state that any number of ranks saved."""
 
     def __init__(self, folder: Path, record: dict[str, Any]) -> None:
         self.folder, self.record = folder, record
@@ -297,16 +319,26 @@ class StateReader:
                 self._parts.setdefault((kind, name), []).append((int(start), numel, opened, key))
 
     def names(self, kind: str) -> list[str]:
-        """Names of the tensors of one kind."""
+        """Return the names of the tensors of one kind."""
         return sorted(name for other, name in self._parts if other == kind)
 
     def buffer(self, name: str) -> Tensor:
-        """A buffer."""
+        """Return a buffer."""
         (_, _, file, key) = self._parts["buffer", name][0]
         return file.get_tensor(key)
 
     def values(self, kind: str, name: str, start: int, length: int) -> Tensor:
-        """Part of a flattened parameter's values or moment, 1-D; UserError if any is missing."""
+        """Return a part of a flattened parameter, moment or average, float32 [length].
+
+        Args:
+            kind: of the values.
+            name: of the parameter.
+            start: of the part.
+            length: of the part.
+
+        Raises:
+            UserError: some of the values are missing.
+        """
         out = torch.empty(length, dtype=torch.float32)
         missing = length
         for begin, numel, file, key in self._parts.get((kind, name), []):
@@ -319,19 +351,25 @@ class StateReader:
         return out
 
     def full(self, kind: str, name: str, like: torch.Size) -> Tensor:
-        """A complete parameter, moment or average."""
+        """Return a whole parameter, moment or average in the shape `like`."""
         return self.values(kind, name, 0, like.numel()).view(like)
 
     def restore(self, shards: Iterable[Shard]) -> None:
-        """Fill shards, of whatever world size, in place."""
+        """Fill shards in place, whatever number of ranks saved the state."""
         for shard in shards:
             for kind, target in shard.values.items():
                 target.copy_(self.values(kind, shard.name, shard.start, target.numel()))
 
     def part(self, kind: str, prefix: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A module's parameters (of `kind`) and buffers by their own names, shaped as `like`.
+        """Return a part's parameters, moments or averages, and its buffers.
 
-        The prefix is the module's name in the objective, with a dot.
+        Args:
+            kind: of the values.
+            prefix: name of the part in the objective, with a dot.
+            like: tensors by their names in the part, for the shapes.
+
+        Returns:
+            Tensors by their names in the part.
         """
         tensors = {}
         for name in self.names(kind):
@@ -348,16 +386,26 @@ class StateReader:
 def find_state(
     folder: Path, identity: str, context: Context, convert_world_size: bool, device: torch.device
 ) -> StateReader | None:
-    """The newest undamaged state of the run with this fingerprint, the same on all ranks.
+    """Find the newest undamaged state, the same on all ranks; None if there is none at all.
+
+    Args:
+        folder: of the states.
+        identity: fingerprint of the run.
+        context: this rank's.
+        convert_world_size: whether another number of ranks may have saved it.
+        device: for the exchange between ranks.
 
     Raises:
         UserError: all are damaged; or it was saved by another number of ranks, and
             `convert_world_size` is not given.
-        OSError: one cannot be read at present, which says nothing about it.
+        OSError: one cannot be read at present, so it is not known whether it is damaged.
     """
-    damaged, why = [], ""
+    damaged: list[str] = []
+    why = ""
     for name in from_rank_0([state.name for state in saved(folder)]):
-        record, fault, refusal = {}, "", ""
+        record: dict[str, Any] = {}
+        fault = ""
+        refusal = ""
         try:
             record = state_record(folder / name, identity)
             check_files(folder / name, record, context.rank, context.world_size)
@@ -376,7 +424,7 @@ def find_state(
             continue
         if context.rank == 0:
             for other in damaged:
-                set_aside(folder / other)
+                quarantine(folder / other)
         if record["world_size"] != context.world_size:
             change = f"{record['world_size']} ranks to {context.world_size}"
             if not convert_world_size:

@@ -38,11 +38,11 @@ BUCKET = 50_000_000
 """Values that DeepSpeed exchanges at once, at most."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Mark = Any
-"""A moment of a device: an event of a GPU, or seconds."""
+"""A moment of a device: an event of a GPU, or seconds on a CPU."""
 
 
 def start(context: Context) -> torch.device:
-    """Join the process group for an engine; returns this rank's device."""
+    """Join the process group and prepare DeepSpeed; return this rank's device."""
     device = device_of(context)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
@@ -72,7 +72,7 @@ def start(context: Context) -> torch.device:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for what DeepSpeed says at each start of an optimizer it does not know."""
+    """Return False for DeepSpeed's message on an optimizer that it does not know."""
     return "untested optimizer" not in str(record.msg)
 
 
@@ -95,7 +95,7 @@ def seconds_between(first: Mark, second: Mark) -> float:
 
 
 def deepspeed_stage(computing: Computing) -> int:
-    """Return what DeepSpeed is asked to partition: nothing on one rank."""
+    """Return the ZeRO stage that DeepSpeed is started with: 0 on one rank."""
     return computing.zero_stage if dist.get_world_size() > 1 else 0
 
 
@@ -120,9 +120,10 @@ class Engine:
     """A module under DeepSpeed with AdamW, stepped with the learning rates of a schedule.
 
     Attributes:
-        module: what is trained; call the engine itself to run it.
-        shards: what this rank owns, and saves.
-        not_compiled: why the blocks are not `compiled` although they were to be.
+        module: that is trained; call the engine itself to run it.
+        shards: weights, moments and averages that this rank updates and saves.
+        compiled: whether the transformer blocks are compiled.
+        not_compiled: why they are not, although they should be; else empty.
         captures: whether `capture` is to be called before the first step.
     """
 
@@ -137,7 +138,11 @@ class Engine:
         """Prepare a module, and let DeepSpeed distribute its parameters.
 
         Args:
+            module: to train, on the device.
+            settings: of the training.
             groups: trained parameters with `peak_lr` and `weight_decay`.
+            device: of this rank.
+            computing: how it is computed.
         """
         self.module = module
         self._device = device

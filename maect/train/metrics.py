@@ -23,7 +23,7 @@ from maect.train.stage import Training
 log = logging.getLogger(__name__)
 
 PICTURES = "online"
-"""Folder of a run with the pictures of its online evaluations."""
+"""Folder of a run for the pictures of its online evaluations."""
 
 
 class Metrics:
@@ -48,18 +48,18 @@ class Metrics:
             self._board.add_scalar(name, value, step)
 
     def show(self, step: int, pictures: dict[str, NDArray[np.uint8]]) -> None:
-        """Add a step's pictures [H, W, 3], which are also files beside the metrics."""
+        """Add a step's pictures [H, W, 3] to TensorBoard and to the run's folder."""
         for name, picture in pictures.items():
             self._board.add_image(f"online/{name}", picture, step, dataformats="HWC")
             path = self.path.parent / PICTURES / f"{name}-{step:08d}.jpg"
             try:
                 with atomic_write(path) as temporary:
                     Image.fromarray(picture).save(temporary, "JPEG", quality=90)
-            except OSError as error:  # no more files allowed: that must not end the training
+            except OSError as error:  # such as too many files: that must not end the training
                 log.warning("%s not written: %s", path, error)
 
     def sync(self) -> None:
-        """Force all entries to the disk; a state may only claim steps whose entries are there."""
+        """Force all entries to the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -82,7 +82,7 @@ def _repair(path: Path, step: int, steps: int) -> None:
             "%s: damaged or incomplete: the entries of steps %s are lost; the training is not",
             path, absent,
         )  # fmt: skip
-    # Another file: one that still writes into the old one, in a job given up, writes to nowhere.
+    # A new file, so that a superseded job that still has the old one open writes to nowhere.
     with atomic_write(path) as temporary:
         temporary.write_bytes(b"".join(kept.values()))
 

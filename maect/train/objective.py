@@ -20,10 +20,11 @@ Gathered = Callable[[nn.Module], AbstractContextManager[None]]
 
 
 class Objective(nn.Module):
-    """From a batch to a loss. DeepSpeed wraps it.
+    """A module from a batch to a loss, which DeepSpeed wraps.
 
     Attributes:
-        passes: what `forward` computes with fixed shapes, without other ranks.
+        encoder: a part of every objective.
+        passes: the part of `forward` that has fixed shapes and waits for no other rank.
     """
 
     encoder: VisionEncoder
@@ -31,75 +32,84 @@ class Objective(nn.Module):
 
     @property
     def has_health(self) -> bool:
-        """Return whether `health` has anything to say; to ask it is to wait for the device."""
+        """Whether there are embeddings that `health` can check."""
         return False
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Return what is drawn for samples before they reach the device, by name; in a thread."""
+        """Draw random values for samples on the CPU, by name; a loader's thread calls it.
+
+        Args:
+            epochs: of the samples, [b].
+            ids: stable sample ids, [b].
+        """
         return {}
 
     def prepare(self, batch: Batch, device: torch.device) -> Any:
-        """The argument of `forward`: images, masks and random draws, on the device.
+        """Return the argument of `forward`: images, masks and random draws, on the device.
 
-        Only what `tensors_in` accepts: on a GPU they are made beside the step before.
+        It holds only types that `tensors_in` accepts, since a GPU makes it during the step before.
         """
         raise NotImplementedError
 
     def inputs_of_passes(self, inputs: Any) -> list[tuple[Tensor, ...]]:
-        """The arguments of each call of `passes` in a forward pass."""
+        """Return the arguments of each call of `passes` in a forward pass."""
         raise NotImplementedError
 
     def forward(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss, a mean over this rank's samples, and detached scalars to log."""
+        """Return the loss, a mean over this rank's samples, and detached scalars to log."""
         raise NotImplementedError
 
     def predict(self, images: Tensor) -> Tensor:
-        """Class of each image, uint8 [b, C, S, S]: int64 [b]; of a classifier only."""
+        """Return the class of each image, uint8 [b, C, S, S]: int64 [b]; for classifiers only."""
         raise NotImplementedError
 
     def parts_read(self) -> dict[str, nn.Module]:
-        """Parts, by name, that an online evaluation reads: at least the encoder."""
+        """Return the parts that an online evaluation reads, by name: at least the encoder."""
         return {"encoder": self.encoder}
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
-        """Return what an evaluation would read of normalized images [b, C, S, S], [b, D].
+        """Return the features that evaluations read, [b, D].
 
-        It uses the copies `parts` of `parts_read`; images are on the device.
+        Args:
+            parts: copies of `parts_read`.
+            images: normalized, [b, C, S, S], on the device.
         """
         raise NotImplementedError
 
     def reconstruct(
         self, parts: nn.ModuleDict, images: Tensor, ids_shuffle: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return what is visible of normalized images [b, C, S, S], and what is made of it.
+        """Return masked images and their reconstructions, normalized, or None.
 
-        It uses the copies `parts` of `parts_read`. `ids_shuffle` has patch numbers, int64 [b, L],
-        the visible ones first. None: nothing is reconstructed.
+        Args:
+            parts: copies of `parts_read`.
+            images: normalized, [b, C, S, S], on the device.
+            ids_shuffle: patch numbers, int64 [b, L], the visible ones first.
         """
         return None
 
     def changing_buffers(self) -> list[Tensor]:
-        """Buffers that a forward pass changes: put back when its loss is not finite."""
+        """Return the buffers that a forward pass changes; see `maect.train.step.Buffers`."""
         return []
 
-    def forget_samples(self, what: Collection[str]) -> None:
-        """Drop `ids` or `labels` of the samples in buffers: those of a run on other images."""
+    def forget_samples(self, fields: Collection[str]) -> None:
+        """Forget `ids` or `labels` of samples in buffers, since they were of other images."""
 
     def after_update(self, gathered: Gathered) -> None:
-        """Follow the weights after each update."""
+        """Update what depends on the weights, such as an EMA projector."""
 
     def health(self, batch_size: int) -> tuple[dict[str, float], str | None]:
-        """Values to log now and then, and what is wrong with them, if anything."""
+        """Return values to log, and the fault that they show, or None; waits for the device."""
         return {}, None
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """Buffers that are part of the state: queue, statistics, EMA projector, positions."""
-        kept = self.state_dict().keys()
-        return {name: value for name, value in self.named_buffers() if name in kept}
+        """Return the buffers of a state: queue, statistics, EMA projector, positions."""
+        saved = self.state_dict().keys()
+        return {name: value for name, value in self.named_buffers() if name in saved}
 
     @torch.no_grad()
     def restore(self, reader: StateReader) -> None:
-        """Take trained parameters and buffers out of a state; on the CPU."""
+        """Load trained parameters and buffers from a state; on the CPU."""
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(reader.full("param", name, parameter.shape))
@@ -108,10 +118,10 @@ class Objective(nn.Module):
 
 
 def tensors_in(inputs: Any) -> list[Tensor]:
-    """Return the tensors of an objective's inputs, however deep in dataclasses and containers.
+    """Return all tensors of an objective's inputs, within dataclasses and containers.
 
     Raises:
-        TypeError: something else is among them, which might have tensors that nobody sees.
+        TypeError: there is an object of another type, which might hold tensors.
     """
     if isinstance(inputs, Tensor):
         return [inputs]

@@ -1,4 +1,4 @@
-"""Records of a run's folder, and whether its contents are still about this run."""
+"""A run's folder: whose files are in it, whether they are finished, and versions for records."""
 
 import itertools
 import logging
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "scipy", "pillow")
 _MOVED = (
-    "state", "metrics.jsonl", "tensorboard", "online", "synced.json", "source.diff", "recipe.json",
+    "state", "metrics.jsonl", "tensorboard", "online", "source.diff", "recipe.json",
 )  # fmt: skip
-"""Of a run that is set aside; beside its record and what that names, which go first of all."""
-_WITHOUT = (
+"""Files that are moved if another recipe takes the folder over, after the run's outputs."""
+_HINT_NO_RECIPE = (
     "move recipe.json and metrics.jsonl away: the run goes on from its state, if it has one, with "
     "a new log, and does not know what computed it before"
 )
@@ -39,7 +39,7 @@ RECORD = (RunRecord.path(Path()).name,)
 
 
 def source_files(source: Path | None) -> dict[str, str]:
-    """Checksums of weights that a run starts from; UserError if unfinished or damaged."""
+    """Return the checksums of the weights to start from; UserError if unfinished or damaged."""
     if source is None:
         return {}
     if not (source / ENCODER).exists():
@@ -49,9 +49,9 @@ def source_files(source: Path | None) -> dict[str, str]:
 
 
 def reused_sample_fields(folder: Path, split: Index) -> list[str]:
-    """Return what of a finished run's samples means others on this split: `ids`, `labels`.
+    """Return which of a run's sample `ids` and `labels` mean something else in this split.
 
-    A view keeps the ids, and numbers its classes anew.
+    A view of a data set keeps the ids and numbers its classes anew.
     """
     record = RunRecord.find(folder)
     if record is None or record.index_digest in (None, split.digest):
@@ -61,22 +61,22 @@ def reused_sample_fields(folder: Path, split: Index) -> list[str]:
 
 
 def is_finished(folder: Path, identity: str) -> bool:
-    """Return whether the completion record of this very run, and what it promises, is there."""
-    record = _whole(folder)
+    """Return whether this very run is finished, and all files that its record lists exist."""
+    record = _complete_record(folder)
     return record is not None and not replaced(folder, identity) and record.fingerprint == identity
 
 
 def _is_at(name: str, sha256: str, *folders: Path) -> bool:
-    """Return whether a file is in one of the folders: a kill may have interrupted the moving."""
+    """Return whether a file is in one of the folders: a kill may have interrupted a move."""
     return any(
         (folder / name).exists() and sha256_file(folder / name) == sha256 for folder in folders
     )
 
 
-def _whole(folder: Path) -> RunRecord | None:
-    """Return the completion record if it is there with all files that it promises.
+def _complete_record(folder: Path) -> RunRecord | None:
+    """Return the completion record if all files that it lists exist, else None.
 
-    It is read, not looked for: a client of NFS may still see a file that was removed.
+    It is read, since a client of NFS may still list a file that was removed.
     """
     try:
         record = RunRecord.of(folder)
@@ -86,8 +86,8 @@ def _whole(folder: Path) -> RunRecord | None:
 
 
 def remove_states(folder: Path) -> None:
-    """Delete the states of a finished run, of which a kill may have left a part."""
-    if "saved" in read_notes(folder):  # before they go: nobody has to look for them
+    """Delete the states of a finished run, also if a kill has left a part of them."""
+    if "saved" in read_notes(folder):  # first, or the states would count as lost
         write_notes(folder, saved=None)
     shutil.rmtree(folder / "state", ignore_errors=True)
 
@@ -99,13 +99,14 @@ def check_weights(folder: Path) -> None:
 
 
 def replaced(folder: Path, identity: str) -> str | None:
-    """Return what a start will do to what another recipe left in the folder, in words."""
+    """Return a sentence on how a start replaces another recipe's files; None: it does not."""
     known = read_notes(folder)
-    if not known or (other := known.get("fingerprint")) == identity:
+    other = known.get("fingerprint")
+    if not known or other == identity:
         return None
     before = folder / f"stale-{identity}"
     then = "training starts from step 0"
-    if _whole(before):
+    if _complete_record(before):
         then = f"what stale-{identity} has is put back"
     elif (before / "state").exists():
         then = f"training resumes what stale-{identity} kept"
@@ -116,16 +117,23 @@ def replaced(folder: Path, identity: str) -> str | None:
 
 
 def take_over_folder(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
-    """Make the folder that of this run: set aside what another run left, note the recipe.
+    """Take over the folder for this run: move another recipe's files, and write `recipe.json`.
 
     For rank 0, before anything is read.
+
+    Args:
+        folder: of the run.
+        identity: fingerprint of the run.
+        recipe: its description.
 
     Raises:
         UserError: there is a log, and no record of whose it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    known, begun = folder / "recipe.json", {"fingerprint": identity, **recipe}
-    if change := replaced(folder, identity):
+    known = folder / "recipe.json"
+    notes = {"fingerprint": identity, **recipe}
+    change = replaced(folder, identity)
+    if change is not None:
         log.warning("%s", change)
         other = str(read_notes(folder).get("fingerprint"))
         aside = _unused(folder / f"stale-{other}")
@@ -138,32 +146,32 @@ def take_over_folder(folder: Path, identity: str, recipe: dict[str, Any]) -> Non
         record = RunRecord.find(before)
         weights = record.sha256.items() if record else ()
         if not all(_is_at(name, sha256, before, folder) for name, sha256 in weights):
-            RunRecord.path(before).unlink()  # what it is about is written again
+            RunRecord.path(before).unlink()  # its outputs are written again
         _put_back(before, folder)
     if known.exists():
         old = read_notes(folder)
-        begun |= {key: old[key] for key in ("saved", "attempts") if key in old}
+        notes |= {key: old[key] for key in ("saved", "attempts") if key in old}
     elif (folder / "metrics.jsonl").exists():
         raise UserError(
             f"{folder}: has a log (metrics.jsonl) and no recipe.json that says whose: put that "
-            f"back from a copy, or {_WITHOUT}"
+            f"back from a copy, or {_HINT_NO_RECIPE}"
         )
     changes = _git("diff", "HEAD")
     if changes:
         write_text(folder / "source.diff", changes)
-    write_record(known, begun)
+    write_record(known, notes)
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """Return what a run's `recipe.json` says; {} without one, UserError if it is damaged."""
+    """Read a run's `recipe.json`; {} without one, UserError if it is damaged."""
     try:
-        return read_record(folder / "recipe.json", f"put it back from a copy, or {_WITHOUT}")
+        return read_record(folder / "recipe.json", f"put it back from a copy, or {_HINT_NO_RECIPE}")
     except MissingFileError:
         return {}
 
 
 def write_notes(folder: Path, **values: Any) -> None:
-    """Add values to a run's `recipe.json`; those that are None go."""
+    """Add values to a run's `recipe.json`, and remove those that are None."""
     record = read_notes(folder) | values
     write_record(
         folder / "recipe.json", {key: value for key, value in record.items() if value is not None}
@@ -171,8 +179,9 @@ def write_notes(folder: Path, **values: Any) -> None:
 
 
 def check_not_lost(folder: Path) -> None:
-    """Refuse to begin anew without the state that the run's record names (UserError)."""
-    if step := read_notes(folder).get("saved"):
+    """Raise UserError if there is no state although `recipe.json` names one."""
+    step = read_notes(folder).get("saved")
+    if step:
         raise UserError(
             f"{folder / 'state'}: no state, and the state of step {step} was saved: put `state` "
             "back from a copy, or delete recipe.json and metrics.jsonl beside it to train from "
@@ -181,8 +190,8 @@ def check_not_lost(folder: Path) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """Versions of what computes, and the revision of the source if it is a checkout."""
-    # Here, since the launcher reads this module without torch.
+    """Return versions of what computes, and the revision of the source if it is a checkout."""
+    # Imported here, since the launcher reads this module without torch.
     import torch
 
     from maect.models.precision import bfloat16_on
@@ -206,36 +215,40 @@ def origin() -> dict[str, Any]:
 
 
 def _move(folder: Path, to: Path, back: bool = False) -> None:
-    """Move what a run left, its recipe last, or first and its record last on the way back.
+    """Move a run's files: the record first and the recipe last, or the other way round if `back`.
 
-    A kill in between is made good by the next start, of this run or another: the folder's recipe
-    says whose the parts are in it, and in the `stale-` folder that has none.
+    The next start completes a move that a kill interrupted. The recipe says whose files are in the
+    folder, and in a `stale-` folder without a recipe.
     """
-    left = [record.files for path in (folder, to) if (record := RunRecord.find(path))]
-    names = [*RECORD, *itertools.chain(*left), *_MOVED]
-    for name in reversed(names) if back else names:
+    records = [RunRecord.find(path) for path in (folder, to)]
+    outputs = [record.files for record in records if record is not None]
+    names = [*RECORD, *itertools.chain(*outputs), *_MOVED]
+    if back:
+        names.reverse()
+    for name in names:
         if (folder / name).exists() and not (to / name).is_dir():
             (folder / name).rename(to / name)
 
 
 def _put_back(aside: Path, folder: Path) -> None:
-    # Weights alone are damaged ones, that were left behind.
+    # Weights alone are damaged ones, which stay there.
     if any((aside / name).exists() for name in (*RECORD, *_MOVED)):
         _move(aside, folder, back=True)
-    with suppress(OSError):  # what it did not promise is not lost
+    with suppress(OSError):  # other files stay in it
         aside.rmdir()
 
 
 def _unused(path: Path) -> Path:
-    number, free = 1, path
-    while (free / "recipe.json").exists():  # without one, a kill interrupted the moving there
+    number = 1
+    free = path
+    while (free / "recipe.json").exists():  # without one, a kill has interrupted a move there
         number += 1
         free = path.with_name(f"{path.name}-{number}")
     return free
 
 
 def _git(*arguments: str) -> str:
-    """Output of git about the source's checkout; empty where there is none."""
+    """Return the output of git on the source's checkout; empty if there is none."""
     checkout = Path(maect.__file__).parent
     if not (checkout.parent / ".git").exists():  # installed, perhaps below somebody's own project
         return ""

@@ -21,17 +21,17 @@ from maect.core.files import fsync_path, make_folder, write_record
 
 NAME = "writer.lock"
 PATIENCE = 60.0
-"""Seconds for which a lock is waited for: whoever has it longer is stuck, on a lost node."""
+"""Seconds to wait for a lock: a job that has it longer is stuck on a lost node."""
 
 
 class RunLock:
-    """Rank 0's right to write below a run's folder, taken from any job that had it before."""
+    """Rank 0's right to write below a run's folder, taken from the job that had it before."""
 
     def __init__(self, folder: Path, context: Context) -> None:
-        """Take the right; SupersededError if another job has it by the launcher's record."""
+        """Take the right; SupersededError if the launcher's record names another job."""
         self._context = context
         self._file = folder / NAME
-        # Another one each time: a job that SLURM starts again has the name that it had.
+        # New each time, since SLURM may start the same job again.
         self._own = uuid.uuid4().hex
         make_folder(folder)
         self._check_record()
@@ -41,19 +41,19 @@ class RunLock:
             os.fsync(descriptor)
 
     def check(self) -> None:
-        """Make sure that no other job has the right (SupersededError), before writing."""
-        with self._held():
+        """Raise SupersededError if another job has the right."""
+        with self._locked_by_us():
             pass
 
     def commit(self, path: Path, value: dict[str, Any]) -> None:
-        """Write a record, as `write_record`; SupersededError if another job has the right."""
-        with self._held():
+        """Write a record under the lock; SupersededError if another job has the right."""
+        with self._locked_by_us():
             write_record(path, value)
-            # Another rank may have made this folder, and not have forced it to the disk yet.
+            # Another rank may have made this folder without forcing it to the disk yet.
             fsync_path(path.parent.parent)
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
+    def _locked_by_us(self) -> Iterator[None]:
         self._check_record()
         with self._locked() as descriptor:
             if os.pread(descriptor, len(self._own), 0) != self._own.encode():
@@ -74,11 +74,11 @@ class RunLock:
             _lock(descriptor)
             yield descriptor
         finally:
-            os.close(descriptor)  # which frees the lock
+            os.close(descriptor)  # releases the lock
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a file, as far as its file system can: without, a save may be seconds too late."""
+    """Lock a file if its file system can; without a lock, a stale job may still end one save."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""Declaration of a stage, which the trainer reads; no torch at import."""
+"""Base classes of the stages' settings, which the trainer reads; no torch at import."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,13 @@ if TYPE_CHECKING:  # these import torch
     from maect.train.optimizer import ParameterGroup
 
 EVERY_OTHER = "every other"
-"""Stands in `starts_from` for all stages but the one itself."""
-LEAST_IMAGES = 16  # of a rank in a pass where accumulation is chosen for it: less would be slow
-CAPTURED = {"encoder", "decoder"}  # parts of an objective whose passes a GPU replays
-STATES = 3  # two are kept and one is being written
+"""In `starts_from`: all stages but the one itself."""
+LEAST_IMAGES = 16
+"""Images of a rank in a pass, at least, if accumulation is chosen: fewer would be slow."""
+CAPTURED = {"encoder", "decoder"}
+"""Parts of an objective whose passes are captured."""
+STATES = 3
+"""States on disk at once: two are kept and one is being written."""
 
 
 class Stage(Settings):
@@ -35,7 +38,7 @@ class Stage(Settings):
 
     Attributes:
         name: of the stage, and of its rule.
-        title: what a run of it is doing, for messages.
+        title: of a run's job, for messages.
         starts_from: stages whose runs it may start from, or `EVERY_OTHER`; () starts from nothing.
         trains: whether it trains; else it only converts.
         trains_encoder: whether it trains the encoder; else only what is on it.
@@ -53,43 +56,50 @@ class Stage(Settings):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Files that a finished run has beside its record."""
+        """Files that a finished run has, in addition to its record."""
         return ("encoder.safetensors",)
 
     @property
     def reads_labels(self) -> bool:
-        """Return whether a run reads the labels of what it is trained on."""
+        """Whether a run reads the labels of its training images."""
         return self.labelled
 
     @property
     def needs_source(self) -> bool:
-        """Return whether it starts from a run."""
+        """Whether it starts from a run."""
         return bool(self.starts_from)
 
     def fingerprint(self, encoder: Encoder, seed: int, data: str, weights: dict[str, str]) -> str:
-        """Identity of a run's result: also by its shards' digest and its first weights'."""
+        """Return the identity of a run's result.
+
+        Args:
+            encoder: its shape.
+            seed: of everything random.
+            data: digest of the shards.
+            weights: checksums of the weights to start from, by file.
+        """
         return digest(self.name, self, encoder, seed, data, weights)
 
     def inputs(self, source: "Stage") -> tuple[str, ...]:
-        """Return which outputs of a run of `source` it reads."""
+        """Return the outputs of a run of stage `source` that it reads."""
         return ("encoder.safetensors",) if self.starts_from else ()
 
     def check_encoder(self, encoder: Encoder) -> None:
-        """Refuse an encoder that these settings do not fit (ValueError)."""
+        """Raise ValueError if the settings do not fit an encoder."""
 
     def check_source(self, encoder: Encoder, source: "Stage", source_encoder: Encoder) -> None:
-        """Refuse a run to start from: a ValueError whose message goes on with " of RUN"."""
+        """Raise ValueError if it cannot start from a run; " of RUN" is added to the message."""
         source_encoder.check_trainable()
-        # How images are resized for evaluation is not the encoder's.
+        # The resizing of images for evaluation is no part of the shape.
         if source_encoder.model_copy(update={"resize": encoder.resize}) != encoder:
             raise ValueError("its encoder differs from that")
 
     def flops_per_image(self, encoder: Encoder) -> float:
-        """Operations of one training step, forward and backward over all views, per image."""
+        """Return the operations of a training step per image, forward and backward, all views."""
         return 0.0
 
     def state_bytes(self, encoder: Encoder) -> int:
-        """Bytes of a finished run: what it exports, and its states if it keeps them."""
+        """Return the bytes of a finished run: its exports and, if it keeps them, its states."""
         return FLOAT * encoder_weights(encoder)
 
 
@@ -98,24 +108,29 @@ class Updates(Settings):
 
     epochs: int = Field(gt=0)
     batch_size: int = Field(gt=0)
-    """Images in the global batch, over all ranks; each gives one view or more."""
+    """Images in the global batch, over all ranks."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     precision: Literal["bf16", "fp32"] = "bf16"
+    """Precision of the encoder's and decoder's matrix products."""
 
 
 class Training(Updates, Stage):
-    """Settings of every stage that trains, up to ZeRO stage `highest_zero`."""
+    """Settings of every stage that trains.
+
+    Attributes:
+        highest_zero: highest ZeRO stage that it can be computed with.
+    """
 
     highest_zero: ClassVar[int] = 3
 
     @property
     def whole_batch(self) -> bool:
-        """Return whether batch statistics or negatives are those of the whole global batch."""
+        """Whether batch statistics or negatives are those of the global batch."""
         return False
 
     def check_computing(self, computing: Computing) -> None:
-        """Refuse a way of computing that these settings rule out (ValueError)."""
+        """Raise ValueError for a way of computing that these settings rule out."""
         if computing.zero_stage > self.highest_zero:
             raise ValueError(f"zero_stage {computing.zero_stage}: at most {self.highest_zero}")
         if self.whole_batch and computing.accumulation != 1:
@@ -125,17 +140,17 @@ class Training(Updates, Stage):
             )
 
     def check_ranks(self, ranks: int, computing: Computing = PLAIN) -> None:
-        """Refuse a number of processes that the batch does not split over (UserError)."""
+        """Raise UserError for a number of ranks that the batch does not split over."""
         if self.batch_size % (ranks * computing.accumulation):
             parts = f"{ranks} ranks x accumulation {computing.accumulation}"
             raise UserError(f"batch_size {self.batch_size} is not a multiple of {parts}")
 
     def images_of(self, images: int, classes: int) -> int:
-        """Images of an epoch, of a training split with this many images and classes."""
+        """Return the images of an epoch, given the images and classes of the training split."""
         return images
 
     def total_steps(self, images: int) -> int:
-        """Updates; batches straddle epochs, so nothing is dropped but the last rest."""
+        """Return the number of updates; batches straddle epochs, and only the rest is dropped."""
         return self.epochs * images // self.batch_size
 
     @property
@@ -149,7 +164,7 @@ class Training(Updates, Stage):
         return 0.0
 
     def lr_multiplier(self, step: int, steps: int) -> float:
-        """Fraction of the peak learning rates in update `step` (from 0) of `steps`."""
+        """Return the fraction of the peak learning rates in update `step` (from 0) of `steps`."""
         from maect.train.optimizer import schedule
 
         return schedule(step, steps, round(self.warmup * steps), self.lowest)
@@ -161,19 +176,19 @@ class Training(Updates, Stage):
 
     @property
     def mixes(self) -> bool:
-        """Return whether images are mixed in pairs."""
+        """Whether images are mixed in pairs."""
         return False
 
     @abstractmethod
     def view_settings(self) -> tuple[View, ...]:
-        """Return how each view of an image is made."""
+        """Return the settings of each view of an image."""
 
     def image_change(self, seed: int) -> "Change | None":
         """Return the change applied to each decoded image before flips and colours, or None."""
         return None
 
     def training_images(self, index: "Index") -> "Index":
-        """The images to train on, out of a split; UserError if they are too few."""
+        """Return the images of a split to train on; UserError if they are too few."""
         if index.n < self.batch_size:
             images = "labelled images" if self.labelled else "images"
             raise UserError(
@@ -183,33 +198,40 @@ class Training(Updates, Stage):
         return index
 
     def scored_images(self, index: "Index") -> "Index | None":
-        """The images of a split that the epochs are scored on, in place of a test split's."""
+        """Return the images of the training split to score the epochs on, or None."""
         return None
 
     @abstractmethod
     def build(
         self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
     ) -> "Objective":
-        """The objective on the CPU, with weights from `seed` and from the run at `source`.
+        """Return the objective on the CPU.
 
-        The seed is that of everything drawn in training, too. UserError: no source, or a wrong one.
+        Args:
+            encoder: its shape.
+            seed: of initial weights and of everything drawn in training.
+            source: folder of the run to start from, if any.
+            classes: names of the classes.
+
+        Raises:
+            UserError: the source is missing or does not fit.
         """
 
     def passes(self, computing: Computing) -> PassMode:
-        """Return how the training passes through its parts."""
+        """Return the precision of the passes, and whether they are recomputed."""
         product = 2 if self.precision == "bf16" else 4
         return PassMode(product, computing.activation_checkpointing)
 
     @abstractmethod
     def costs(self, encoder: Encoder, computing: Computing = PLAIN) -> dict[str, Cost]:
-        """Count what each part of the objective takes, by its name, in the forward pass' order."""
+        """Return the cost of each part of the objective by name, in the forward pass' order."""
 
     def flops_per_image(self, encoder: Encoder) -> float:
-        """Operations of one training step, forward and backward over all views, per image."""
+        """Return the operations of a training step per image, forward and backward, all views."""
         return sum(part.operations for part in self.costs(encoder).values())
 
     def footprint(self, encoder: Encoder, images: int, computing: Computing = PLAIN) -> Footprint:
-        """Device memory of a pass over this many images on one rank."""
+        """Return the device memory of a pass over `images` images on one rank."""
         costs = self.costs(encoder, computing)
         averaged = 0 if self.encoder_average is None else costs["encoder"].trained
         captured = len(costs.keys() & CAPTURED) if computing.captures_passes else 0
@@ -219,7 +241,7 @@ class Training(Updates, Stage):
         )  # fmt: skip
 
     def state_bytes(self, encoder: Encoder) -> int:
-        """Bytes of a finished run: its exports and, if it keeps them, its states.
+        """Return the bytes of a finished run: its exports and, if it keeps them, its states.
 
         A state has weights and AdamW's two moments in float32, averages and buffers.
         """
@@ -231,9 +253,9 @@ class Training(Updates, Stage):
         return (STATES * state if self.keeps_state else 0) + exported
 
     def peak_memory(self, encoder: Encoder, ranks: int, computing: Computing = PLAIN) -> float:
-        """Bytes of each rank's device at the worst moment of a step."""
+        """Return the bytes of each rank's device at the worst moment of a step."""
         passes = computing.accumulation
-        if ranks > 1:  # which capture no passes
+        if ranks > 1:  # several ranks capture no passes
             computing = computing.model_copy(update={"cuda_graphs": False})
         footprint = self.footprint(encoder, self.batch_size // (ranks * passes), computing)
         return footprint.peak(computing, ranks)
@@ -242,25 +264,36 @@ class Training(Updates, Stage):
         self, encoder: Encoder, computing: Computing, nodes: int, devices: int, memory: float,
         online: bool = False,
     ) -> Computing:  # fmt: skip
-        """Return the cheapest way of computing it that fits into each device's memory (bytes).
+        """Return the cheapest way of computing it that fits into the devices' memory.
 
-        More passes per update cost nearly nothing, and so does not to capture those of a large
-        encoder; checkpointing costs a third of the time, and ZeRO 2 comes last. With `online`
-        evaluation the device has a copy of the weights.
+        More passes per update cost nearly nothing, and neither does leaving the passes of a large
+        encoder uncaptured. Checkpointing costs a third of the time, and ZeRO 2 comes last.
+
+        Args:
+            encoder: its shape.
+            computing: the way that was asked for.
+            nodes: of the job.
+            devices: of a node.
+            memory: bytes of a device.
+            online: whether it is evaluated online, by a copy of the weights on the device.
 
         Raises:
-            UserError: it is not enough in any way, with the numbers, and what would be; or the
-                batch does not split over the ranks.
+            UserError: nothing fits, with the numbers and what would fit; or the batch does not
+                split over the ranks.
         """
         ranks = nodes * devices
         self.check_ranks(ranks, computing)
-        memory -= FLOAT * self.footprint(encoder, 1).weights if online else 0
-        if chosen := self._fitting(encoder, computing, ranks, memory):
+        if online:
+            memory -= FLOAT * self.footprint(encoder, 1).weights
+        chosen = self._first_that_fits(encoder, computing, ranks, memory)
+        if chosen is not None:
             return chosen
         more = range(nodes + 1, 8 * nodes + 1)
-        even = (n for n in more if not self.batch_size % (n * devices))
-        fits = (n for n in even if self._fitting(encoder, computing, n * devices, memory))
-        enough = next(fits, None)
+        even = (n for n in more if self.batch_size % (n * devices) == 0)
+        enough = next(
+            (n for n in even if self._first_that_fits(encoder, computing, n * devices, memory)),
+            None,
+        )
         least = min(self.peak_memory(encoder, ranks, way) for way in self.ways(computing, ranks))
         raise UserError(
             f"{self.name}: batch_size {self.batch_size} on {ranks} GPUs takes "
@@ -272,9 +305,9 @@ class Training(Updates, Stage):
         )
 
     def ways(self, computing: Computing, ranks: int) -> Iterator[Computing]:
-        """The ways of computing it that `fitted` may choose, the cheapest first.
+        """Yield the ways of computing it that `fitted` may choose, the cheapest first.
 
-        A stage refuses what it is not made for, such as several passes where there are negatives.
+        Ways that the stage rules out are skipped, such as several passes if there are negatives.
         """
         given = computing.accumulation
         most = max(given, self.batch_size // ranks // LEAST_IMAGES)
@@ -291,18 +324,25 @@ class Training(Updates, Stage):
                     if way.captures_passes and ranks == 1:
                         yield way.model_copy(update={"cuda_graphs": False})
 
-    def _fitting(
+    def _first_that_fits(
         self, encoder: Encoder, computing: Computing, ranks: int, memory: float
     ) -> Computing | None:
-        ways = self.ways(computing, ranks)
-        return next((w for w in ways if self.peak_memory(encoder, ranks, w) <= memory), None)
+        for way in self.ways(computing, ranks):
+            if self.peak_memory(encoder, ranks, way) <= memory:
+                return way
+        return None
 
     @abstractmethod
     def rates(self, name: str, depth: int) -> tuple[float, float]:
-        """Peak learning rate and weight decay of a parameter, with an encoder of `depth` blocks."""
+        """Return a parameter's peak learning rate and weight decay.
+
+        Args:
+            name: of the parameter in the objective.
+            depth: blocks of the encoder.
+        """
 
     def parameter_groups(self, objective: "Objective") -> "list[ParameterGroup]":
-        """Trainable parameters for AdamW, by their `rates`."""
+        """Return the trainable parameters for AdamW, grouped by their `rates`."""
         from maect.train.optimizer import grouped
 
         depth = len(objective.encoder.blocks)
@@ -310,14 +350,19 @@ class Training(Updates, Stage):
 
     @abstractmethod
     def export(self, run: "RunInputs", reader: "StateReader", index: "Index") -> dict[str, Any]:
-        """Write the files that a run leaves, from its final state.
+        """Write the outputs of a run from its final state.
+
+        Args:
+            run: its inputs.
+            reader: of the final state.
+            index: the training images.
 
         Returns:
-            What its record says beside what it says of every run: `pooling` at least.
+            Entries for its completion record: `pooling` at least.
         """
 
     def need(self, source: Path | None) -> Path:
-        """The run to start from; UserError if none is given."""
+        """Return the run to start from; UserError if none is given."""
         if source is None:
             raise UserError(f"stage {self.name} needs a run to start from: none given")
         return source
@@ -328,13 +373,16 @@ class RunInputs:
     """Inputs of a run.
 
     Attributes:
-        folder: where it leaves its files, `runs/RUN`.
+        folder: of its files, `runs/RUN`.
         shards: shard folder of the train split.
+        stage: settings of the training.
+        encoder: its shape.
         seed: of everything random.
         source: folder of the run to start from.
-        test: shard folder of the split that a classifier is scored on after every epoch.
-        resize: of images that are evaluated: shorter side before the centre crop; none: 256/224 of
-            their size.
+        test: shard folder of the split to score a classifier on after every epoch.
+        resize: shorter side of evaluated images before the centre crop; None: 256/224 of their
+            size.
+        computing: how it is computed.
     """
 
     folder: Path

@@ -22,14 +22,19 @@ from maect.train.hooks import Hook
 
 log = logging.getLogger(__name__)
 
-LIMIT = 300.0  # seconds of one activity
+LIMIT = 300.0
+"""Seconds of one activity, at most; `LIMIT_VARIABLE` of the environment replaces it."""
 LIMIT_VARIABLE = "MAECT_STALL_SECONDS"
-STEPS = 5  # and this many times the longest step so far, where steps take minutes
-READING, COMPUTING, UPDATING = "reading the batch of", "computing", "updating the weights in"
+STEPS = 5
+"""The limit is at least so many times the longest step so far."""
+READING = "reading the batch of"
+COMPUTING = "computing"
+UPDATING = "updating the weights in"
 ORDER = (READING, COMPUTING, UPDATING)
-SAVING, SCORING = "saving the state before", "scoring the epoch after"
+"""Activities of a step, which have a limit. The other ones may take any time."""
+SAVING = "saving the state before"
+SCORING = "scoring the epoch after"
 EVALUATING = "evaluating the encoder after"
-"""A rank may do so for as long as it lives."""
 
 
 class StalledError(RankError):
@@ -39,16 +44,18 @@ class StalledError(RankError):
 class Watchdog(Hook):
     """Watches the steps of this rank, which notes each activity that it begins.
 
-    The first step, with its compilation and set-up, may take as long as it likes: there only a rank
-    that gives no sign of life is missed. A process that was itself suspended starts to count again.
+    The first step, with its compilation and set-up, has no limit: only a rank that gives no sign of
+    life is a fault then. A process that was suspended starts to count again.
     """
 
     def __init__(self, folder: Path, context: Context) -> None:
-        self.context, self.folder = context, folder / "heartbeats"
+        self.context = context
+        self.folder = folder / "heartbeats"
         self.limit = float(os.environ.get(LIMIT_VARIABLE, LIMIT))
         self._tick = min(30.0, self.limit / 10)
         self._doing = (0, READING, time.monotonic())
-        self._ticked, self._resumed = time.monotonic(), float("-inf")
+        self._ticked = time.monotonic()
+        self._resumed = float("-inf")
         self._began: float | None = None
         self._longest: float | None = None
         self._seen: dict[int, tuple[int, float]] = {}
@@ -83,7 +90,7 @@ class Watchdog(Hook):
             self.tick()
 
     def tick(self) -> None:
-        """Write this rank's state and read the others'; a thread calls it again and again."""
+        """Write this rank's activity and check the others'; a thread calls it at intervals."""
         now = time.monotonic()
         if now - self._ticked > 3 * self._tick + 1:  # suspended, and perhaps the others with us
             self._resumed = now
@@ -95,7 +102,7 @@ class Watchdog(Hook):
             self.context.fail(fault)
 
     def _write(self) -> None:
-        """Tell the others; without fsync, since it is only ever a hint."""
+        """Write this rank's activity for the others; without fsync, since it is a hint."""
         self._number += 1
         step, activity, since = self._doing
         value = {
@@ -109,8 +116,9 @@ class Watchdog(Hook):
             file.with_suffix(".tmp").replace(file)
 
     def _fault(self) -> StalledError | None:
-        """Return the fault of a rank that this one has waited for in vain, if there is one."""
-        now, (step, activity, since) = time.monotonic(), self._doing
+        """Return the fault of a rank that this one has waited for too long, or None."""
+        now = time.monotonic()
+        step, activity, since = self._doing
         waited = now - max(since, self._resumed)
         limit = max(self.limit, STEPS * (self._longest or 0.0))
         if waited < limit / 2:
@@ -122,13 +130,13 @@ class Watchdog(Hook):
         waits = f"this rank has waited {waited:.0f} s for it, {activity} step {step}"
         for rank, value in others.items():
             if activity not in ORDER and not value["number"]:
-                continue  # it is done and took its file away, while this rank still writes
+                continue  # it is done and has removed its file, while this rank still writes
             silent = now - self._seen[rank][1]
             if silent >= limit / 2:
                 who = value.get("who", f"rank {rank}")
                 fault = f"{who} has given no sign of life for {silent:.0f} s; {waits}"
                 return StalledError(fault)
-        # How long a save or an evaluation takes, nobody knows: there only silence is a fault.
+        # A save or an evaluation may take any time: only silence is a fault then.
         activities = [activity, *(value.get("activity") for value in others.values())]
         if self._longest is None or any(one not in ORDER for one in activities):
             return None
@@ -143,7 +151,7 @@ class Watchdog(Hook):
         return StalledError(f"{all_of_them}: a device may hang")
 
     def _others(self, now: float) -> dict[int, dict[str, Any]]:
-        """Return what the other ranks wrote last; `_seen` has when each number was new to us."""
+        """Return what the other ranks wrote last; note in `_seen` when each number was new."""
         others = {}
         for rank in set(range(self.context.world_size)) - {self.context.rank}:
             value = self._read(rank)

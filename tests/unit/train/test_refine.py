@@ -261,7 +261,7 @@ def test_weights_of_the_heads_by_the_epoch_of_each_sample():
         "head": {"queue_size": 256, "weights": "staggered_step"},
     }  # fmt: skip
     objective = load_recipe("refine", "tiny", changes).objective(encoder, 0)
-    assert objective.pooling == objective.left_pooling == "cls" != encoder.ct_pooling
+    assert objective.pooling == objective.exported_pooling == "cls" != encoder.ct_pooling
     begins = batch_of(objective.stage, encoder, 4)
     for epochs, expected in (
         ([0, 0, 0, 1], [1, 1, 1, 1]), ([1, 2, 1, 2], [1, 0, 1, 0]), ([9, 9, 9, 9], [0, 0, 0, 0])
