@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from maect.measures import uniformity
-from maect.train.hooks import Hook, Update
-from maect.train.objective import Objective
+from maect.train.hooks import Hook, Session, Update
 
 INTERVAL = 10
 """Steps between two checks, which wait for the device."""
@@ -16,19 +15,17 @@ RANK_LIMIT = 1.2
 class Health(Hook):
     """Checks the embeddings of an objective with heads every `INTERVAL` steps."""
 
-    def __init__(self, objective: Objective, batch_size: int) -> None:
-        """Check as many of the newest embeddings as a global batch has images."""
-        self._objective = objective
-        self._batch_size = batch_size
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def reads_model(self, step: int) -> bool:
         """Return whether the embeddings are checked after a step."""
         return step % INTERVAL == 0
 
     def after_step(self, update: Update) -> None:
-        """Log the embeddings' spread; a collapse is a fault."""
+        """Log the spread of the last batch's embeddings; a collapse is a fault."""
         if self.reads_model(update.step):
-            values, fault = self._objective.health(self._batch_size)
+            values, fault = self._session.objective.health(self._session.stage.batch_size)
             update.values |= values
             if fault is not None:
                 update.fault = fault

@@ -3,8 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from maect.core.context import Context
+from maect.recipes import Encoder
 from maect.train.device_time import DeviceTime
+from maect.train.engine import Engine
+from maect.train.objective import Objective
+from maect.train.stage import Training
 
 
 @dataclass
@@ -16,6 +24,7 @@ class Update:
         values: to log, by name: means over the global batch, `loss` among them.
         grad_norm: Euclidean norm of the whole gradient.
         timing: seconds and speeds to log, which differ from start to start.
+        pictures: to show, uint8 [H, W, 3].
         log_now: whether it is logged whatever the interval of the log is.
         fault: why the training must end here, if it must.
     """
@@ -24,6 +33,7 @@ class Update:
     values: dict[str, float]
     grad_norm: float
     timing: dict[str, float] = field(default_factory=dict)
+    pictures: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
     log_now: bool = False
     fault: str | None = None
 
@@ -48,19 +58,61 @@ class Hook:
         """Finish, also after an error."""
 
 
+@dataclass(kw_only=True)
+class Session:
+    """A training under way, as the trainer and its hooks see it.
+
+    Attributes:
+        context: this rank's.
+        stage: settings of the training.
+        encoder: shape of the encoder.
+        objective: module from a batch to a loss, which `engine` runs.
+        engine: passes, updates and this rank's shards.
+        device: of this rank.
+        images: of an epoch.
+        steps: of the whole training.
+        clock: times the steps; part of the state.
+        hooks: in the order in which they are called: later ones see what earlier ones add.
+    """
+
+    context: Context
+    stage: Training
+    encoder: Encoder
+    objective: Objective
+    engine: Engine
+    device: torch.device
+    images: int
+    steps: int
+    clock: DeviceTime
+    hooks: list[Hook] = field(default_factory=list)
+
+    @property
+    def images_per_second(self) -> float:
+        """Speed of the last steps, over all ranks."""
+        return self.clock.steps_per_second * self.stage.batch_size
+
+    def images_after(self, step: int) -> int:
+        """Return the number of images trained on after so many steps, over all epochs."""
+        return step * self.stage.batch_size
+
+    def begin(self, activity: str, step: int) -> None:
+        """Tell all hooks that this rank begins an activity of a step."""
+        for hook in self.hooks:
+            hook.begin(activity, step)
+
+
 class EpochLosses(Hook):
     """Sums the losses of each epoch; they are part of the state and of the run's record."""
 
-    def __init__(self, images: int, batch_size: int, resumed: list[tuple[float, int]]) -> None:
-        """Count epochs of `images` images in batches of `batch_size`, after those of a state."""
-        self._images = images
-        self._batch_size = batch_size
+    def __init__(self, session: Session, resumed: list[tuple[float, int]]) -> None:
+        """Go on from the sums and numbers of a state, [] at the start."""
+        self._session = session
         self._losses = list(resumed)
         """Sum and number of the losses of each epoch."""
 
     def after_step(self, update: Update) -> None:
         """Add the loss to the epoch in which the step began."""
-        epoch = (update.step - 1) * self._batch_size // self._images
+        epoch = self._session.images_after(update.step - 1) // self._session.images
         while len(self._losses) <= epoch:
             self._losses.append((0.0, 0))
         total, count = self._losses[epoch]
@@ -74,31 +126,23 @@ class EpochLosses(Hook):
 class Progress(Hook):
     """Tells the launcher how far the training is."""
 
-    def __init__(
-        self, context: Context, clock: DeviceTime, images: int, batch_size: int, epochs: int,
-        steps: int,
-    ) -> None:  # fmt: skip
-        """Report steps of a training with `images` images an epoch."""
-        self._context = context
-        self._clock = clock
-        self._images = images
-        self._batch_size = batch_size
-        self._epochs = epochs
-        self._steps = steps
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._knn: float | None = None
 
     def after_step(self, update: Update) -> None:
         """Report the step, with the accuracy of the last online evaluation in percent."""
+        session, epochs = self._session, self._session.stage.epochs
         self._knn = update.values.get("online_knn", self._knn)
-        epoch = update.step * self._batch_size // self._images + 1
-        self._context.report(
+        epoch = session.images_after(update.step) // session.images + 1
+        session.context.report(
             {
-                "epoch": min(epoch, self._epochs),
-                "epochs": self._epochs,
+                "epoch": min(epoch, epochs),
+                "epochs": epochs,
                 "step": update.step,
-                "steps": self._steps,
+                "steps": session.steps,
                 "loss": update.values["loss"],
-                "images_per_second": self._clock.steps_per_second * self._batch_size,
+                "images_per_second": session.images_per_second,
                 "knn": self._knn,
             }
         )

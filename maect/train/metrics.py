@@ -13,12 +13,8 @@ from PIL import Image
 
 from maect.core.entries import entries, entry_of, line_of, lines, log_interval, missing
 from maect.core.files import atomic_write
-from maect.recipes import Encoder
 from maect.recipes.flops import peak_flops
-from maect.train.device_time import DeviceTime
-from maect.train.engine import Engine
-from maect.train.hooks import Hook, Update
-from maect.train.stage import Training
+from maect.train.hooks import Hook, Session, Update
 
 log = logging.getLogger(__name__)
 
@@ -90,36 +86,32 @@ def _repair(path: Path, step: int, steps: int) -> None:
 class LogSteps(Hook):
     """Logs the steps whose turn it is; the last hook, since the others add values."""
 
-    def __init__(
-        self, metrics: Metrics, clock: DeviceTime, engine: Engine, stage: Training,
-        encoder: Encoder, device: torch.device, *, images: int, steps: int, world_size: int,
-    ) -> None:  # fmt: skip
-        """Log a training of `steps` steps with `images` images an epoch; on rank 0."""
+    def __init__(self, session: Session, metrics: Metrics) -> None:
+        """Log a training; on rank 0."""
+        self._session = session
         self._metrics = metrics
-        self._clock = clock
-        self._engine = engine
-        self._stage = stage
-        self._flops_per_image = stage.flops_per_image(encoder) / world_size
-        self._device = device
-        self._images = images
-        self._steps = steps
-        self._interval = log_interval(steps)
+        self._interval = log_interval(session.steps)
 
     def after_step(self, update: Update) -> None:
-        """Append an entry, if it is due."""
-        is_due = update.step % self._interval == 0 or update.step == self._steps
+        """Show the pictures, and append an entry if it is due."""
+        session = self._session
+        if update.pictures:
+            with session.clock.outside_steps(useful=True, online=True):
+                self._metrics.show(update.step, update.pictures)
+        is_due = update.step % self._interval == 0 or update.step == session.steps
         if not (is_due or update.log_now):
             return
-        low, high = self._engine.learning_rates()
+        low, high = session.engine.learning_rates()
         values = update.values | {
-            "epoch": update.step * self._stage.batch_size / self._images,
+            "epoch": session.images_after(update.step) / session.images,
             "lr": high,
             "lr_lowest": low,
             "grad_norm": update.grad_norm,
         }
-        speed = self._clock.steps_per_second * self._stage.batch_size
-        timing = {"images_per_second": speed, **self._clock.timing, **update.timing}
-        timing |= usage(self._flops_per_image * speed, self._stage.precision, self._device)
+        speed = session.images_per_second
+        timing = {"images_per_second": speed, **session.clock.timing, **update.timing}
+        flops = session.stage.flops_per_image(session.encoder) * speed / session.context.world_size
+        timing |= usage(flops, session.stage.precision, session.device)
         self._metrics.log(update.step, values, timing)
 
     def before_save(self, record: dict[str, Any]) -> None:

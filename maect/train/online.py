@@ -25,12 +25,9 @@ from maect.data.transforms import augment, denormalize, normalize
 from maect.measures import alignment, knn, rank_me, same_class, uniformity
 from maect.recipes import AUGMENTATIONS, OnlineEvaluation
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
-from maect.train.device_time import DeviceTime
-from maect.train.engine import Engine
-from maect.train.hooks import Hook, Update
-from maect.train.metrics import Metrics
+from maect.train.hooks import Hook, Session, Update
 from maect.train.objective import Objective
-from maect.train.watchdog import EVALUATING, Watchdog
+from maect.train.watchdog import EVALUATING
 
 log = logging.getLogger(__name__)
 
@@ -46,38 +43,29 @@ SIDE = 96  # pixels of an image in a picture, at most
 class EvaluateOnline(Hook):
     """Evaluates the encoder at intervals; no output of the run depends on it."""
 
-    def __init__(
-        self, evaluator: "OnlineEvaluator", engine: Engine, clock: DeviceTime, watchdog: Watchdog,
-        metrics: Metrics | None, *, batch_size: int, steps: int,
-    ) -> None:  # fmt: skip
-        """Evaluate a training of `steps` steps; `metrics` are rank 0's, None elsewhere."""
+    def __init__(self, session: Session, evaluator: "OnlineEvaluator") -> None:
+        self._session = session
         self._evaluator = evaluator
-        self._engine = engine
-        self._clock = clock
-        self._watchdog = watchdog
-        self._metrics = metrics
-        self._batch_size = batch_size
-        self._steps = steps
 
     def reads_model(self, step: int) -> bool:
         """Return whether the encoder is evaluated after a step."""
-        before = (step - 1) * self._batch_size
-        after = step * self._batch_size
-        return self._evaluator.is_due(before, after, step == self._steps)
+        session = self._session
+        before, after = session.images_after(step - 1), session.images_after(step)
+        return self._evaluator.is_due(before, after, step == session.steps)
 
     def after_step(self, update: Update) -> None:
         """Log the values of an evaluation, if one is due, and show its pictures."""
         if not self.reads_model(update.step):
             return
-        self._watchdog.begin(EVALUATING, update.step)
-        with self._clock.outside_steps(useful=True, online=True):
-            found = self._evaluator.evaluate(self._engine.shards)
-            if self._metrics is not None:
-                self._metrics.show(update.step, self._evaluator.pictures)
+        clock = self._session.clock
+        self._session.begin(EVALUATING, update.step)
+        with clock.outside_steps(useful=True, online=True):
+            found = self._evaluator.evaluate(self._session.engine.shards)
+        update.pictures |= self._evaluator.pictures
         update.values |= found
         if found:
             update.log_now = True
-            update.timing["online_part"] = self._clock.online_part
+            update.timing["online_part"] = clock.online_part
 
 
 class OnlineEvaluator:

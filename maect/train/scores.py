@@ -13,11 +13,9 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_parts
-from maect.train.device_time import DeviceTime
-from maect.train.hooks import Hook, Update
-from maect.train.objective import Objective
+from maect.train.hooks import Hook, Session, Update
 from maect.train.stage import RunInputs
-from maect.train.watchdog import SCORING, Watchdog
+from maect.train.watchdog import SCORING
 
 BATCH = 256
 """Images in a forward pass."""
@@ -101,44 +99,17 @@ def scored_split(run: RunInputs, split: Index) -> Index | None:
 class EpochScores(Hook):
     """Scores a classifier after each epoch, in percent; the scores are part of the state."""
 
-    def __init__(
-        self,
-        context: Context,
-        objective: Objective,
-        device: torch.device,
-        clock: DeviceTime,
-        watchdog: Watchdog,
-        *,
-        index: Index,
-        resize: int | None,
-        images: int,
-        batch_size: int,
-        steps: int,
-    ) -> None:
+    def __init__(self, session: Session, index: Index, resize: int | None) -> None:
         """Score no epoch yet.
 
         Args:
-            context: this rank's.
-            objective: a classifier.
-            device: that computes.
-            clock: of the training, which does not time the scoring as steps.
-            watchdog: of the training.
+            session: of a classifier; the rest of its last epoch is dropped.
             index: images to score on.
             resize: their shorter side before the centre crop; None: 256/224 of the image size.
-            images: of an epoch.
-            batch_size: of the global batch.
-            steps: of the whole training; the rest of the last epoch is dropped.
         """
-        self._context = context
-        self._objective = objective
-        self._device = device
-        self._clock = clock
-        self._watchdog = watchdog
+        self._session = session
         self._index = index
         self._resize = resize
-        self._images = images
-        self._batch_size = batch_size
-        self._steps = steps
         self._accuracies: list[float] = []
 
     def resume(self, record: dict[str, Any]) -> bool:
@@ -151,20 +122,21 @@ class EpochScores(Hook):
 
     def reads_model(self, step: int) -> bool:
         """Return whether a step ends an epoch."""
-        before = (step - 1) * self._batch_size // self._images
-        after = step * self._batch_size // self._images
-        return after > before or step == self._steps
+        session = self._session
+        epochs_before = session.images_after(step - 1) // session.images
+        epochs_after = session.images_after(step) // session.images
+        return epochs_after > epochs_before or step == session.steps
 
     def after_step(self, update: Update) -> None:
         """Log the accuracy, in percent, if the step ends an epoch."""
         if not self.reads_model(update.step):
             return
-        self._watchdog.begin(SCORING, update.step)
-        size = self._objective.encoder.settings.image_size
-        with self._clock.outside_steps(useful=True):
+        session = self._session
+        session.begin(SCORING, update.step)
+        with session.clock.outside_steps(useful=True):
             found = accuracy(
-                self._context, self._index, self._device, size, self._resize,
-                self._objective.predict,
+                session.context, self._index, session.device, session.encoder.image_size,
+                self._resize, session.objective.predict,
             )  # fmt: skip
         self._accuracies.append(found)
         update.values["accuracy"] = found

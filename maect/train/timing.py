@@ -17,7 +17,7 @@ from maect.recipes.computing import PLAIN, Computing
 from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, random_batch, seconds_between
 from maect.train.health import Health
-from maect.train.hooks import EpochLosses, Hook, Update
+from maect.train.hooks import EpochLosses, Update
 from maect.train.objective import Objective
 from maect.train.stage import Training
 from maect.train.trainer import Trainer
@@ -56,16 +56,15 @@ def unsaved_trainer(
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
     with TemporaryDirectory() as name:
-        hooks: list[Hook] = [Watchdog(Path(name), context)]
-        if objective.has_health:
-            hooks.append(_HealthOfNoise(objective, stage.batch_size))
-        hooks.append(EpochLosses(IMAGES, stage.batch_size, []))
         trainer = Trainer(
             context=context, stage=stage, encoder=objective.encoder.settings,
-            objective=objective, engine=engine, device=device, step=0, steps=steps,
+            objective=objective, engine=engine, device=device, images=IMAGES, step=0, steps=steps,
             saver=None, save_seconds=float("inf"), fingerprint="",
-            clock=DeviceTime(context, {}), accumulation=computing.accumulation, hooks=hooks,
+            clock=DeviceTime(context, {}), accumulation=computing.accumulation,
         )  # fmt: skip
+        trainer.hooks = [Watchdog(Path(name), context), EpochLosses(trainer, [])]
+        if objective.has_health:
+            trainer.hooks.append(_HealthOfNoise(trainer))
         try:
             yield trainer
         finally:

@@ -1,14 +1,14 @@
 """One training from its start, or from a saved state, to its completion record.
 
 Read it from top to bottom: `train` calls `prepare`, `restore`, `Trainer.run` and `finish`. Whatever
-happens beside the steps is a hook (`maect.train.hooks`), in the list that `_hooks` returns.
+happens beside the steps is a hook (`maect.train.hooks`), in the list that `restore` makes.
 """
 
 import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
-from maect.recipes import Encoder, OnlineEvaluation
+from maect.recipes import OnlineEvaluation
 from maect.train.attempts import begin_attempt, compute_as_before, tell
 from maect.train.checkpoint import (
     Saver,
@@ -35,9 +35,9 @@ from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, random_batch, start
 from maect.train.final_record import write_final_record
 from maect.train.health import Health
-from maect.train.hooks import EpochLosses, Hook, Progress, Update
+from maect.train.hooks import EpochLosses, Progress, Session, Update
 from maect.train.metrics import LogSteps, Metrics
-from maect.train.objective import Objective, tensors_in
+from maect.train.objective import tensors_in
 from maect.train.online import EvaluateOnline, OnlineEvaluator
 from maect.train.run_folder import (
     check_not_lost,
@@ -49,7 +49,7 @@ from maect.train.run_folder import (
 )
 from maect.train.run_lock import RunLock
 from maect.train.scores import EpochScores, scored_split
-from maect.train.stage import RunInputs, Training
+from maect.train.stage import RunInputs
 from maect.train.step import Buffers, StepSums
 from maect.train.trace import Trace, steps_of
 from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING, Watchdog
@@ -97,14 +97,10 @@ def train(
     if prepared is None:
         return "done"
     trainer = restore(
-        context,
-        run,
-        prepared,
-        save_every_minutes=save_every_minutes,
-        convert_world_size=convert_world_size,
-        online=online,
-        trace=trace,
-    )
+        context, run, prepared,
+        save_every_minutes=save_every_minutes, convert_world_size=convert_world_size,
+        online=online, trace=trace,
+    )  # fmt: skip
     try:
         if trainer.step < trainer.steps:
             batches = _batches(context, run, prepared, trainer, stage_to)
@@ -244,6 +240,7 @@ def restore(
         objective=objective,
         engine=engine,
         device=device,
+        images=images.n,
         step=step,
         steps=steps,
         saver=Saver(folder, context, prepared.lock, resumed=step if record else None),
@@ -253,71 +250,30 @@ def restore(
         accumulation=computing.accumulation,
         labelled=bool(images.labels.min() >= 0),
     )
-    trainer.hooks = _hooks(trainer, run, prepared, record, metrics, evaluator, trace)
-    return trainer
-
-
-def _hooks(
-    trainer: "Trainer",
-    run: RunInputs,
-    prepared: Prepared,
-    record: dict[str, Any] | None,
-    metrics: Metrics | None,
-    evaluator: OnlineEvaluator | None,
-    trace: str | None,
-) -> list[Hook]:
-    """Return what happens beside the steps, in order: later hooks see what earlier ones add.
-
-    Args:
-        trainer: that calls them.
-        run: its inputs.
-        prepared: images and folder.
-        record: of the state to resume from; None at the start.
-        metrics: the log, on rank 0.
-        evaluator: of the online evaluation, if there is one.
-        trace: window of steps to profile, if there is one.
-    """
-    context, stage, clock = trainer.context, run.stage, trainer.clock
-    images, batch_size, steps = prepared.images.n, stage.batch_size, trainer.steps
-    hooks: list[Hook] = []
+    hooks = trainer.hooks
     if trace:
-        hooks.append(Trace(run.folder, context.rank, steps_of(trace, steps)))
-    watchdog = Watchdog(run.folder, context)
-    hooks.append(watchdog)
+        hooks.append(Trace(folder, context.rank, steps_of(trace, steps)))
+    hooks.append(Watchdog(folder, context))
     if prepared.scored is not None:
-        scores = EpochScores(
-            context, trainer.objective, trainer.device, clock, watchdog,
-            index=prepared.scored, resize=run.resize, images=images, batch_size=batch_size,
-            steps=steps,
-        )  # fmt: skip
+        scores = EpochScores(trainer, prepared.scored, run.resize)
         if record is None or scores.resume(record):
             hooks.append(scores)
         else:
             tell(
                 context,
-                run.folder,
+                folder,
                 "epochs are scored no more, since others were before the break, or none: an "
                 "evaluation can take the last one alone (settings.epoch=last)",
             )
-    if trainer.objective.has_health:
-        hooks.append(Health(trainer.objective, batch_size))
+    if objective.has_health:
+        hooks.append(Health(trainer))
     if evaluator is not None:
-        hooks.append(
-            EvaluateOnline(
-                evaluator, trainer.engine, clock, watchdog, metrics,
-                batch_size=batch_size, steps=steps,
-            )
-        )  # fmt: skip
-    hooks.append(EpochLosses(images, batch_size, record["losses"] if record else []))
-    hooks.append(Progress(context, clock, images, batch_size, stage.epochs, steps))
+        hooks.append(EvaluateOnline(trainer, evaluator))
+    hooks.append(EpochLosses(trainer, record["losses"] if record else []))
+    hooks.append(Progress(trainer))
     if metrics is not None:
-        hooks.append(
-            LogSteps(
-                metrics, clock, trainer.engine, stage, run.encoder, trainer.device,
-                images=images, steps=steps, world_size=context.world_size,
-            )
-        )  # fmt: skip
-    return hooks
+        hooks.append(LogSteps(trainer, metrics))
+    return trainer
 
 
 # ======== run: the steps
@@ -350,42 +306,24 @@ def _batches(
 
 
 @dataclass(kw_only=True)
-class Trainer:
-    """The steps of a training.
+class Trainer(Session):
+    """The steps of a training, with hooks beside them.
 
     Attributes:
-        context: this rank's.
-        stage: settings of the training.
-        encoder: shape of the encoder.
-        objective: module from a batch to a loss, which `engine` runs.
-        engine: passes, updates and this rank's shards.
-        device: of this rank.
         step: updates done so far; with the settings it is the whole position of the run.
-        steps: of the whole training.
         saver: writes states; None saves nothing.
         save_seconds: between two states.
         fingerprint: of the run, in each state.
-        clock: times the steps; part of the state.
         accumulation: forward passes of an update.
         labelled: whether all images have labels; else it is unknown which lookups are right.
-        hooks: what happens beside the steps.
     """
 
-    context: Context
-    stage: Training
-    encoder: Encoder
-    objective: Objective
-    engine: Engine
-    device: torch.device
     step: int
-    steps: int
     saver: Saver | None
     save_seconds: float
     fingerprint: str
-    clock: DeviceTime
     accumulation: int = 1
     labelled: bool = True
-    hooks: list[Hook] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._saved_at = time.monotonic()
@@ -407,10 +345,10 @@ class Trainer:
             self._capture_passes()
         self._saved_at = time.monotonic()
         self.clock.start()
-        self._begin(READING, self.step + 1)
+        self.begin(READING, self.step + 1)
         for number, batch in enumerate(batches, self.step + 1):
             # ---- forward and backward passes
-            self._begin(COMPUTING, number)
+            self.begin(COMPUTING, number)
             means = self._compute(batch)
 
             # ---- results of the update before this one: read only now, when the device has more
@@ -419,11 +357,11 @@ class Trainer:
                 break
 
             # ---- update
-            self._begin(UPDATING, number)
+            self.begin(UPDATING, number)
             self._update(means, number)
             if self._is_read_at_once(number) and self._read_results():
                 break
-            self._begin(READING, number + 1)
+            self.begin(READING, number + 1)
         if self._unread is not None:
             self._read_results()
         self.save(wait=True)
@@ -436,10 +374,6 @@ class Trainer:
         if self.saver is not None:
             self.saver.wait()
         self.engine.close()
-
-    def _begin(self, activity: str, step: int) -> None:
-        for hook in self.hooks:
-            hook.begin(activity, step)
 
     def _capture_passes(self) -> None:
         """Capture the passes with noise, before the loader's threads pin memory of the device."""
@@ -590,7 +524,7 @@ class Trainer:
         with self.clock.outside_steps(useful=False):
             buffers = self._buffers.saved()
             compare_replicas(self.step, self.objective.parameters(), buffers)
-            self._begin(SAVING, self.step + 1)
+            self.begin(SAVING, self.step + 1)
             record: dict[str, Any] = {"fingerprint": self.fingerprint}
             for hook in self.hooks:
                 hook.before_save(record)

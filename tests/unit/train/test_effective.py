@@ -120,10 +120,11 @@ def attempt(machine: Machine, steps: int, minutes: float, **spied) -> Trainer:
     machine.pass_time(START)
     training = Trainer(
         context=place, stage=stage, encoder=None, objective=objective, engine=Engine(machine),
-        device=torch.device("cpu"), step=step, steps=steps, saver=Saver(machine),
-        save_seconds=60 * minutes, fingerprint="", clock=(clock := DeviceTime(place, record)),
-        hooks=[Health(objective, 8), Progress(place, clock, 8 * steps, 8, 1, steps)],
+        device=torch.device("cpu"), images=8 * steps, step=step, steps=steps,
+        saver=Saver(machine), save_seconds=60 * minutes, fingerprint="",
+        clock=DeviceTime(place, record),
     )  # fmt: skip
+    training.hooks = [Health(training), Progress(training)]
     batch = trainer.Batch(0, *[torch.zeros(8)] * 3, (torch.zeros(1, 8),))
     assert training.run(batch for _ in range(steps - step))
     return training

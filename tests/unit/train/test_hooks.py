@@ -11,13 +11,36 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.train import device_time
 from maect.train.device_time import DeviceTime
-from maect.train.hooks import EpochLosses, Progress, Update
+from maect.train.hooks import EpochLosses, Hook, Progress, Session, Update
 from maect.train.online import EvaluateOnline, OnlineEvaluator
 from maect.train.scores import EpochScores, scored_split
 from maect.train.watchdog import EVALUATING, SCORING
 
 CPU = torch.device("cpu")
 LOSSES = {step: 10.0 / step for step in range(1, 8)}
+
+
+class Watchdog(Hook):
+    def __init__(self):
+        self.begun = []
+
+    def begin(self, activity, step):
+        self.begun.append((activity, step))
+
+
+def session(steps=7, clock=None, **more):
+    """40 images an epoch, in batches of 16: two and a half steps."""
+    place = Place(0, 0, 1)
+    stage = SimpleNamespace(batch_size=16, epochs=2)
+    encoder = SimpleNamespace(image_size=16)
+    engine = SimpleNamespace(shards="shards")
+    clock = clock or DeviceTime(place, {})
+    made = Session(
+        context=place, stage=stage, encoder=encoder, objective=None, engine=engine, device=CPU,
+        images=40, steps=steps, clock=clock, hooks=[Watchdog()],
+    )  # fmt: skip
+    vars(made).update(more)
+    return made
 
 
 def follow(hook, steps):
@@ -33,40 +56,24 @@ def saved_record(hook):
 
 
 def test_losses_of_epochs_go_on_where_a_state_was_saved():
-    """40 images in batches of 16: an epoch has two and a half steps."""
-    whole = EpochLosses(40, 16, [])
+    whole = EpochLosses(session(), [])
     follow(whole, range(1, 8))
     expected = [
         [sum(LOSSES[step] for step in steps), len(steps)] for steps in ((1, 2, 3), (4, 5), (6, 7))
     ]
     assert saved_record(whole) == {"losses": expected}
     for step in range(1, 7):
-        first = EpochLosses(40, 16, [])
+        first = EpochLosses(session(), [])
         follow(first, range(1, step + 1))
-        second = EpochLosses(40, 16, saved_record(first)["losses"])
+        second = EpochLosses(session(), saved_record(first)["losses"])
         follow(second, range(step + 1, 8))
         assert saved_record(second) == {"losses": expected}
 
 
-class Watchdog:
-    def __init__(self):
-        self.begun = []
-
-    def begin(self, activity, step):
-        self.begun.append((activity, step))
-
-
 def scores_of(index, resize=None, steps=7):
-    """Every image is said to be of class 0; 40 images in batches of 16."""
-    objective = SimpleNamespace(
-        encoder=SimpleNamespace(settings=SimpleNamespace(image_size=16)),
-        predict=lambda images: torch.zeros(len(images), dtype=torch.int64),
-    )
-    place = Place(0, 0, 1)
-    return EpochScores(
-        place, objective, CPU, DeviceTime(place, {}), Watchdog(), index=index, resize=resize,
-        images=40, batch_size=16, steps=steps,
-    )  # fmt: skip
+    """Every image is said to be of class 0."""
+    classifier = SimpleNamespace(predict=lambda images: torch.zeros(len(images), dtype=torch.int64))
+    return EpochScores(session(steps, objective=classifier), index, resize)
 
 
 def test_epochs_are_scored_at_their_ends(shards):
@@ -78,7 +85,7 @@ def test_epochs_are_scored_at_their_ends(shards):
     update = Update(3, {"loss": 1.0}, 1.0)
     scores.after_step(update)
     assert update.values["accuracy"] == 25.0 and update.log_now  # one of four classes
-    assert scores._watchdog.begun == [(SCORING, 3)]
+    assert scores._session.hooks[0].begun == [(SCORING, 3)]
     assert saved_record(scores)["scores"]["accuracies"] == [25.0]
     # What is left of the last epoch is scored, too.
     assert scores_of(open_index(shards), steps=6).reads_model(6)
@@ -134,29 +141,24 @@ class Evaluator:
 def online(monkeypatch, found, steps=7):
     now = SimpleNamespace(now=0.0, monotonic=lambda: now.now)
     monkeypatch.setattr(device_time, "time", now)
-    clock, shown = DeviceTime(Place(0, 0, 1), {}), []
-    metrics = SimpleNamespace(show=lambda *given: shown.append(given))
-    hook = EvaluateOnline(
-        Evaluator(now, found), SimpleNamespace(shards="shards"), clock, Watchdog(), metrics,
-        batch_size=16, steps=steps,
-    )  # fmt: skip
-    return hook, now, clock, shown
+    hook = EvaluateOnline(session(steps), Evaluator(now, found))
+    return hook, now, hook._session.clock
 
 
 def test_an_online_evaluation_is_logged_shown_and_no_part_of_a_step(monkeypatch):
-    hook, now, clock, shown = online(monkeypatch, {"online_knn": 50.0, "online_rank_me": 2.0})
+    hook, now, clock = online(monkeypatch, {"online_knn": 50.0, "online_rank_me": 2.0})
     assert [step for step in range(1, 8) if hook.reads_model(step)] == [3, 5, 7]
     clock.start()
     now.now += 1.0
     update = Update(2, {"loss": 1.0}, 1.0)
     hook.after_step(update)
-    assert update.values == {"loss": 1.0} and not update.timing and not shown
+    assert update.values == {"loss": 1.0} and not update.timing and not update.pictures
     update = Update(3, {"loss": 1.0}, 1.0)
     hook.after_step(update)
     assert update.values == {"loss": 1.0, "online_knn": 50.0, "online_rank_me": 2.0}
     assert update.log_now and update.timing["online_part"] == pytest.approx(5 / 6)
-    assert shown == [(3, Evaluator.pictures)] and hook._evaluator.shards == ["shards"]
-    assert hook._watchdog.begun == [(EVALUATING, 3)]
+    assert update.pictures == Evaluator.pictures and hook._evaluator.shards == ["shards"]
+    assert hook._session.hooks[0].begun == [(EVALUATING, 3)]
     assert clock.useful == 5.0
     now.now += 1.0
     assert clock.step() == 2.0  # without the evaluation
@@ -175,10 +177,10 @@ def test_too_few_images_are_never_due():
 
 
 def test_progress_names_the_epoch_and_the_last_accuracy():
-    place, told = Place(0, 0, 1), []
-    place.report = told.append
-    clock = SimpleNamespace(steps_per_second=2.0)
-    progress = Progress(place, clock, images=40, batch_size=16, epochs=2, steps=5)
+    told = []
+    training = session(5, SimpleNamespace(steps_per_second=2.0))
+    training.context.report = told.append
+    progress = Progress(training)
     for step in range(1, 6):
         values = {"loss": LOSSES[step]} | ({"online_knn": 60.0} if step == 3 else {})
         progress.after_step(Update(step, values, 1.0))

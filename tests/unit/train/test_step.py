@@ -167,7 +167,7 @@ def trainer(bad=None, reads=(), steps=4):
     stage = SimpleNamespace(batch_size=2, encoder_average=None, lr_multiplier=lambda *_: 1.0)
     return Trainer(
         context=place, stage=stage, encoder=None, objective=objective, engine=engine, device=CPU,
-        step=0, steps=steps, saver=Saver(), save_seconds=math.inf, fingerprint="ours",
+        images=100, step=0, steps=steps, saver=Saver(), save_seconds=math.inf, fingerprint="ours",
         clock=DeviceTime(place, {}), hooks=[Seen(engine, reads)],
     )  # fmt: skip
 
