@@ -181,7 +181,7 @@ def rate(machine: Machine, stage: Any, encoder: Any, seconds: list[float]) -> di
     """Median step of the later half, images and operations a second, share of the peak, memory."""
     import torch
 
-    from maect.recipes.flops import peak_flops
+    from maect.recipes.cost import peak_flops
 
     warm = sorted(seconds[len(seconds) // 2 :])
     step = warm[len(warm) // 2]

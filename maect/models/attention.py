@@ -1,4 +1,4 @@
-"""The kernels that attention is computed with."""
+"""Choice of the kernels that compute attention."""
 
 import logging
 from functools import cache
@@ -12,10 +12,10 @@ from torch.nn import functional as F
 log = logging.getLogger(__name__)
 
 Backend = Literal["sdpa", "packed", "flash_attn"]
-"""PyTorch's choice; its memory-efficient kernel with one gradient, for short sequences; the
-optional package's."""
+"""`sdpa`: the kernel that PyTorch chooses. `packed`: its memory-efficient kernel with one gradient,
+for short sequences. `flash_attn`: the optional package's kernel."""
 SHORT = 64
-"""Tokens: the memory-efficient kernel was ahead with 50, cuDNN's with 197 (docs/gpu.md)."""
+"""Tokens, at most, for `packed`: it was faster with 50, cuDNN's kernel with 197 (docs/gpu.md)."""
 
 
 class FusedAttention(Attention):
@@ -24,7 +24,7 @@ class FusedAttention(Attention):
     backend: Backend = "sdpa"
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Self-attention of tokens [b, N, D], without mask or dropout."""
+        """Compute self-attention of tokens [b, N, D], without mask or dropout."""
         b, n = x.shape[:2]
         qkv = self.qkv(x).view(b, n, 3, self.num_heads, self.head_dim)
         if self.backend == "flash_attn" and qkv.dtype != torch.float32 and qkv.is_cuda:
@@ -38,7 +38,7 @@ class FusedAttention(Attention):
 
 
 def fused_attention(qkv: Tensor) -> Tensor:
-    """PyTorch's own kernel for packed [b, N, 3, heads, d]; gives [b, N, heads, d]."""
+    """Compute attention of packed [b, N, 3, heads, d] by PyTorch's kernel: [b, N, heads, d]."""
     if qkv.device.type == "cpu":
         # In bfloat16 its backward pass takes six times as long as in float32.
         qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
@@ -46,16 +46,17 @@ def fused_attention(qkv: Tensor) -> Tensor:
 
 
 def attend(qkv: Tensor) -> Tensor:
-    """The same in the type that it is given."""
+    """Compute attention of packed [b, N, 3, heads, d] in the type that it is given."""
     query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
     with torch.autocast(qkv.device.type, enabled=False):
         return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
 
 def packed_attention(qkv: Tensor) -> Tensor:
-    """The same with one gradient for all three, which no kernel has to stack.
+    """Compute attention of packed [b, N, 3, heads, d] with one packed gradient.
 
-    PyTorch's memory-efficient kernel alone can write it; flash's three are stacked afterwards.
+    Only PyTorch's memory-efficient kernel writes one gradient for queries, keys and values. Those
+    of flash attention would be stacked by another kernel.
     """
     return cast(Tensor, _Packed.apply(qkv))
 
@@ -83,19 +84,19 @@ class _Packed(torch.autograd.Function):
 
 
 def use_attention(model: nn.Module, backend: Backend) -> None:
-    """Let attention in timm's blocks of `model` use a kernel; sdpa where its package is missing."""
+    """Set the kernel of all timm attention in `model`; sdpa if its package is missing."""
     if backend == "flash_attn" and flash_kernel() is None:
         backend = "sdpa"
     for module in model.modules():
         if isinstance(module, Attention):
-            # timm's own parameters and names stay, so its state dict does too.
+            # timm's parameters and names stay, and so does its state dict.
             module.__class__ = FusedAttention
             cast(FusedAttention, module).backend = backend
 
 
 @cache
 def flash_kernel() -> Any:
-    """The optional package's kernel for packed [b, N, 3, heads, d]; None, with one warning."""
+    """Return the optional package's kernel for packed [b, N, 3, heads, d]; None with a warning."""
     try:
         from flash_attn import flash_attn_qkvpacked_func  # type: ignore[import-not-found]
     except ImportError as error:

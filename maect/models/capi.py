@@ -1,8 +1,8 @@
 """The encoder of CAPI (Darcet et al. 2025), which is no model of timm.
 
-Written after facebookresearch/capi, `model.py`, with its names but for those of the patches: rotary
-positions with stored frequencies, registers on the image's edge in place of [CLS], RMSNorm, and no
-biases in the blocks. The final norm has no weights. The predictor is not here.
+Written after facebookresearch/capi, `model.py`, with its names except those of the patches. It has
+rotary positions with stored frequencies, registers on the image's edge in place of [CLS], RMSNorm
+and no biases in the blocks. The final norm has no weights. The predictor is left out.
 """
 
 from collections import OrderedDict
@@ -22,22 +22,22 @@ EPS = 1e-5
 
 
 class Rope(nn.Module):
-    """Rotary positions: `freqs` [2, d] turns coordinates into angles of channels."""
+    """Rotary positions: `freqs` [2, d] maps coordinates to angles of channels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.freqs = nn.Parameter(torch.zeros(2, width))
 
     def forward(self, x: Tensor, coordinates: Tensor) -> Tensor:
-        """Turn channels of x [b, heads, N, d] by the angles of coordinates [N, 2]."""
-        # No product of matrices, which autocast would round.
+        """Rotate channels of x [b, heads, N, d] by the angles of coordinates [N, 2]."""
+        # Not a matrix product, which autocast would round.
         angles = coordinates[:, :1] * self.freqs[0] + coordinates[:, 1:] * self.freqs[1]
         first, second = x.chunk(2, dim=-1)
         return x * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
 
 
 class Attention(nn.Module):
-    """Self-attention whose queries and keys are turned."""
+    """Self-attention with rotary positions."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.rope = Rope(width // heads)
 
     def forward(self, x: Tensor, coordinates: Tensor) -> Tensor:
-        """Tokens [b, N, D] at coordinates [N, 2]."""
+        """Compute attention of tokens [b, N, D] at coordinates [N, 2]."""
         q, k, v = (
             part(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
             for part in (self.q_proj, self.k_proj, self.v_proj)
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + fn(norm(x))."""
+    """Residual branch: x + fn(norm(x))."""
 
     def __init__(self, width: int, fn: nn.Module) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ class Residual(nn.Module):
         self.fn = fn
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        """Tokens [b, N, D]."""
+        """Add the branch to tokens [b, N, D]."""
         return x + self.fn(self.norm(x), *more)
 
 
 class Block(nn.Module):
-    """Attention and MLP."""
+    """A transformer block: attention and MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -80,12 +80,12 @@ class Block(nn.Module):
         self.residual2 = Residual(width, Mlp(width, 4 * width, bias=False))
 
     def forward(self, x: Tensor, coordinates: Tensor) -> Tensor:
-        """Tokens [b, N, D] at coordinates [N, 2]."""
+        """Compute the block on tokens [b, N, D] at coordinates [N, 2]."""
         return self.residual2(self.residual1(x, coordinates))
 
 
 class Capi(nn.Module):
-    """Registers and patches through the blocks, as `TimmEncoder` calls a model."""
+    """CAPI's encoder, with the interface that `TimmEncoder` needs."""
 
     def __init__(self, settings: Encoder) -> None:
         super().__init__()
@@ -100,13 +100,20 @@ class Capi(nn.Module):
     def forward_intermediates(
         self, images: Tensor, numbers: Sequence[int], **_: Any
     ) -> list[tuple[Tensor, Tensor]]:
-        """Raw patches [b, L, D] and registers [b, R, D] of blocks, of images [b, C, H, W]."""
+        """Return raw patch tokens [b, L, D] and registers [b, R, D] of blocks, by number.
+
+        Args:
+            images: [b, C, H, W], normalized.
+            numbers: of the blocks, rising from 0.
+        """
         x = self.patch_embed(images)
         rows, columns = x.shape[2:]
         coordinates = self.coordinates(rows, columns, x)
         x = x.flatten(2).transpose(1, 2)
         registers = self.registers.expand(len(x), -1, -1).to(x.dtype)
-        x, count, found = torch.cat([registers, x], dim=1), registers.shape[1], []
+        count = registers.shape[1]
+        x = torch.cat([registers, x], dim=1)
+        found = []
         for number, block in enumerate(self.blocks):
             x = block(x, coordinates)
             if number in numbers:
@@ -114,9 +121,9 @@ class Capi(nn.Module):
         return found
 
     def coordinates(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """Return where tokens are, [R + rows * columns, 2] from 0 to 1: row and column.
+        """Return row and column of each token, [R + rows * columns, 2] from 0 to 1.
 
-        Registers go around the edge, as many on each side.
+        Registers lie on the edge, equally many on each side.
         """
         line = partial(torch.linspace, 0, device=like.device, dtype=self.registers.dtype)
         patches = torch.cartesian_prod(line(1, rows), line(1, columns))

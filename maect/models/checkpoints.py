@@ -1,7 +1,7 @@
-"""Encoders out of other people's checkpoints, read without running anything that is in them.
+"""Conversion of public checkpoints into encoders, without running code that is in them.
 
-A file that is missing, damaged or of another kind, a name too many or too few and a wrong shape
-raise a `UserError`.
+`UserError` is raised for a file that is missing, damaged or of another kind, for unexpected or
+missing names, and for wrong shapes.
 """
 
 import logging
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class _LeftOut:
-    """Stands for what is no tensor and is not needed; takes anything and keeps nothing."""
+    """A replacement for unneeded objects of a pickle; takes any state and keeps nothing."""
 
     def __new__(cls, *_: Any) -> "_LeftOut":
         return super().__new__(cls)
@@ -56,9 +56,9 @@ class _LeftOut:
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a PyTorch checkpoint (`.pth`, `.pth.tar`, `.th`, `.pt`) or a `.safetensors` file.
 
-    Tensors, containers and plain values are read, on the CPU and, where the format allows it,
-    page by page from the file as they are used. The pickle in a PyTorch checkpoint is not run: it
-    may only ask for tensors and for what `layouts.yaml` lists.
+    Tensors, containers and plain values are read on the CPU and, if the format allows it, page by
+    page as they are used. The pickle in a PyTorch checkpoint is not run: it may only ask for
+    tensors and for names that `layouts.yaml` lists.
     """
     path = Path(path)
     if not path.is_file():
@@ -67,7 +67,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         try:
             return dict(load_tensors(path)[0])
         except UserError as error:
-            raise UserError(f"{error}; {_again(path)}") from None
+            raise UserError(f"{error}; {_download_again(path)}") from None
     _check_start(path)
     try:
         stands_for = [(_LeftOut, name) for name in (*LEFT_OUT.names, *_configuration(path))]
@@ -76,12 +76,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
                 path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
             )
     except pickle.UnpicklingError as error:
-        # Its advice ends on "if you got the file from a trusted source".
         wanted = re.search(r"GLOBAL:? (\S+)", str(error)) or re.search(
             r"got (?!the file)(.+)", str(error)
         )
         if wanted is None:
-            # torch's own text is advice to run the file.
+            # The rest of torch's text is advice to run the file.
             reason = str(error).partition("Unpickler error:")[2].split("\n\nCheck")[0].strip()
             reason = " ".join(reason.split()) or "no file of torch.save"
             raise UserError(f"{path}: not a checkpoint that can be read ({reason})") from None
@@ -89,25 +88,25 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             f"{path}: refused, since reading it would run {wanted[1]}; a checkpoint may hold "
             "tensors and plain values only"
         ) from None
-    except Exception as error:  # a damaged file fails anywhere in the reader
+    except Exception as error:  # a damaged file may fail anywhere in the reader
         kind = type(error).__name__
         line = next(iter(str(error).strip().splitlines()), kind)
         raise UserError(
-            f"{path}: damaged: PyTorch's reader fails ({kind}: {line}); {_again(path)}"
+            f"{path}: damaged: PyTorch's reader fails ({kind}: {line}); {_download_again(path)}"
         ) from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds a {type(content).__name__}, not named weights")
     return content
 
 
-def _again(path: Path) -> str:
-    """Return what to do about a damaged file."""
+def _download_again(path: Path) -> str:
+    """Return a hint for a damaged file."""
     size = f"{path.stat().st_size:,}"
     return f"compare its {size} bytes with the published size, and download it again"
 
 
 def _check_start(path: Path) -> None:
-    """Refuse what its first bytes show to be no complete file of torch.save."""
+    """Raise UserError if the first bytes show that it is no complete file of torch.save."""
     with path.open("rb") as file:
         start = file.read(64)
     if start.lstrip().startswith(b"<"):
@@ -118,7 +117,8 @@ def _check_start(path: Path) -> None:
         raise UserError(f"{path}: a safetensors file by its first bytes; call it .safetensors")
     if start.startswith(b"PK") and not zipfile.is_zipfile(path):
         raise UserError(
-            f"{path}: cut off: it begins as a file of torch.save and lacks the end; {_again(path)}"
+            f"{path}: cut off: it begins as a file of torch.save and lacks the end; "
+            f"{_download_again(path)}"
         )
     if not start.startswith((b"PK", b"\x80")):
         found = f"starts with {start[:16]!r}" if start else "is empty"
@@ -129,7 +129,7 @@ def _check_start(path: Path) -> None:
 
 
 def _configuration(path: Path) -> list[str]:
-    """Classes of a checkpoint's configuration by their full names; `_LeftOut` stands for each."""
+    """Return the full names of configuration classes in a checkpoint, to replace by `_LeftOut`."""
     if not zipfile.is_zipfile(path):
         return []
     asked: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -144,7 +144,7 @@ PATCHES = "patch_embed.proj.weight"
 
 @dataclass(frozen=True)
 class Converted:
-    """An encoder out of a checkpoint: tensors under our names in float32, and what they are."""
+    """An encoder from a checkpoint: tensors under our names in float32, and its settings."""
 
     tensors: dict[str, Tensor]
     size: str
@@ -158,10 +158,13 @@ class Converted:
 
 
 def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
-    """Name of the layout of a checkpoint, from its names and its position embedding.
+    """Return the layout of a checkpoint, detected by its names and its position embedding.
 
-    MAE encoders and the authors' MAE-CT releases may hold the same names. If that leaves open
-    how they are pooled, the name of the file decides (`maect...` or `mae_...`, as published).
+    MAE encoders and the authors' MAE-CT releases may have the same names. If they are pooled in
+    different ways, the name of the file decides (`maect...` or `mae_...`, as published).
+
+    Raises:
+        UserError: no layout fits, or several do.
     """
     fitting = [name for name in LAYOUTS if _fits(checkpoint, LAYOUTS[name])]
     fitting.sort(key=lambda name: LAYOUTS[name].mark is None)  # a mark decides
@@ -181,7 +184,7 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
     if "mae_ct" in fitting:
         if file.startswith("maect"):
             return "mae_ct"
-        tensors = _select(checkpoint, LAYOUTS["mae_ct"], file)[0]
+        tensors, _, _ = _select(checkpoint, LAYOUTS["mae_ct"], file)
         shape = load_encoder(find_size(tensors, file))
         if shape.mae_pooling != shape.ct_pooling and not file.startswith("mae_"):
             raise UserError(
@@ -192,7 +195,7 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
 
 
 def resembling(checkpoint: Mapping[str, Any]) -> str | None:
-    """Return the encoders that a file of no layout resembles; None: none known."""
+    """Return a hint on the public encoders that a checkpoint resembles, or None."""
     parts = [checkpoint, *(v for v in checkpoint.values() if isinstance(v, Mapping))]
     names = [str(name) for part in parts for name in part]
     tokens = [part.get("cls_token") for part in parts]
@@ -211,16 +214,13 @@ def resembling(checkpoint: Mapping[str, Any]) -> str | None:
 
 
 def _described(checkpoint: Mapping[str, Any]) -> str:
-    """Return a checkpoint's entries and, of each mapping, the first names.
+    """Return a checkpoint's first entries and the first names of mappings in it, with shapes."""
 
-    With the shapes of tensors, by which their owner recognises the model.
-    """
-
-    def one(name: str, value: Any) -> str:
+    def described(name: str, value: Any) -> str:
         return f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name
 
     def first(values: Mapping[str, Any]) -> str:
-        shown = ", ".join(one(str(name), value) for name, value in list(values.items())[:5])
+        shown = ", ".join(described(str(name), value) for name, value in list(values.items())[:5])
         return shown + (", ..." if len(values) > 5 else "")
 
     inside = [
@@ -234,7 +234,7 @@ def _described(checkpoint: Mapping[str, Any]) -> str:
 def _locate(
     checkpoint: Mapping[str, Any], layout: Layout
 ) -> tuple[Location, Mapping[str, Any]] | None:
-    """The location that holds an encoder's tensors, if there is one, and the state dict there."""
+    """Return the location that holds an encoder, and the state dict there; None: there is none."""
     for location in layout.locations:
         values = checkpoint.get(location.entry) if location.entry else checkpoint
         if isinstance(values, Mapping) and location.theirs(PATCHES) in values:
@@ -243,7 +243,7 @@ def _locate(
 
 
 def _fits(checkpoint: Mapping[str, Any], layout: Layout) -> bool:
-    """Compare a checkpoint's names and positions with those of a layout."""
+    """Return whether a checkpoint's names and positions are those of a layout."""
     located = _locate(checkpoint, layout)
     if located is None:
         return False
@@ -265,18 +265,18 @@ def _fits(checkpoint: Mapping[str, Any], layout: Layout) -> bool:
 
 
 def _is_maes(positions: Any) -> bool:
-    """Compare a position embedding [1, L or 1 + L, D] with MAE's sine-cosine table."""
+    """Return whether a position embedding [1, L or 1 + L, D] is MAE's sine-cosine table."""
     if not isinstance(positions, Tensor) or positions.ndim != 3 or positions.shape[2] % 4:
         return False
     table = sincos_2d(positions.shape[2], math.isqrt(positions.shape[1]))[0]
     rows = positions[0, positions.shape[1] - len(table) :].float()
-    return torch.allclose(rows, table, atol=2e-3)  # also of tables that were stored in float16
+    return torch.allclose(rows, table, atol=2e-3)  # tables may be stored in float16
 
 
 def _select(
     checkpoint: Mapping[str, Any], layout: Layout, where: str
 ) -> tuple[dict[str, Tensor], str, dict[str, int]]:
-    """The encoder's tensors under their own names, their prefix, and how many others of which."""
+    """Return the encoder's tensors by our names, their prefix, and counts of others by pattern."""
     located = _locate(checkpoint, layout)
     if located is None:
         names = (
@@ -297,10 +297,13 @@ def _select(
 
 
 def find_size(tensors: Mapping[str, Tensor], where: str) -> str:
-    """The encoder size with the patch size, width, depth and registers of these tensors.
+    """Return the encoder size with the patch size, width, depth and registers of tensors.
 
-    The number of heads cannot be seen in them: it is that of the size. Of sizes that fit alike,
-    the one that the others are `like`.
+    The number of heads is the size's, since tensors do not show it. If several sizes fit, it is the
+    one that the others are `like`.
+
+    Raises:
+        UserError: no size fits, or several do.
     """
     patches = tensors["patch_embed.proj.weight"]
     if patches.ndim != 4:
@@ -339,24 +342,31 @@ def convert(
     size they are interpolated bicubically.
 
     Args:
+        checkpoint: as `read_checkpoint` returns it.
         name: of its layout.
-        image_size: to use the encoder at; none: its own.
-        pixels: that it is given; for another number of channels than the checkpoint's three, the
-            weights of the patches are adapted as timm does: summed for one channel, else repeated
-            in turn and scaled by 3 / channels.
+        file: name of the file, for messages.
+        size: of the encoder; None: detected.
+        image_size: to use the encoder at; None: its own.
+        pixels: of its images; for another number of channels than three, the weights of the
+            patches are adapted as timm does: summed for one channel, else repeated in turn and
+            scaled by 3 / channels.
     """
-    layout, where = LAYOUTS[name], f"{file}: layout {name}"
+    layout = LAYOUTS[name]
+    where = f"{file}: layout {name}"
     tensors, prefix, left_out = _select(checkpoint, layout, where)
     if not layout.final_norm:
         width = tensors[PATCHES].shape[0]
         tensors |= {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)}
     size = size or find_size(tensors, where)
-    if layout.class_tokens > 1 and isinstance(several := tensors.get("cls_token"), Tensor):
-        tensors |= {"cls_token": several[:, :1], "reg_token": several[:, 1:]}
+    class_tokens = tensors.get("cls_token")
+    if layout.class_tokens > 1 and isinstance(class_tokens, Tensor):
+        tensors |= {"cls_token": class_tokens[:, :1], "reg_token": class_tokens[:, 1:]}
     own, encoder = _fitted(tensors, size, layout.shape, image_size, pixels, where, prefix)
-    shape, pooling = load_encoder(size), layout.pooling
-    if pooling == "mae_pooling" or pooling == "ct_pooling":
-        pooling = shape.mae_pooling if pooling == "mae_pooling" else shape.ct_pooling
+    pooling = layout.pooling
+    if pooling == "mae_pooling":
+        pooling = load_encoder(size).mae_pooling
+    elif pooling == "ct_pooling":
+        pooling = load_encoder(size).ct_pooling
     return Converted(own, size, encoder, pooling, left_out)
 
 
@@ -373,15 +383,17 @@ def convert_timm(
     folded; any other stays timm's module, whose names the tensors keep.
 
     Args:
+        checkpoint: as `read_checkpoint` returns it.
         name: timm's, of the table of encoders.
-        image_size: to use it at; none: its own. Positions are interpolated once, from those that
-            the file holds: as `convert` does of plain ViTs without LayerScale, of all others as
-            timm does.
+        file: name of the file, for messages.
+        image_size: to use it at; None: its own. Positions of the file are interpolated once: for
+            plain ViTs without LayerScale as `convert` does, for all others as timm does.
         pixels: how files are read; mean and standard deviation are timm's.
     """
     known = find_timm(name)
     encoder = known.encoder(image_size, pixels)
-    where, side = f"{file}: {known.name}", encoder.image_size
+    where = f"{file}: {known.name}"
+    side = encoder.image_size
     if known.plain and not known.layer_scale:
         side = known.patch_size * stored_grid(
             checkpoint, known.image_size // known.patch_size, where
@@ -398,7 +410,7 @@ def convert_timm(
     if known.plain:
         tensors = fold_layer_scale(tensors)
         change = {"class_token": known.class_token, "registers": known.registers}
-        tensors = _fitted(tensors, known.size, change, encoder.image_size, None, where, "")[0]
+        tensors, _ = _fitted(tensors, known.size, change, encoder.image_size, None, where, "")
     folded = known.plain and known.layer_scale
     return Converted(tensors, known.size, encoder, known.pooling, left_out, known.name, folded)
 
@@ -432,7 +444,7 @@ def _fitted(
     where: str,
     prefix: str,
 ) -> tuple[dict[str, Tensor], Encoder]:
-    """Tensors of an encoder as ours has them, for an image size and a number of channels."""
+    """Return tensors and settings of an encoder, for an image size and a number of channels."""
     has_positions = "module" not in change
     side = _stored_side(tensors, size, change, where) if has_positions else None
     stored = load_encoder(size, side).model_copy(update=change)
@@ -446,7 +458,7 @@ def _fitted(
 
 
 def _stored_side(tensors: dict[str, Any], size: str, change: dict[str, Any], where: str) -> int:
-    """Pixels of the images that a table of positions is of; it gets rows for all prefix tokens."""
+    """Return the image size of a position table, which is padded with rows for prefix tokens."""
     shape = load_encoder(size)
     positions = tensors.get("pos_embed")
     if isinstance(positions, Tensor) and positions.ndim == 4:  # [1, rows, columns, D]
@@ -463,7 +475,7 @@ def _stored_side(tensors: dict[str, Any], size: str, change: dict[str, Any], whe
 
 @cache
 def _expected(encoder: Encoder) -> dict[str, Tensor]:
-    """An encoder's state dict, without numbers."""
+    """Return an encoder's state dict on the meta device."""
     with torch.device("meta"):
         foreign = encoder.foreign is not None
         module = build_foreign(encoder).module if foreign else build_encoder(encoder)
@@ -471,7 +483,7 @@ def _expected(encoder: Encoder) -> dict[str, Tensor]:
 
 
 def _fit_positions(tensors: dict[str, Tensor], encoder: Encoder) -> None:
-    """Add the positions of [CLS] and registers to them, fit the patches' to the image size."""
+    """Add the positions of [CLS] and registers to them; interpolate those of patches."""
     prefix_tokens = encoder.prefix_tokens
     prefix, patches = tensors["pos_embed"].tensor_split([prefix_tokens], dim=1)
     grid = encoder.image_size // encoder.patch_size

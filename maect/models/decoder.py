@@ -23,7 +23,8 @@ class Decoder(nn.Module):
     def __init__(self, settings: Encoder) -> None:
         super().__init__()
         width = settings.decoder_width
-        self.registers, self.checkpointing = settings.registers, False
+        self.registers = settings.registers
+        self.checkpointing = False
         self.embed = nn.Linear(settings.width, width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
         grid = settings.image_size // settings.patch_size
@@ -45,7 +46,7 @@ class Decoder(nn.Module):
         nn.init.normal_(self.mask_token, std=0.02)
 
     def forward(self, tokens: Tensor, ids_shuffle: Tensor) -> Tensor:
-        """Decode; registers are left out.
+        """Predict the pixels of all patches; registers are left out.
 
         Args:
             tokens: encoded [CLS], registers and visible patches, [b, 1 + R + K, D].
@@ -75,7 +76,7 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
-    """Images [b, C, S, S] of what `patchify` gives."""
+    """Return the images [b, C, S, S] whose patches are [b, L, p * p * C]: undo `patchify`."""
     b, count, _ = patches.shape
     grid = round(count**0.5)
     x = patches.reshape(b, grid, grid, patch_size, patch_size, -1)
@@ -85,17 +86,18 @@ def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
 def reconstruction_loss(
     prediction: Tensor, images: Tensor, ids_shuffle: Tensor, visible: int, normalize: bool
 ) -> Tensor:
-    """Mean squared error on the masked patches, in at least float32.
+    """Return the mean squared error on the masked patches, in at least float32.
 
     Args:
         prediction: [b, L, p * p * C].
+        images: normalized, [b, C, S, S].
         ids_shuffle: patch numbers [b, L], the visible ones first.
-        visible: how many are visible.
+        visible: number of visible patches.
         normalize: compare with each patch's pixels after removing their mean and dividing by
             their (unbiased) standard deviation: MAE's "normalized pixels".
 
     Returns:
-        A scalar: mean over the pixels of a patch, then over the masked patches.
+        Loss [], a mean over the pixels of a patch, then over the masked patches.
     """
     exact = torch.promote_types(prediction.dtype, torch.float32)
     patch_size = round((prediction.shape[2] / images.shape[1]) ** 0.5)

@@ -1,4 +1,4 @@
-"""A run's encoder for others: a folder that timm, transformers and the Hugging Face hub read."""
+"""Export of a run's encoder: a folder that timm, transformers and the Hugging Face hub read."""
 
 import json
 import math
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
 MODEL, ONNX, ONNX_DATA = "model.safetensors", "model.onnx", "model.onnx.data"
-ONNX_BYTES = 2_000_000_000  # what one file may hold (Protocol Buffers)
+ONNX_BYTES = 2_000_000_000
+"""Bytes of one file, at most (Protocol Buffers)."""
 TRANSFORM = "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
 
 _READ = ("input_size", "crop_pct")
-"""Of `pretrained_cfg`: what the resize is read from."""
+"""Entries of `pretrained_cfg` from which the resize is computed."""
 
 # timm's models by (patch size, width, depth); any other shape is one of these with arguments.
 _ARCHITECTURES = {
@@ -48,14 +49,17 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Card:
-    """Contents of the model card beside the model itself.
+    """Contents of the model card, in addition to the run's record.
 
     Attributes:
-        labelled: whether the last stage learnt from labels, so that there is a classifier.
-        reads_labels: whether any stage read labels; none: not known, as of imported weights.
-        licence: of the weights, as the hub calls it.
+        labelled: whether the last stage learnt from labels, so there is a classifier.
+        reads_labels: whether any stage read labels; None: unknown, as for imported weights.
+        licence: of the weights, by the hub's name.
         sections: on use, data, training, results, licence and citation, in Markdown.
-        results: the same results as the hub reads them, its `model-index`.
+        results: for the hub's `model-index`.
+        repository: on the hub, if the folder is a clone of one.
+        base_model: on the hub, if there is one.
+        datasets: on the hub.
     """
 
     labelled: bool = False
@@ -77,21 +81,23 @@ def export_run(
 ) -> str:
     """Write `model.safetensors`, `config.json` and a model card `README.md`.
 
-    What `export_onnx` wrote there before is removed, since it is of the encoder of then. Files of
-    others stay: a folder that has some under these names is refused. A clone of a hub repository
+    An earlier `export_onnx` in the folder is removed, since it is of the former encoder. A folder
+    with files of others under these names is refused, but a clone of a hub repository
     (`card.repository`) may have any README.
 
     Args:
-        resize: shorter side of images before the centre crop; none: 256/224 of their size.
-        card: what the model card says beside what the run's record does.
-        head: the classifier that a fine-tuned run left, as part of the model; none: an encoder.
+        run: folder of the finished run.
+        out: folder to write to.
+        resize: shorter side of images before the centre crop; None: 256/224 of their size.
+        card: contents of the model card.
+        head: file of a fine-tuned run's classifier, to include in the model; None: no classifier.
 
     Returns:
-        How timm makes the model and the transform of its images, as Python.
+        Python code by which timm builds the model and the transform of its images.
 
     Raises:
-        UserError: the run is not finished, its encoder is damaged or none that timm has, images
-            would become smaller than it is given, or the folder has files of others.
+        UserError: the run is not finished, its encoder is damaged or no model of timm, `resize` is
+            smaller than the encoder's images, or the folder has files of others.
     """
     record = RunRecord.of(run)
     source = run / "encoder.safetensors"
@@ -114,7 +120,7 @@ def export_run(
     architecture = architecture_of(encoder)
     config = hub_config(architecture, encoder, arguments, resize)
     _check_replaceable(out, card.repository is not None)
-    for name in (ONNX, ONNX_DATA):  # first: never beside another encoder
+    for name in (ONNX, ONNX_DATA):  # first, so they never are beside another encoder
         (out / name).unlink(missing_ok=True)
     with atomic_write(out / MODEL) as temporary:
         if head is None:
@@ -131,9 +137,9 @@ def export_run(
             sha256 = sha256_file(temporary)
         read = {key: config["pretrained_cfg"][key] for key in _READ}
         config["maect"] = sealed({"sha256": sha256, "encoder_sha256": checksum} | read)
-        # First: after a break it says whose folder this is, and that the weights are not there.
+        # First: after a kill it says whose folder this is, and that the weights are missing.
         write_json(out / "config.json", config)
-    # What timm would otherwise take from its own model of that name.
+    # Otherwise timm would take these from its own model of that name.
     transform = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in config["pretrained_cfg"].items()
@@ -148,7 +154,7 @@ def export_run(
 ).eval()
 {TRANSFORM}"""
 
-    # The card goes to others, who have the folder elsewhere.
+    # In the card the path is relative, since others have the folder elsewhere.
     code = call(Path(out.resolve().name, MODEL))
     text = model_card(record, encoder, pooling, resize, checksum, code, card, config["num_classes"])
     write_text(out / "README.md", text)
@@ -156,10 +162,13 @@ def export_run(
 
 
 def _check_replaceable(out: Path, is_clone: bool) -> None:
-    """Refuse, by a UserError, a folder with files of these names that no export wrote."""
-    names = ["config.json", MODEL, ONNX, ONNX_DATA, *([] if is_clone else ["README.md"])]
-    found, config = [name for name in names if (out / name).exists()], out / "config.json"
-    # A damaged one is ours, too: exporting again is its cure.
+    """Raise UserError if a folder has files of these names that no export wrote."""
+    names = ["config.json", MODEL, ONNX, ONNX_DATA]
+    if not is_clone:
+        names.append("README.md")
+    found = [name for name in names if (out / name).exists()]
+    config = out / "config.json"
+    # Also a damaged one, since exporting again is its cure.
     ours = config.exists() and b'"maect"' in config.read_bytes()
     if found and not ours:
         raise UserError(
@@ -169,9 +178,9 @@ def _check_replaceable(out: Path, is_clone: bool) -> None:
 
 
 def export_onnx(folder: Path) -> Path:
-    """Write `model.onnx` of an exported folder: `images` [n, C, S, S], normalised, to `vectors`.
+    """Write `model.onnx` into an exported folder: `images` [n, C, S, S], normalised, to `vectors`.
 
-    A model of more than 2 GB has its weights in `model.onnx.data` beside it.
+    The weights of a model of more than 2 GB are in `model.onnx.data`.
     """
     import timm
     import torch
@@ -184,7 +193,7 @@ def export_onnx(folder: Path) -> Path:
         ) from None
     model = timm.create_model(f"local-dir:{folder}", pretrained=True, exportable=True).eval()
     pretrained = read_json(folder / "config.json")["pretrained_cfg"]
-    # A size of 1 would be taken for the only one.
+    # torch.export would take a batch of 1 for the only size.
     images = torch.zeros(2, *pretrained["input_size"])
     shapes = ({0: torch.export.Dim("n")},)
     program = torch.onnx.export(
@@ -207,9 +216,10 @@ def read_export(folder: Path) -> tuple[Path, str, int]:
     """Return an exported folder's weights, the encoder's sha256, and the shorter side of images.
 
     Raises:
-        UserError: damaged, or not as `export_run` writes it.
+        UserError: it is damaged, or `export_run` has not written it.
     """
-    path, weights = folder / "config.json", folder / MODEL
+    path = folder / "config.json"
+    weights = folder / MODEL
     config = read_json(path)
     try:
         about = verified(config["maect"])
@@ -230,7 +240,7 @@ def read_export(folder: Path) -> tuple[Path, str, int]:
 
 
 def architecture_of(encoder: Encoder) -> str:
-    """Name of the model in timm that this is, or that it becomes with arguments."""
+    """Return the name of timm's model that an encoder is, or becomes with arguments."""
     shape = (encoder.patch_size, encoder.width, encoder.depth)
     return _ARCHITECTURES.get(shape, "vit_base_patch16_224")
 
@@ -245,15 +255,14 @@ def crop_fraction(image_size: int, resize: int) -> float:
 def hub_config(
     architecture: str, encoder: Encoder, arguments: dict[str, Any], resize: int
 ) -> dict[str, Any]:
-    """`config.json` of timm's models on the hub: evaluation transform and model arguments.
+    """Return `config.json` of timm's models on the hub: evaluation transform, model arguments.
 
-    `num_classes` is not among the latter, since transformers gives it itself.
-
-    timm's `save_for_hf` and `generate_readme` would write tag and licence of other weights into it,
-    those of timm's default for the architecture.
+    `num_classes` is not among the arguments, since transformers passes it itself. timm's own
+    `save_for_hf` and `generate_readme` would write tag and licence of the architecture's default
+    weights.
     """
-    # timm 1.0.20 to 1.0.28 would adapt this layer to other channels than 3, whatever it has, and
-    # leave it random where it cannot.
+    # timm 1.0.20 to 1.0.28 would adapt this layer to 3 channels, whatever it has, and leave it
+    # random if it cannot.
     first = {"first_conv": "patch_embed.proj"} if encoder.pixels.channels == 3 else {}
     return {
         "architecture": architecture,
@@ -287,7 +296,7 @@ def model_card(
     card: Card,
     classes: int,
 ) -> str:
-    """The hub's `README.md`: what the model is, how to load it, where it comes from."""
+    """Return the hub's `README.md`: the model, how to load it, and its origin."""
     from huggingface_hub import ModelCardData
 
     task = "image-classification" if classes else "image-feature-extraction"

@@ -1,7 +1,7 @@
 """The NNCLR head: projector, predictor, queue, nearest-neighbour lookup and loss.
 
-Paper, section 3, equations 1 and 2, and appendix A.2; what those leave open follows the authors'
-code. Every tensor of two views is [2, b, C]: view, sample of this rank, channel.
+After the paper, section 3, equations 1 and 2, and appendix A.2, and the authors' code where the
+paper leaves something open. Tensors of two views are [2, b, C]: view, sample of this rank, channel.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -26,8 +26,8 @@ class HeadOutput:
 
     Attributes:
         loss: mean over this rank's samples of the symmetrised InfoNCE loss, [].
-        metrics: scalars for logging: lookup accuracy and similarity, how full the queue is.
-        anchors: normalised vectors of both views, as the queue has them, [2, b, E].
+        metrics: scalars to log: lookup accuracy and similarity, and filled part of the queue.
+        anchors: normalised vectors of both views, as they enter the queue, [2, b, E].
     """
 
     loss: Tensor
@@ -36,13 +36,13 @@ class HeadOutput:
 
 
 def projector(width: int, hidden: int, out: int) -> nn.Sequential:
-    """Three linear layers, each followed by BatchNorm, the first two also by ReLU."""
+    """Return three linear layers, each followed by BatchNorm, the first two also by ReLU."""
     first, second = _layer(width, hidden), _layer(hidden, hidden)
     return nn.Sequential(*first, nn.ReLU(True), *second, nn.ReLU(True), *_layer(hidden, out))
 
 
 def predictor(width: int, hidden: int) -> nn.Sequential:
-    """Two linear layers with BatchNorm and ReLU between them."""
+    """Return two linear layers with BatchNorm and ReLU between them."""
     first = _layer(width, hidden)
     return nn.Sequential(*first, nn.ReLU(True), nn.Linear(hidden, width, bias=False))
 
@@ -52,7 +52,7 @@ def _layer(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 def as_buffers(module: nn.Module) -> nn.Module:
-    """A copy whose parameters are buffers: not trained, and not sharded by ZeRO 3."""
+    """Return a copy whose parameters are buffers: not trained, and not sharded by ZeRO 3."""
     copy = deepcopy(module)
     for layer in copy.modules():
         for name, value in list(layer.named_parameters(recurse=False)):
@@ -62,13 +62,13 @@ def as_buffers(module: nn.Module) -> nn.Module:
 
 
 class QueueHead(nn.Module):
-    """Interface of a head with a queue, or of several as one, to objectives and a run's files.
+    """Base class of a head with a queue, or of several heads in one module.
 
     Attributes:
-        lookups: of a view.
+        lookups: number of lookups for a view.
         queue: normalised vectors of earlier samples, float32 [Q, E]; of several heads [H, Q, E].
-        queue_ids: their sample ids, int64 [Q], -1 where the initial noise still is, or a sample of
-            another data set.
+        queue_ids: their sample ids, int64 [Q]; -1 for initial noise and samples of another data
+            set.
         queue_labels: their labels, int64 [Q], -1 if unknown; for logging and the oracle only.
         pointer: index in the queue where the next batch goes, int64 [].
     """
@@ -84,7 +84,7 @@ class QueueHead(nn.Module):
         self.settings = settings
 
     def start_queue(self, noise: Tensor) -> None:
-        """Begin with noise in place of earlier samples' vectors, [..., Q, E]."""
+        """Fill the queue with noise, [..., Q, E], in place of earlier samples' vectors."""
         size = self.settings.queue_size
         self.register_buffer("queue", F.normalize(noise, dim=-1))
         self.register_buffer("queue_ids", torch.full((size,), -1))
@@ -92,14 +92,14 @@ class QueueHead(nn.Module):
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
 
     def exported(self) -> dict[str, Tensor]:
-        """Return what a finished run exports of it."""
+        """Return the tensors that a finished run exports."""
         return self.state_dict()
 
     def take_over(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with what a run left.
+        """Load the tensors that a run has exported.
 
         Raises:
-            ValueError: what differs.
+            ValueError: a tensor is missing or has another shape.
         """
         for name, value in self.exported().items():
             if name not in tensors or tensors[name].shape != value.shape:
@@ -107,26 +107,29 @@ class QueueHead(nn.Module):
                 raise ValueError(f"{name} is {there}, this recipe needs {list(value.shape)}")
         self.load_state_dict(dict(tensors), strict=False)
 
-    def forget_samples(self, what: Collection[str]) -> None:
-        """Keep the queue's vectors without `ids` or `labels`, which mean others on other images."""
-        for name in what:
+    def forget_samples(self, fields: Collection[str]) -> None:
+        """Forget the queue's `ids` or `labels`, since they were of other images; keep vectors."""
+        for name in fields:
             self.get_buffer(f"queue_{name}").fill_(-1)
 
     def newest(self, count: int) -> dict[str, Tensor]:
-        """The vectors that entered each queue last, [count, E]: the same on every rank."""
+        """Return the last vectors of each queue, [count, E], by a suffix for the queue's name.
+
+        They are the same on every rank.
+        """
         return {"": self._newest(count)}
 
     def _newest(self, count: int) -> Tensor:
-        """Return them as the queue has them, [..., count, E], also over its end."""
+        """Return the last vectors, [..., count, E], also across the queue's end."""
         back = torch.arange(-count, 0, device=self.pointer.device)
         return self.queue[..., (self.pointer + back) % len(self.queue_ids), :]
 
     def after_update(self, gathered: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
-        """Follow the weights, which are complete within `gathered`."""
+        """Update what depends on the weights, which are whole within `gathered`."""
 
     @torch.no_grad()
     def _advance(self, owners: Tensor) -> Tensor:
-        """Give the oldest entries to all ranks' samples (ids, labels); return their numbers."""
+        """Give the oldest entries to samples (id, label), [B, 2]; return their indices, [B]."""
         size = len(self.queue_ids)
         if size % len(owners):
             raise ValueError(f"global batch {len(owners)} does not divide queue_size {size}")
@@ -162,12 +165,12 @@ class NNCLRHead(QueueHead):
         self.start_ema()
 
     def exported(self) -> dict[str, Tensor]:
-        """All but the EMA projector, which starts anew."""
+        """Return the tensors that a finished run exports: all but those of the EMA projector."""
         slow = "slow_projector."
         return {k: v for k, v in self.state_dict().items() if not k.startswith(slow)}
 
     def take_over(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with what a run left; the EMA projector starts at the projector."""
+        """Load the tensors that a run has exported; the EMA projector starts at the projector."""
         super().take_over(tensors)
         self.start_ema()
 
@@ -178,7 +181,7 @@ class NNCLRHead(QueueHead):
                 self.update_ema()
 
     def start_ema(self) -> None:
-        """Set the EMA projector to the projector, where the settings ask for one."""
+        """Set the EMA projector to the projector, if the settings ask for one."""
         if self.settings.projector_ema:
             self.slow_projector = as_buffers(self.projector)
 
@@ -199,14 +202,14 @@ class NNCLRHead(QueueHead):
     def forward(
         self, features: Tensor, ids: Tensor, labels: Tensor, lookup_numbers: Tensor
     ) -> HeadOutput:
-        """Loss of a batch; then its first view enters the queue.
+        """Return the loss of a batch, whose first view then enters the queue.
 
         Args:
             features: pooled encoder output of both views, [2, b, D].
             ids: stable sample ids, int64 [b].
             labels: int64 [b], -1 where unknown.
-            lookup_numbers: which of the k nearest neighbours to take, int64 in [0, k), [2, b]; an
-                oracle takes that of another class where they are k larger.
+            lookup_numbers: rank of the neighbour to take among the k nearest, int64 in [0, k),
+                [2, b]; an oracle takes one of another class if k is added.
         """
         z = self.projector(features)
         prediction = self.predictor(z)
@@ -231,7 +234,7 @@ class NNCLRHead(QueueHead):
     def _positives(
         self, anchor: Tensor, ids: Tensor, labels: Tensor, lookup_numbers: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Each anchor's positive, [2, b, E], and scalars about the lookup."""
+        """Return each anchor's positive, [2, b, E], and scalars to log about the lookup."""
         filled = (self.queue_ids >= 0).float().mean()
         if self.settings.lookup == "none":
             return anchor, {"queue_filled": filled}
@@ -249,13 +252,14 @@ class NNCLRHead(QueueHead):
     def _look_up(
         self, anchor: Tensor, ids: Tensor, labels: Tensor, lookup_numbers: Tensor
     ) -> Tensor:
-        """Index in the queue of each anchor's neighbour, [2, b].
+        """Return the index in the queue of each anchor's neighbour, [2, b].
 
-        The oracle's candidates are the other entries of the class; its own entry only where there
-        are none, and another class only where the class has no entry at all. Where it is to be
-        wrong they are the entries of all other classes, and others only where there are none.
+        An oracle's candidates are the other entries of the anchor's class. If there are none, its
+        own entry is taken, and if the class has no entry at all, one of another class. If the
+        oracle is to be wrong, candidates are the entries of other classes, if there are any.
         """
-        topk, similarity = self.settings.topk, anchor @ self.queue.T
+        topk = self.settings.topk
+        similarity = anchor @ self.queue.T
         own = ids[:, None] == self.queue_ids
         similarity = similarity.masked_fill(own, -2)  # behind all others
         if self.settings.lookup == "oracle":
@@ -264,7 +268,7 @@ class NNCLRHead(QueueHead):
                 wrong, lookup_numbers = lookup_numbers >= topk, lookup_numbers % topk
                 known = (labels[:, None] >= 0) & (self.queue_labels >= 0)
                 same = torch.where(wrong[..., None], known & ~same, same)
-            similarity = similarity + 4 * same  # more than cosines and own entries differ by
+            similarity = similarity + 4 * same  # more than any two similarities differ by
             others = (same & ~own).sum(-1).clamp(min=1)
             candidates = torch.where(same.any(-1), others, topk)
             lookup_numbers = lookup_numbers % candidates
@@ -272,16 +276,17 @@ class NNCLRHead(QueueHead):
 
 
 def exact(x: Tensor) -> Tensor:
-    """At least float32: vectors are normalised in it, whatever their products are computed in."""
+    """Return x in float32 at least, for normalisation, whatever its products are computed in."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def topk_nn(similarity: Tensor, k: int, lookup_numbers: Tensor) -> Tensor:
-    """Queue index of one of the k nearest neighbours (paper, equation 1).
+    """Return the queue index of one of the k nearest neighbours, [...] (paper, equation 1).
 
     Args:
         similarity: to every queue entry, [..., Q].
-        lookup_numbers: which of them, nearest first, int64 in [0, k), [...].
+        k: number of candidates.
+        lookup_numbers: rank of the neighbour among them, nearest first, int64 in [0, k), [...].
     """
     if k == 1:
         return similarity.argmax(dim=-1)
@@ -292,18 +297,20 @@ def topk_nn(similarity: Tensor, k: int, lookup_numbers: Tensor) -> Tensor:
 def info_nce(
     positive: Tensor, keys: Tensor, temperature: float, ids: Tensor, key_ids: Tensor
 ) -> Tensor:
-    """Cross-entropy of finding one's own prediction among those of the global batch.
+    """Return the cross-entropy of finding one's own prediction among those of the global batch.
 
-    Paper, equation 2: the query is the neighbour; negatives are the other samples' predictions. A
-    batch over the end of an epoch may have an image twice, which is no negative of itself.
+    Paper, equation 2: queries are neighbours, negatives are the other samples' predictions. A batch
+    across the end of an epoch may have an image twice, which is no negative of itself.
 
     Args:
         positive: this rank's queries, normalised, [b, E].
         keys: all ranks' predictions, normalised, [world * b, E].
+        temperature: divides the similarities.
         ids: of this rank's samples, [b].
+        key_ids: of all ranks' samples, [world * b].
 
     Returns:
-        Mean over this rank's rows.
+        Mean over this rank's rows, [].
     """
     logits = positive @ keys.T / temperature
     rank, _ = rank_and_size()
@@ -313,7 +320,7 @@ def info_nce(
 
 
 class GlobalBatchNorm(nn.Module):
-    """BatchNorm whose statistics are those of all ranks' rows of one view.
+    """BatchNorm over the rows of one view on all ranks.
 
     Statistics and output are float32 at least. As in `nn.BatchNorm1d`, the running variance is
     the unbiased one, momentum 0.1, and the views update it one after the other.
@@ -324,14 +331,15 @@ class GlobalBatchNorm(nn.Module):
 
     def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         super().__init__()
-        self.eps, self.momentum = eps, momentum
+        self.eps = eps
+        self.momentum = momentum
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [views, b, C] over b and the ranks; in eval mode by the running statistics."""
+        """Normalise [views, b, C] over b and ranks, or in eval mode by the running statistics."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if not self.training:
             scale = self.weight * torch.rsqrt(self.running_var + self.eps)

@@ -13,13 +13,13 @@ _STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, config=_STRICT)
 class Location:
-    """Place where a checkpoint may hold an encoder.
+    """Place in a checkpoint that may hold an encoder.
 
     Attributes:
-        entry: of the checkpoint, with the state dict; "": the checkpoint is one itself.
+        entry: of the checkpoint, with the state dict; "": the checkpoint itself.
         prefix: of the encoder's names in it.
         dropped: patterns of full names that are not the encoder's; any other name is an error.
-        renamed: beginnings of names behind the prefix, and what they are here.
+        renamed: beginnings of names behind the prefix, and our beginnings in place of them.
     """
 
     entry: str
@@ -28,13 +28,13 @@ class Location:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def ours(self, name: str) -> str:
-        """A full name as it is here."""
+        """Return our name for a full name of the checkpoint."""
         name = name.removeprefix(self.prefix)
         old, new = next((pair for pair in self.renamed if name.startswith(pair[0])), ("", ""))
         return new + name.removeprefix(old)
 
     def theirs(self, name: str) -> str:
-        """A name that is ours as it is there."""
+        """Return the checkpoint's full name for one of our names."""
         old, new = next((pair for pair in self.renamed if name.startswith(pair[1])), ("", ""))
         return self.prefix + old + name.removeprefix(new)
 
@@ -45,18 +45,18 @@ class Layout:
 
     Attributes:
         locations: where the encoder may be.
-        pooling: how its evaluations pool: one for all sizes, or what the size says about MAE or
-            about contrastive tuning.
+        pooling: of evaluations: for all sizes, or the size's pooling of MAE or of contrastive
+            tuning.
         class_token: whether it has a [CLS] token.
-        mae_positions: whether its position embedding is MAE's sine-cosine table: what tells apart
-            layouts with the same names. None: not compared.
+        mae_positions: whether its position embedding is MAE's sine-cosine table, which
+            distinguishes layouts with the same names; None: not compared.
         norm: of its blocks, before attention and MLP or behind their sums.
-        mark: a name that must be there: what tells apart layouts that are alike otherwise.
+        mark: a name that must be there, which distinguishes layouts that are alike otherwise.
         class_tokens: number of [CLS] tokens; all but the first become registers.
         registers: number of other tokens before the patches, where the layout has some.
         module: name of a model of ours that is no plain ViT.
-        final_norm: whether its blocks have a norm behind them; if not, one that changes nothing but
-            mean and variance takes its place.
+        final_norm: whether there is a norm behind the blocks; if not, one without weights replaces
+            it.
     """
 
     locations: tuple[Location, ...]
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Return what it says of an encoder's shape."""
+        """Settings of the encoder's shape that the layout fixes."""
         shape = {"class_token": self.class_token, "norm": self.norm}
         registers = self.registers + self.class_tokens - 1
         more = {"registers": registers, "module": self.module}
@@ -81,11 +81,13 @@ class Layout:
 
 @dataclass(frozen=True, config=_STRICT)
 class Family:
-    """Public encoders that are no layout, and how a file of theirs is recognised.
+    """Public encoders without a layout of their own, and how their files are recognised.
 
     Attributes:
-        marks: ends of names of tensors that all must be there.
-        layout: a layout that they have; neither: they are not imported.
+        title: their name, for messages.
+        marks: ends of names of tensors that must all be there.
+        timm: a model of timm to import them by.
+        layout: a layout to import them by. If both are None, they cannot be imported.
     """
 
     title: str
@@ -95,7 +97,7 @@ class Family:
 
 
 class LeftOut(NamedTuple):
-    """Names in a pickle that are neither imported nor built: something empty takes their place."""
+    """Names in a pickle that are neither imported nor built, but replaced by empty objects."""
 
     names: tuple[str, ...]
     packages: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""In which numbers matrix products are computed."""
+"""Precision of matrix products: bfloat16 under autocast, if the device computes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def mixed_precision(device: torch.device, precision: Precision) -> torch.autocast:
-    """Context in which matrix products are computed in bfloat16, if asked for and sensible.
+    """Return a context with matrix products in bfloat16, if `precision` and device say so.
 
     A layer casts its weights each time it is called: what is kept for a second call would lie in
     the memory of a captured pass, and gradients of both calls would be added in bfloat16.
@@ -24,16 +24,16 @@ def mixed_precision(device: torch.device, precision: Precision) -> torch.autocas
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether this CPU computes in bfloat16: it takes half the time or less."""
+    """Return whether this CPU has instructions for bfloat16, with half the time or less."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 @cache
 def bfloat16_on(device_type: str) -> str:
-    """Name what computes bfloat16 matrix products: "cuda", "cpu", or "float32" instead of them.
+    """Return "cuda" or "cpu" if it computes bfloat16 matrix products, else "float32".
 
-    x86 CPUs without AVX-512 have neither instructions nor library kernels for them: there they take
-    60 times as long as in float32, which is the more exact one. Warns once.
+    On x86 CPUs without AVX-512, which lack instructions and kernels, they would take 60 times as
+    long as in float32. Warns once.
     """
     if device_type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return device_type

@@ -1,8 +1,8 @@
 """MIM-Refiner's heads: one on each of several blocks, with a nearest-neighbour alignment loss.
 
 Alkin et al. 2025 (arXiv 2402.10093), and the authors' code where the paper leaves something open.
-All heads are one module with a leading axis, so that neither exchanges between ranks nor kernels
-of the layers grow with their number. Shapes: H heads, G = 2 global views, V views, b samples of
+All heads are one module with a leading axis, so the number of exchanges between ranks and of
+kernels does not grow with that of heads. Shapes: H heads, G = 2 global views, V views, b samples of
 this rank, B of all ranks, E numbers of an embedding.
 """
 
@@ -21,7 +21,7 @@ from maect.models.precision import mixed_precision
 from maect.recipes import Refiner
 
 GLOBAL = 2
-"""Views that look up a neighbour; they come first."""
+"""Number of views that look up a neighbour; they come first."""
 
 
 class HeadsLinear(nn.Module):
@@ -32,19 +32,19 @@ class HeadsLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads, outputs, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """One batched product over the heads."""
+        """Compute one batched product for all heads."""
         return torch.bmm(x.flatten(1, 2), self.weight.mT).unflatten(1, x.shape[1:3])
 
 
 class HeadsBatchNorm(GlobalBatchNorm):
-    """BatchNorm of each head's channels, with one exchange for all of them, [H, V, b, C]."""
+    """BatchNorm of each head's channels, [H, V, b, C], with one exchange for all heads."""
 
     def __init__(self, heads: int, channels: int, joint: bool) -> None:
         super().__init__(heads * channels)
         self.joint = joint
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise over samples and ranks, and over views if these are joint."""
+        """Normalise over samples and ranks, and over views if statistics are joint."""
         heads, views, rows, channels = x.shape
         side_by_side = x.permute(1, 2, 0, 3).reshape(views, rows, heads * channels)
         if self.joint:
@@ -57,10 +57,10 @@ class RefinerHeads(QueueHead):
     """Projector, predictor and queue of each head; all enqueue the same samples.
 
     Attributes:
-        numbers: of the block that each head reads; `blocks`, int64 [H], is the same for files.
+        numbers: block that each head reads; `blocks`, int64 [H], is the same for files.
         queue: normalised projections of earlier samples, float32 [H, Q, E].
-        counts: how often each pair of a global view and a view is in the loss, float32 [G, V].
-        logged: the same of pairs with a global view, and with a local one, apart.
+        counts: multiplicity of each pair of a global view and a view in the loss, float32 [G, V].
+        logged: `counts` of pairs with a global view and of those with a local one, [kinds, G, V].
     """
 
     blocks: Tensor
@@ -71,12 +71,19 @@ class RefinerHeads(QueueHead):
     def __init__(
         self, width: int, settings: Refiner, blocks: tuple[int, ...], views: int = GLOBAL
     ) -> None:
-        """Draw weights and noise, head by head, for as many views of an image, global and local."""
+        """Draw weights and noise, head by head.
+
+        Args:
+            width: of the encoder.
+            settings: of all heads.
+            blocks: that the heads read, rising.
+            views: of an image, global and local.
+        """
         super().__init__(settings)
-        self.lookups = heads = len(blocks)
-        hidden, wide, out = (
-            settings.projector_hidden, settings.predictor_hidden, settings.embedding,
-        )  # fmt: skip
+        heads = len(blocks)
+        self.lookups = heads
+        hidden, wide = settings.projector_hidden, settings.predictor_hidden
+        out = settings.embedding
         joint = settings.statistics == "joint"
 
         def layer(inputs: int, outputs: int) -> list[nn.Module]:
@@ -106,9 +113,10 @@ class RefinerHeads(QueueHead):
         self.numbers = blocks
 
     def take_over(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with these heads out of those that a run left, by the numbers of their blocks."""
+        """Load these heads out of those that a run has exported, by the numbers of their blocks."""
         there: list[int] = tensors["blocks"].tolist() if "blocks" in tensors else []
-        if missing := sorted({*self.numbers} - {*there}):
+        missing = sorted(set(self.numbers) - set(there))
+        if missing:
             raise ValueError(f"it has no head on block {missing[0]}, but on {there}")
         rows = torch.tensor([there.index(block) for block in self.numbers])
 
@@ -121,8 +129,9 @@ class RefinerHeads(QueueHead):
         super().take_over({name: of_heads(name, value) for name, value in tensors.items()})
 
     def newest(self, count: int) -> dict[str, Tensor]:
-        """The vectors that entered each queue last, [count, E], by the block: `.16`."""
-        return {f".{k}": x for k, x in zip(self.numbers, self._newest(count), strict=True)}
+        """Return the last vectors of each queue, [count, E], by a suffix with the block: `.16`."""
+        of_heads = zip(self.numbers, self._newest(count), strict=True)
+        return {f".{block}": vectors for block, vectors in of_heads}
 
     def forward(
         self,
@@ -132,14 +141,15 @@ class RefinerHeads(QueueHead):
         lookup_numbers: Tensor,
         weights: Tensor | None = None,
     ) -> HeadOutput:
-        """Sum of the heads' losses of a batch; then its first view enters the queues.
+        """Return the sum of the heads' losses of a batch, whose first view enters the queues.
 
         Args:
-            features: what each head reads of all views, the global ones first, [H, V, b, D].
+            features: of all views for each head, the global ones first, [H, V, b, D].
             ids: stable sample ids, int64 [b].
             labels: int64 [b], -1 where unknown.
-            lookup_numbers: which of the k nearest neighbours to take, int64 in [0, k), [H * G, b].
-            weights: of each sample in each head's loss, float32 [H, b]; none: 1.
+            lookup_numbers: rank of the neighbour to take among the k nearest, int64 in [0, k),
+                [H * G, b].
+            weights: of each sample in each head's loss, float32 [H, b]; None: 1.
         """
         z = self.projector(features)
         prediction = self.predictor(z)
@@ -168,11 +178,12 @@ class RefinerHeads(QueueHead):
     def _losses(
         self, anchor: Tensor, positive: Tensor, prediction: Tensor, ids: Tensor, key_ids: Tensor
     ) -> Tensor:
-        """Cross-entropy of finding one's own prediction of each view, [H, G, b, V].
+        """Return the cross-entropy of finding one's own prediction of each view, [H, G, b, V].
 
-        Other samples' predictions are compared with one's own projection, and one's own prediction
-        with the neighbour of the projection; or all with the neighbour. A batch over the end of an
-        epoch may have an image twice, which is no negative of itself.
+        With `negatives: own`, other samples' predictions are compared with one's own projection,
+        and one's own prediction with the neighbour of that projection. Otherwise all are compared
+        with the neighbour. A batch across the end of an epoch may have an image twice, which is no
+        negative of itself.
 
         Args:
             anchor: projections of the global views, normalised, [H, G, b, E].
@@ -205,9 +216,9 @@ class RefinerHeads(QueueHead):
     def _positives(
         self, anchor: Tensor, ids: Tensor, labels: Tensor, lookup_numbers: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Each anchor's neighbour, [H, G, b, E], and scalars about the lookup.
+        """Return each anchor's neighbour, [H, G, b, E], and scalars to log about the lookup.
 
-        Head after head: the similarities of one fill [G, b, Q].
+        Heads take turns, since the similarities of one fill [G, b, Q].
         """
         own = ids[:, None] == self.queue_ids
         near = torch.stack(
@@ -229,11 +240,11 @@ class RefinerHeads(QueueHead):
 
 
 def pair_counts(views: int, terms: str) -> list[list[float]]:
-    """Count each pair of a global view and a view in the loss, global ones first, [G][V].
+    """Count how often each pair of a global view and a view is in the loss, [G][V].
 
-    `all`: each global view with every other view once. `released`: the authors' loop over L local
-    views begins at view 0 of all, so that it takes global views, each with itself too, in place of
-    the last two local ones.
+    With `terms` "all", each global view is paired with every other view once. With "released", as
+    in the authors' code, the loop over L local views begins at view 0 of all. So it takes the
+    global views, each also with itself, in place of the last two local ones.
     """
     second = range(GLOBAL, views) if terms == "all" else range(views - GLOBAL)
     return [
@@ -245,35 +256,36 @@ def pair_counts(views: int, terms: str) -> list[list[float]]:
 def head_weights(
     schedule: str, heads: int, epochs: int, of_samples: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Weight of each sample in each head's loss, by its epoch; that of the last head is 1.
+    """Return the weight of each sample in each head's loss, by its epoch, [H, b].
 
-    The authors' ablation has eight heads and 20 epochs: the lower heads end one after the other,
-    after epochs 4, 6, ... 16. Here after as large parts of any number of epochs, 0.2 to 0.8 of them
-    evenly. `staggered_step`: 1, from a head's end on 0. `staggered_cosine`: 1, from its end on a
-    cosine to 0 at the last epoch. `one_hot`: 0.1, 1 between the end of the head below and its own,
-    then 0. `uniform`: 1 up to a fifth of the epochs, then a cosine to 0, of all lower heads alike.
+    The last head's weight is 1. In the authors' ablation, with eight heads and 20 epochs, the lower
+    heads end one after the other, after epochs 4, 6, ... 16. Here they end evenly between 0.2 and
+    0.8 of the epochs.
 
     Args:
-        heads: how many, H.
-        of_samples: the epoch of each sample, [b].
-
-    Returns:
-        [H, b].
+        schedule: `staggered_step`: 1, and 0 from the head's end on. `staggered_cosine`: 1, and from
+            the head's end on a cosine to 0 at the last epoch. `one_hot`: 0.1, then 1 between the
+            end of the head below and its own, then 0. `uniform`: 1 for a fifth of the epochs, then
+            a cosine to 0, the same for all lower heads.
+        heads: number of heads, H.
+        epochs: of the training.
+        of_samples: epoch of each sample, [b].
     """
 
+    def end_of(head: int) -> float:
+        return epochs * (0.2 + 0.6 * head / max(heads - 2, 1))
+
     def weight(head: int, epoch: int) -> float:
-        end, before = (
-            epochs * (0.2 + 0.6 * max(number, 0) / max(heads - 2, 1)) for number in (head, head - 1)
-        )
-        start = epochs / 5 if schedule == "uniform" else end
+        start = epochs / 5 if schedule == "uniform" else end_of(head)
         if epoch < start - 1e-9:
-            return 0.1 if schedule == "one_hot" and head > 0 and epoch < before - 1e-9 else 1.0
+            waits = head > 0 and epoch < end_of(head - 1) - 1e-9
+            return 0.1 if schedule == "one_hot" and waits else 1.0
         if schedule in ("staggered_step", "one_hot"):
             return 0.0
         return (1 + math.cos(math.pi * (epoch - start) / (epochs - start))) / 2
 
     weights = np.ones((heads, len(of_samples)), np.float32)
-    for epoch in np.unique(of_samples).tolist():  # one, or two of a batch that straddles them
+    for epoch in np.unique(of_samples).tolist():  # one, or two at the end of an epoch
         column = [weight(head, epoch) for head in range(heads - 1)]
         weights[:-1, of_samples == epoch] = np.array(column, np.float32)[:, None]
     return weights

@@ -1,4 +1,4 @@
-"""Encoders that are modules of timm, built by name, with their weights out of a file."""
+"""Encoders that are modules of timm, built by name, with weights from a file."""
 
 import math
 import sys
@@ -26,12 +26,10 @@ def takes_size(module: nn.Module) -> bool:
 
 
 class TimmEncoder(nn.Module):
-    """A model of timm behind the calls of `VisionEncoder`; it is evaluated, never trained.
-
-    Or one of ours that has the parts of such a model.
+    """A model of timm, or `Capi`, with the interface of `VisionEncoder`; it is never trained.
 
     Attributes:
-        module: timm's own; its state dict is what the run's file holds.
+        module: timm's own; its state dict is in the run's file.
     """
 
     def __init__(self, settings: Encoder, module: nn.Module) -> None:
@@ -50,7 +48,8 @@ class TimmEncoder(nn.Module):
         pooling: Pooling | None = None,
     ) -> EncoderOutput:
         """Encode images (arguments: `VisionEncoder.forward`)."""
-        if unknown := set(blocks) - set(range(self.settings.depth)):
+        unknown = set(blocks) - set(range(self.settings.depth))
+        if unknown:
             raise ValueError(f"no block {min(unknown)} of {self.settings.depth}")
         if ids_keep is not None:
             name = self.settings.foreign
@@ -58,16 +57,16 @@ class TimmEncoder(nn.Module):
         last = self.settings.depth - 1
         raw, grid = self._blocks(images, {*blocks, last})
         tokens = raw[last] if norm == "none" else self.norm(raw[last])
-        kept = {}
+        requested = {}
         for number in blocks:
             x = self.norm(raw[number]) if norm == "all" else raw[number]
-            kept[number] = x if pooling is None else self.pool(x, pooling)
-        return EncoderOutput(tokens, kept, self.num_prefix_tokens, grid)
+            requested[number] = x if pooling is None else self.pool(x, pooling)
+        return EncoderOutput(tokens, requested, self.num_prefix_tokens, grid)
 
     def _blocks(
         self, images: Tensor, numbers: Collection[int]
     ) -> tuple[dict[int, Tensor], tuple[int, int]]:
-        """Raw tokens [b, P + L, D] of blocks by number; rows and columns of their patches."""
+        """Return raw tokens [b, P + L, D] of blocks by number, and rows and columns of the grid."""
         module = cast(Any, self.module)
         if not takes_size(module):  # convolutions give one map
             x = module.forward_features(images)
@@ -86,20 +85,20 @@ class TimmEncoder(nn.Module):
 
     @property
     def norm(self) -> nn.Module:
-        """The norm behind the last block; an identity if the head has it."""
+        """Norm behind the last block; an identity if it belongs to the head."""
         return cast(nn.Module, getattr(self.module, "norm", None) or _NONE)
 
     def pool(self, tokens: Tensor, how: Pooling) -> Tensor:
-        """One vector per image, [b, D]; a UserError if there is no [CLS] token to take.
+        """Pool tokens [b, P + L, D] to [b, D].
 
-        Args:
-            tokens: [b, P + L, D].
-            how: "cls", "mean" of the patches, or "head": as timm's own head pools, with attention
-                or with a norm behind the mean.
+        With "head", as timm's own head pools: by attention, or by a norm behind the mean.
+
+        Raises:
+            UserError: there is no [CLS] token to take.
         """
         if how != "head":
             return pool_tokens(self.settings, tokens, how)
-        if not takes_size(self.module):  # their heads take an average, or a map of their own size
+        if not takes_size(self.module):  # such heads take a map
             side = math.isqrt(tokens.shape[1])
             tokens = tokens.transpose(1, 2).unflatten(2, (side, side))
         pooled = cast(Any, self.module).forward_head(tokens, pre_logits=True)
@@ -110,7 +109,7 @@ _NONE = nn.Identity()
 
 
 def build_foreign(settings: Encoder) -> TimmEncoder:
-    """The encoder of these settings that is no plain ViT, or a UserError: this timm has none."""
+    """Build an encoder that is no plain ViT; UserError if this version of timm cannot."""
     if settings.module == "capi":
         return TimmEncoder(settings, Capi(settings))
     assert settings.timm is not None
@@ -123,7 +122,7 @@ def build_foreign(settings: Encoder) -> TimmEncoder:
 
 
 def create_for(name: str, image_size: int) -> nn.Module:
-    """`create` for an image size, also of models that have none of their own."""
+    """Build timm's model as `create` does, for an image size if its kind has one."""
     with torch.device("meta"):
         sized = takes_size(create(name))
     return create(name, **({"img_size": image_size} if sized else {}))
@@ -132,16 +131,18 @@ def create_for(name: str, image_size: int) -> nn.Module:
 def fit_weights(
     module: nn.Module, checkpoint: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The tensors of a checkpoint under the names of timm's module, in float32.
+    """Return the tensors of a checkpoint under the names of timm's module, in float32.
 
-    Files in timm's own names are taken as they are. Others are renamed by the function that timm
-    has for the published files of this kind of model.
+    Files with timm's names are taken as they are. Others are renamed by timm's function for the
+    published files of this kind of model.
 
     Args:
         module: of timm, without classifier; on the meta device or not.
+        checkpoint: as `read_checkpoint` returns it.
+        where: file and model, for messages.
 
     Returns:
-        One tensor for each name of the module's state dict, and how many others of which names.
+        One tensor for each name of the module's state dict, and counts of others by name.
     """
     expected = module.state_dict()
     found = _state_dict(checkpoint)
@@ -160,7 +161,7 @@ def fit_weights(
 def check_tensors(
     tensors: Mapping[str, Any], expected: Mapping[str, Tensor], where: str, prefix: str = ""
 ) -> None:
-    """Refuse, by a UserError, other names, kinds or shapes, and values that are not finite."""
+    """Raise UserError for other names, kinds or shapes, and for values that are not finite."""
     for name, value in tensors.items():
         if name not in expected:
             raise UserError(f"{where}: unexpected {name}")
@@ -174,7 +175,8 @@ def check_tensors(
             raise UserError(
                 f"{where}: {prefix}{name} has values that are missing or not finite; fetch it again"
             )
-    if missing := next((name for name in expected if name not in tensors), None):
+    missing = next((name for name in expected if name not in tensors), None)
+    if missing is not None:
         raise UserError(f"{where}: {prefix}{missing} is missing")
 
 
@@ -182,9 +184,10 @@ _ENTRIES = ("state_dict", "model", "teacher")
 
 
 def stored_grid(checkpoint: Mapping[str, Any], usual: int, where: str) -> int:
-    """Rows of patches of the positions in a plain ViT's file, if they are a square.
+    """Return the rows of patches of the positions in a plain ViT's file; `usual` without any.
 
-    `usual`: what to return if it holds none under that name.
+    Raises:
+        UserError: the positions are no square.
     """
     positions = _state_dict(checkpoint).get("pos_embed")
     if positions is None or positions.ndim != 3:
@@ -199,7 +202,7 @@ def stored_grid(checkpoint: Mapping[str, Any], usual: int, where: str) -> int:
 
 
 def _state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors in a checkpoint: at its top, or in the entry that training codes use."""
+    """Return the tensors of a checkpoint: at its top, or in the entry that training codes use."""
     for entry in _ENTRIES:
         if isinstance(checkpoint.get(entry), Mapping):
             checkpoint = checkpoint[entry]
@@ -213,7 +216,7 @@ def _state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 def _without_head(
     tensors: Mapping[str, Tensor], module: nn.Module, expected: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Tensors without those of a classifier, which the encoder is built without."""
+    """Return tensors without those of a classifier, and counts of the latter by name."""
     given = cast(Any, module).pretrained_cfg.get("classifier") or ()
     heads = tuple(f"{name}." for name in ((given,) if isinstance(given, str) else given))
     left_out: dict[str, int] = {}
@@ -228,7 +231,7 @@ def _without_head(
 
 
 def _renamed(tensors: dict[str, Tensor], module: nn.Module, where: str) -> dict[str, Tensor]:
-    """Tensors of a published file as timm's own function converts them."""
+    """Return the tensors of a published file as timm's own function converts them."""
     convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
     if convert is None:
         return tensors

@@ -17,11 +17,11 @@ from maect.models.attention import use_attention
 from maect.recipes import Encoder
 
 Pooling = Literal["cls", "mean", "mean_cls", "fc_norm", "head"]
-"""How tokens become one vector: [CLS], the mean of the patches, or that of all tokens before them,
-where there are several [CLS] tokens. With `fc_norm` the final norm follows the mean of the patches,
-with `head` a model of timm pools them as its own head does."""
+"""Pooling of tokens into one vector. `cls`: the [CLS] token. `mean`: the mean of the patch tokens.
+`mean_cls`: the mean of all tokens before them, if there are several [CLS] tokens. `fc_norm`: the
+final norm of the mean of the patch tokens. `head`: as the head of timm's model pools."""
 Norm = Literal["last", "none", "all"]
-"""Whose output the final norm is applied to: the last block's, none, or that of all blocks."""
+"""Blocks whose output the final norm is applied to: the last one, none, or all."""
 
 
 class EncoderOutput(NamedTuple):
@@ -29,11 +29,10 @@ class EncoderOutput(NamedTuple):
 
     Attributes:
         tokens: of the last block, [b, P + K, D].
-        blocks: output of each block asked for, by its number from 0: tokens [b, P + K, D], or
-            vectors [b, D] if they were to be pooled.
+        blocks: output of each requested block, by its number from 0: tokens [b, P + K, D], or
+            vectors [b, D] if pooling was requested.
         prefixes: number P of tokens before the patches.
-        grid: rows and columns of the images' patches, rows * columns = L; K = L, or fewer if only
-            some were encoded.
+        grid: rows and columns of the images' L patches, of which K were encoded.
     """
 
     tokens: Tensor
@@ -42,11 +41,11 @@ class EncoderOutput(NamedTuple):
     grid: tuple[int, int]
 
     def prefix_tokens(self, block: int | None = None) -> Tensor:
-        """[CLS] and registers of the last block or of another one, [b, P, D]."""
+        """Return [CLS] and registers of a block, by default the last one, [b, P, D]."""
         return self._of(block)[:, : self.prefixes]
 
     def patch_tokens(self, block: int | None = None) -> Tensor:
-        """Patch tokens of the last block or of another one, row by row, [b, K, D]."""
+        """Return the patch tokens of a block, by default the last one, row by row, [b, K, D]."""
         return self._of(block)[:, self.prefixes :]
 
     def _of(self, block: int | None) -> Tensor:
@@ -57,7 +56,7 @@ class PostNormBlock(ResPostBlock):
     """timm's block with each norm behind the sum, as data2vec has it: x = norm(x + attn(x))."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Tokens [b, N, D]."""
+        """Compute the block on tokens [b, N, D]."""
         x = self.norm1(x + self.drop_path1(self.attn(x)))
         return self.norm2(x + self.drop_path2(self.mlp(x)))
 
@@ -69,7 +68,7 @@ class VisionEncoder(VisionTransformer):
     each sum of a block, and there is no final norm.
 
     Attributes:
-        frozen_blocks: how many blocks, with what comes before them, run without gradients.
+        frozen_blocks: number of first blocks that run without gradients, as does the embedding.
         checkpointing: recompute the trainable blocks in the backward pass instead of storing them.
     """
 
@@ -103,7 +102,7 @@ class VisionEncoder(VisionTransformer):
             nn.init.normal_(token, std=0.02)
 
     def _prefix(self) -> list[Tensor]:
-        """[CLS] [1, 1, D] and registers [1, R, D], as far as there are any."""
+        """Return [CLS] [1, 1, D] and registers [1, R, D], if there are any."""
         return [token for token in (self.cls_token, self.reg_token) if token is not None]
 
     def forward(  # type: ignore[override]
@@ -120,26 +119,29 @@ class VisionEncoder(VisionTransformer):
         Args:
             images: float [b, C, H, W], normalized.
             ids_keep: patches to encode, int64 [b, K]; all L of them if None.
-            blocks: numbers, from 0, of the blocks whose output is asked for beside the last one's.
-            norm: whose output the final norm is applied to. A block number in `blocks` names the
-                raw output, also of the last block, unless it is "all".
-            pooling: pool the output of `blocks` at once: the tokens of many blocks fill the memory.
+            blocks: numbers, from 0, of the blocks whose output to return, too.
+            norm: blocks whose output the final norm is applied to. The output of `blocks` is the
+                raw one, also of the last block, unless this is "all".
+            pooling: of the output of `blocks`; None: tokens, which fill the memory if there are
+                many blocks.
 
         Raises:
             ValueError: images that patches do not tile, or no such block.
         """
-        if unknown := set(blocks) - set(range(len(self.blocks))):
+        unknown = set(blocks) - set(range(len(self.blocks)))
+        if unknown:
             raise ValueError(f"no block {min(unknown)} of {len(self.blocks)}")
-        (height, width), patch = images.shape[2:], self.settings.patch_size
+        height, width = images.shape[2:]
+        patch = self.settings.patch_size
         if height % patch or width % patch:
             raise ValueError(f"images of {height} x {width} pixels: patches have {patch}")
         grid = height // patch, width // patch
-        kept: dict[int, Tensor] = {}
+        requested: dict[int, Tensor] = {}
 
-        def keep(number: int, x: Tensor) -> None:
+        def collect(number: int, x: Tensor) -> None:
             if number in blocks:
                 x = self.norm(x) if norm == "all" else x
-                kept[number] = x if pooling is None else self.pool(x, pooling)
+                requested[number] = x if pooling is None else self.pool(x, pooling)
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen_blocks):
             x = embed_patches(self.patch_embed, images)
@@ -155,18 +157,18 @@ class VisionEncoder(VisionTransformer):
             x = self.norm_pre(x)
             for number in range(self.frozen_blocks):
                 x = self.blocks[number](x)
-                keep(number, x)
+                collect(number, x)
         for number in range(self.frozen_blocks, len(self.blocks)):
             x = run_block(self.blocks[number], x, self.checkpointing)
-            keep(number, x)
+            collect(number, x)
         x = x if norm == "none" else self.norm(x)
-        return EncoderOutput(x, kept, self.num_prefix_tokens, grid)
+        return EncoderOutput(x, requested, self.num_prefix_tokens, grid)
 
     def positions(self, rows: int, columns: int) -> Tensor:
-        """Position table [1, P + rows * columns, D] of a grid.
+        """Return the position table of a grid, [1, P + rows * columns, D].
 
-        It is the encoder's own, or made of it once for each other grid: bicubic, without
-        antialiasing, in float32 on the CPU, so that every device has the same.
+        For another grid than the encoder's own it is interpolated once: bicubic, without
+        antialiasing, in float32 on the CPU, so that every device has the same table.
         """
         side = self.settings.image_size // self.settings.patch_size
         if rows == columns == side:
@@ -181,56 +183,58 @@ class VisionEncoder(VisionTransformer):
         return self._resampled[rows, columns]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "VisionEncoder":
-        self._resampled.clear()  # moved, or in other numbers
+        self._resampled.clear()  # to another device or type
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self._resampled.clear()  # of other positions
+        self._resampled.clear()  # the positions change
         super()._load_from_state_dict(*args)
 
     def pool(self, tokens: Tensor, how: Pooling) -> Tensor:  # type: ignore[override]
-        """One vector per image, [b, D]: the [CLS] token, which must be there, or the patches' mean.
+        """Pool tokens of any block, [b, P + K, D], to [b, D].
 
-        Args:
-            tokens: [b, P + K, D], of any block.
-            how: "cls", "mean", "mean_cls", or "fc_norm" for the norm of the mean.
+        Raises:
+            UserError: there is no [CLS] token to take.
         """
         pooled = pool_tokens(self.settings, tokens, how)
         return self.fc_norm(pooled) if how == "fc_norm" else pooled
 
     def norm_after_pooling(self) -> None:
         """Move the final norm behind the pooling of patches, as MAE's fine-tuning does."""
-        self.fc_norm, self.norm = nn.LayerNorm(self.settings.width, eps=1e-6), nn.Identity()
+        self.fc_norm = nn.LayerNorm(self.settings.width, eps=1e-6)
+        self.norm = nn.Identity()
 
     def freeze(self, blocks: int) -> None:
         """Freeze the lowest blocks and all before them: embedding, [CLS], registers (the paper)."""
         self.frozen_blocks = blocks
-        before = [self.patch_embed, self.norm_pre]
-        for part in [*before, *self.blocks[:blocks]] if blocks else []:
-            part.requires_grad_(False).eval()
+        if blocks:
+            for part in [self.patch_embed, self.norm_pre, *self.blocks[:blocks]]:
+                part.requires_grad_(False).eval()
         for token in self._prefix():
             token.requires_grad_(not blocks)
 
 
 def timm_arguments(encoder: Encoder, pooling: str) -> dict[str, Any]:
-    """Arguments with which the output of timm's `VisionTransformer` is our feature vector."""
-    return {
+    """Return arguments with which timm's `VisionTransformer` computes our feature vector."""
+    arguments = {
         "img_size": encoder.image_size,
         "patch_size": encoder.patch_size,
-        **({"in_chans": channels} if (channels := encoder.pixels.channels) != 3 else {}),
+        "in_chans": encoder.pixels.channels,
         "embed_dim": encoder.width,
         "depth": encoder.depth,
         "num_heads": encoder.heads,
         "class_token": encoder.class_token,
-        **({"reg_tokens": encoder.registers} if encoder.registers else {}),
+        "reg_tokens": encoder.registers,
         "global_pool": "token" if pooling == "cls" else "avg",
         # Only fine-tuned encoders take the norm of the mean, the others the mean of normed patches.
         "fc_norm": pooling == "fc_norm",
     }
+    timm_defaults = {"in_chans": 3, "reg_tokens": 0}
+    return {key: value for key, value in arguments.items() if timm_defaults.get(key) != value}
 
 
 def build_encoder(settings: Encoder) -> VisionEncoder:
-    """An encoder of the given shape, initialised from torch's global generator (see `seeded`)."""
+    """Build an encoder, initialised from torch's global generator (see `seeded`)."""
     return VisionEncoder(settings)
 
 
@@ -244,14 +248,14 @@ def pool_tokens(encoder: Encoder, tokens: Tensor, how: Pooling) -> Tensor:
 
 
 def run_block(block: nn.Module, x: Tensor, checkpointing: bool) -> Tensor:
-    """A block on tokens [b, N, D]; `checkpointing`: computed again in the backward pass."""
+    """Compute a block on tokens [b, N, D]; `checkpointing` recomputes it in the backward pass."""
     if checkpointing and torch.is_grad_enabled():
         return checkpoint(block, x, use_reentrant=False)
     return block(x)
 
 
 def embed_patches(embed: PatchEmbed, images: Tensor) -> Tensor:
-    """timm's patch embedding as a matrix product, [b, C, H, W] to [b, L, D].
+    """Compute timm's patch embedding as a matrix product, [b, C, H, W] to [b, L, D].
 
     A convolution's gradient need not be the same in every run: cuDNN may sum atomically, and
     oneDNN's kernel for AVX2 has hung in the barrier between its threads.
@@ -264,9 +268,9 @@ def embed_patches(embed: PatchEmbed, images: Tensor) -> Tensor:
 
 
 def take_tokens(ids: Tensor, *tokens: Tensor) -> list[Tensor]:
-    """Tokens [b, K, D] with the numbers `ids`, int64 [b, K], out of each of `tokens`, [b, N, D].
+    """Take the tokens numbered `ids`, int64 [b, K], from each of `tokens`, [b, N, D]: [b, K, D].
 
-    By whole rows: `gather` would read an index for every number, and take twice as long on a CPU.
+    By whole rows: `gather` would read an index for every value, and take twice as long on a CPU.
     """
     b, n = tokens[0].shape[:2]
     rows = (ids + torch.arange(0, b * n, n, device=ids.device)[:, None]).flatten()
@@ -274,7 +278,7 @@ def take_tokens(ids: Tensor, *tokens: Tensor) -> list[Tensor]:
 
 
 def initialize(module: nn.Module) -> None:
-    """MAE's initialisation of linear layers: Xavier-uniform weights, zero biases."""
+    """Initialise linear layers as MAE does: Xavier-uniform weights, zero biases."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             nn.init.xavier_uniform_(layer.weight)
@@ -283,22 +287,22 @@ def initialize(module: nn.Module) -> None:
 
 
 class Uninitialized(TorchFunctionMode):
-    """A context in which modules are built without drawing weights, which a file replaces.
+    """A context in which modules are built without drawing weights, as a file replaces them.
 
-    Drawing those of a ViT-L takes seconds. What is computed without chance is there.
+    Drawing the weights of a ViT-L takes seconds. Values that are not random are computed.
     """
 
     _drawing = frozenset({Tensor.uniform_, Tensor.normal_, Tensor.erfinv_})
     _shaping = frozenset({Tensor.mul_, Tensor.add_, Tensor.clamp_})
-    """Applied to what was drawn, by a truncated normal distribution."""
+    """Operations on drawn values, of a truncated normal distribution."""
 
     def __init__(self) -> None:
-        """Begin without a tensor that should have been drawn."""
+        """Begin with no undrawn tensor."""
         super().__init__()
         self._undrawn: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Leave out what draws numbers, and what shapes those that were not drawn."""
+        """Skip functions that draw numbers, and functions of tensors that were not drawn."""
         kwargs = kwargs or {}
         if func in self._drawing or getattr(func, "__module__", None) == "torch.nn.init":
             tensor: Tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
@@ -311,21 +315,22 @@ class Uninitialized(TorchFunctionMode):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw initial values from `seed` on the CPU, whatever was drawn before, and leave no trace."""
+    """Draw initial values from `seed` on the CPU, and restore the generator at the end."""
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
         yield
 
 
 def sincos_2d(width: int, grid: int, prefix: int = 0) -> Tensor:
-    """Embedding of the cells of a square grid, row by row.
+    """Return the sine-cosine embedding of the cells of a square grid, row by row.
 
     The first half of the channels encodes the column and the second half the row, each as sines
     followed by cosines of `position / 10000^(i / (width / 4))`.
 
     Args:
         width: channels, a multiple of 4.
-        prefix: rows of zeros before them, for tokens that are no patches.
+        grid: rows and columns of the grid.
+        prefix: rows of zeros before the cells, for tokens that are no patches.
 
     Returns:
         float32 [1, prefix + grid * grid, width], computed in float64.

@@ -1,4 +1,4 @@
-"""Weights on disk: safetensors with the shape of the model in the file's metadata."""
+"""Weights on disk: safetensors with the model's settings in the file's metadata."""
 
 import json
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from maect.models.vit import Pooling, Uninitialized, VisionEncoder, build_encode
 from maect.recipes import Encoder
 
 HEAD = "head."
-"""What names of a classifier's weights begin with, in timm and where it is published."""
+"""Prefix of the names of a classifier's weights, in timm and in published files."""
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write named tensors and metadata atomically; the same ones give the same bytes."""
+    """Write named tensors and metadata atomically; the same values give the same bytes."""
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with atomic_write(path) as temporary:
         save_file(plain, temporary, {"format": "pt", **metadata})
@@ -30,23 +30,23 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict
 
 
 def open_tensors(path: str | Path) -> safe_open:
-    """A safetensors file, opened as patiently as other files: torch tensors.
+    """Open a safetensors file for torch tensors, with retries as for other files.
 
-    Whatever a file system refuses, even for a moment, safetensors calls a file that is not there.
+    For a file that cannot be read at the moment, safetensors raises FileNotFoundError.
     """
 
-    def opened() -> safe_open:
+    def open_once() -> safe_open:
         check_file(path)
         try:
             return safe_open(str(path), "pt")
         except FileNotFoundError as error:
             raise OSError(f"{path}: cannot be read at present ({error})") from None
 
-    return with_retries(opened)
+    return with_retries(open_once)
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read named tensors and metadata, or raise a UserError; nothing in the file is executed."""
+    """Read named tensors and metadata; UserError if the file is missing or damaged."""
     try:
         check_file(path)
         with safe_open(str(path), "pt") as file:
@@ -102,7 +102,7 @@ def load_any_encoder(path: str | Path) -> tuple[VisionEncoder | TimmEncoder, Enc
 
 
 def load_encoder_weights(path: str | Path) -> tuple[VisionEncoder, Encoder, Pooling]:
-    """The same of an encoder that is a plain ViT; a UserError if it is another model."""
+    """Build the plain ViT that a file holds, as `load_any_encoder`; UserError if it is another."""
     module, settings, pooling = load_any_encoder(path)
     if isinstance(module, TimmEncoder):
         raise UserError(f"{path}: {settings.foreign}, which is no plain ViT")

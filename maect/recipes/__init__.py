@@ -1,10 +1,10 @@
-"""The paper's hyper-parameter tables as data, and the shapes that they speak of.
+"""Recipes and encoder sizes as data: the paper's hyper-parameter tables.
 
-Nothing heavy is imported: a dry run of the pipeline reads these to validate an experiment.
+Nothing heavy is imported, since a dry run of the pipeline reads them to check an experiment.
 
-`base` names the entry that an entry starts from; what it says itself replaces what the base says,
-`head` key by key. A mapping whose keys are encoder sizes gives one value for each of them, and a
-size that is not among them has the value of the size which it is `like` (`encoders.yaml`).
+`base` names the entry that an entry starts from. Its own values replace those of the base, `head`
+key by key. A mapping whose keys are encoder sizes has a value for each of them; other sizes have
+that of the size that they are `like` (`encoders.yaml`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,36 +20,36 @@ from maect.core.yaml_files import read_mapping, read_yaml
 
 FOLDER = Path(__file__).parent
 OTHERS = ("encoders", "evaluations", "flops", "views")
-"""Files in this folder that are no recipes."""
+"""YAML files of this folder that are no recipes."""
 KNN_K, KNN_TEMPERATURE = 10, 0.07
-"""Of the k-NN that is reported, while it trains and afterwards (paper, B)."""
+"""Neighbours and temperature of the reported k-NN, also online (paper, B)."""
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""ImageNet's mean and standard deviation, of values from 0 to 1."""
+"""ImageNet's mean and standard deviation, of pixel values from 0 to 1."""
 WHITE = (255, 255, 255)
 Level = Annotated[int, Field(ge=0, le=255)]
 
-
 MOST_CHANNELS = 16
-"""That an image may have."""
+"""Channels of an image, at most."""
 
 
 class Pixels(Settings):
-    """Conversion of images into an encoder's values, beside size and crop (`docs/data.md`).
+    """Conversion of images into an encoder's values, except size and crop (`docs/data.md`).
 
-    Where nothing is said, it is as for the paper: three channels, 8 bits, as they are stored.
+    The defaults are the paper's: three channels of 8 bits, as stored.
     """
 
     channels: int = Field(default=3, ge=1, le=MOST_CHANNELS)
     orientation: Literal["stored", "exif"] = "stored"
-    """`exif`: upright, as EXIF says, if it says anything."""
+    """`exif`: turned upright, if EXIF has an orientation."""
     background: tuple[Level, Level, Level] | None = None
-    """Colour behind what is transparent; none: transparency is dropped."""
+    """Colour behind transparent pixels; None: transparency is dropped."""
     range: tuple[float, float] | None = None
-    """Of values of more than 8 bits: what becomes 0 and 255. None: 16-bit ones keep their upper
-    half, others are refused."""
+    """Values that become 0 and 255, for images of more than 8 bits. None: 16-bit values keep their
+    upper half, others are refused."""
     mean: tuple[float, ...] | None = None
-    """Of each channel, of values from 0 to 1; none: ImageNet's."""
+    """Mean of each channel, of values from 0 to 1; None: ImageNet's."""
     std: tuple[float, ...] | None = None
+    """Standard deviation of each channel; None: ImageNet's."""
 
     @property
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -58,22 +58,22 @@ class Pixels(Settings):
 
     @property
     def files(self) -> dict[str, Any]:
-        """Return what decides how files are read, as far as it is said."""
+        """Settings for reading files that differ from the defaults."""
         return self.model_dump(mode="json", exclude_defaults=True, exclude={"mean", "std"})
 
     @property
     def as_seen(self) -> "Pixels":
-        """Return the same for files that people name: upright, and in front of a background.
+        """These settings for files that a person names: upright, with a background.
 
-        A data set that states nothing is read as torchvision's ImageFolder reads it, like the
-        paper's. A person who names a file means the picture that a viewer shows.
+        By default a data set is read as torchvision's ImageFolder reads it, like the paper's. A
+        person who names a file means the picture that a viewer shows.
         """
         seen = {"orientation": "exif", "background": self.background or WHITE}
         return self.model_copy(update=seen)
 
     @property
     def reading(self) -> dict[str, Any]:
-        """Return what `--pixels` may state for one command, whatever the encoder's data set says.
+        """Settings that `--pixels` may replace for one command.
 
         The number of channels and their statistics belong to the encoder.
         """
@@ -81,7 +81,7 @@ class Pixels(Settings):
 
     @classmethod
     def of_shards(cls, options: dict[str, Any]) -> "Pixels":
-        """Return how files were read for shards; the means and deviations are of no image."""
+        """Return the settings that shards were made with; means and deviations are placeholders."""
         made = options.get("pixels", {})
         half = (0.5,) * made.get("channels", 3)
         return cls.model_validate(made | {"mean": half, "std": half})
@@ -101,13 +101,13 @@ class Pixels(Settings):
 
 
 class InWeights(Settings):
-    """Settings in the header of weights, which leaves out the `usual` ones at their defaults."""
+    """Settings in the header of a file of weights, which omits `usual` ones at their defaults."""
 
     usual: ClassVar[tuple[str, ...]] = ()
 
     @property
     def header(self) -> str:
-        """The header's text, as JSON."""
+        """Text of the header, as JSON."""
         fields = type(self).model_fields
         return self.model_dump_json(
             exclude={name for name in self.usual if getattr(self, name) == fields[name].default}
@@ -126,23 +126,24 @@ class Encoder(InWeights):
     decoder_depth: int = Field(gt=0)
     decoder_heads: int = Field(gt=0)
     mae_pooling: Literal["cls", "mean"]
-    """How evaluations pool an encoder that was only pre-trained."""
+    """Pooling in evaluations of an encoder that was only pre-trained."""
     ct_pooling: Literal["cls", "mean"]
-    """What the NNCLR head reads, and how evaluations pool a tuned encoder."""
+    """Pooling for the NNCLR head, and in evaluations of a tuned encoder."""
     class_token: bool = True
-    """Only some imported encoders (I-JEPA) have none; no stage trains them."""
+    """Whether there is a [CLS] token. Some imported encoders (I-JEPA) have none; no stage trains
+    them."""
     registers: int = Field(default=0, ge=0)
-    """Tokens beside [CLS] that nothing reads (Darcet et al. 2024)."""
+    """Number of additional tokens that nothing reads (Darcet et al. 2024)."""
     norm: Literal["pre", "post"] = "pre"
-    """Of blocks: before attention and MLP, or behind their sums (data2vec 2.0)."""
+    """Norms of the blocks: before attention and MLP, or behind their sums (data2vec 2.0)."""
     pixels: Pixels = Pixels()
-    """What it is given."""
+    """Conversion of its images."""
     resize: int | None = Field(default=None, gt=0)
-    """Shorter side of images before the centre crop; none: 256/224 of the image size."""
+    """Shorter side of images before the centre crop; None: 256/224 of the image size."""
     timm: str | None = None
-    """timm's name of a model that is no plain ViT, and that only timm's module computes."""
+    """timm's name of a model that is no plain ViT."""
     module: Literal["capi"] | None = None
-    """Likewise a module of our own (`maect.models.capi`)."""
+    """Our module of a model that is no plain ViT (`maect.models.capi`)."""
     usual: ClassVar[tuple[str, ...]] = ("registers", "norm", "pixels", "resize", "timm", "module")
     shape: ClassVar[tuple[str, ...]] = (
         "image_size", "patch_size", "width", "depth", "heads", "class_token", "registers", "norm",
@@ -156,16 +157,16 @@ class Encoder(InWeights):
 
     @property
     def default_resize(self) -> int:
-        """Shorter side before the centre crop where nothing else is said: 256 for 224 pixels."""
+        """Default of the shorter side before the centre crop: 256 for 224 pixels."""
         return self.resize or round(self.image_size * 256 / 224)
 
     @property
     def features_precision(self) -> Literal["fp32", "tf32"]:
-        """Of features where nothing else is said: TF32 from ViT-B's width on, for the time."""
+        """Default precision of features: TF32 from ViT-B's width on, to save time."""
         return "tf32" if self.width >= 768 else "fp32"
 
     def check_trainable(self) -> None:
-        """Refuse a model that is no plain ViT (ValueError)."""
+        """Raise ValueError for a model that is no plain ViT."""
         if self.foreign is not None:
             raise ValueError(
                 f"only plain ViTs are trained, and {self.foreign} is none: evaluate it, or "
@@ -174,7 +175,7 @@ class Encoder(InWeights):
 
     @property
     def foreign(self) -> str | None:
-        """Return the name of a model that is no plain ViT; None: it is one."""
+        """Name of a model that is no plain ViT; None: it is one."""
         return f"timm's {self.timm}" if self.timm is not None else self.module
 
     @property
@@ -200,7 +201,7 @@ class Encoder(InWeights):
 
 
 def visible_patches(patches: int, mask_ratio: float) -> int:
-    """Patches left after masking, rounded down as in MAE."""
+    """Return the number of patches left after masking, rounded down as in MAE."""
     return int(patches * (1 - mask_ratio))
 
 
@@ -213,7 +214,7 @@ class View(Settings):
 
     crop_scale: tuple[float, float]
     size: int | None = Field(default=None, gt=0)
-    """Height and width in pixels; none: the encoder's."""
+    """Height and width in pixels; None: the encoder's."""
     flip: float = 0.5
     jitter: float = 0.0
     blur: float = 0.0
@@ -222,7 +223,7 @@ class View(Settings):
 
 
 def views_by_size(views: Sequence[View], image_size: int) -> dict[int, list[int]]:
-    """Numbers of the views of each size in pixels (none: `image_size`), by the first view of each.
+    """Return the numbers of the views of each size in pixels, in the order of first views.
 
     Views of one size are one tensor of a batch, and one pass through the encoder.
     """
@@ -233,7 +234,7 @@ def views_by_size(views: Sequence[View], image_size: int) -> dict[int, list[int]
 
 
 class _Views(Settings):
-    """The file `views.yaml`."""
+    """Content of `views.yaml`."""
 
     pairs: dict[str, tuple[View, View]]
     local: dict[str, View]
@@ -247,11 +248,12 @@ class OnlineEvaluation(Settings):
     """Interval of the online evaluation of a training; no part of the training's identity."""
 
     part: ClassVar[float] = 0.02
-    """Of the images trained on between two evaluations, one reads at most this part. A forward pass
-    takes less time than training on an image, so it costs at most that part of the time."""
+    """Images that an evaluation reads, at most, as a fraction of those trained on since the last
+    one. A forward pass is faster than training on an image, so this bounds the time, too."""
     every_epochs: int = Field(default=5, gt=0)
     images: int = Field(default=5000, gt=0)
-    """At most this many, and at most 2 % of those trained on between two evaluations."""
+    """Images that an evaluation reads, at most; also at most 2 % of those trained on since the last
+    one."""
 
 
 class HeadSettings(InWeights):
@@ -264,7 +266,7 @@ class HeadSettings(InWeights):
     temperature: float = Field(gt=0)
     topk: int = Field(ge=1)
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of similarities, lookup and loss; bf16 is the authors'."""
+    """Precision of similarities, lookup and loss; the authors use bf16."""
     head_lr: float = Field(gt=0)
     head_weight_decay: float = Field(ge=0)
     usual: ClassVar[tuple[str, ...]] = ("precision",)
@@ -283,12 +285,12 @@ class HeadSettings(InWeights):
 
     @property
     def needs_labels(self) -> bool:
-        """Return whether it reads the labels of what it is trained on."""
+        """Whether labels of training images are read."""
         return False
 
     @property
     def right(self) -> float:
-        """Part of the lookups that are not to be wrong."""
+        """Fraction of the lookups that are not made wrong on purpose."""
         return 1.0
 
 
@@ -298,23 +300,25 @@ class Contrastive(HeadSettings):
     projector_ema: float = Field(ge=0, lt=1)
     """Momentum of the projector on the lookup path; 0 means the projector itself."""
     lookup: Literal["topk", "none", "oracle"] = "topk"
-    """`none`: the other view itself is the positive; `oracle`: same-class neighbours only."""
+    """`topk`: nearest neighbours; `none`: the other view is the positive; `oracle`: neighbours of
+    the same class."""
     oracle_right: float = Field(default=1.0, ge=0, le=1)
-    """Part of the oracle's lookups that are of the same class; the others, drawn for each view of
-    an image, are the nearest of other classes."""
+    """Fraction of the oracle's lookups that are of the same class. The others, drawn for each view
+    of an image, are the nearest of other classes."""
     stop_gradient: bool = True
-    """Of the positive: the queue has none to stop; without lookup false, unless it is given."""
+    """Whether the positive gets no gradient. Entries of a queue never do; with `lookup: none` the
+    default is false."""
     usual: ClassVar[tuple[str, ...]] = ("precision", "oracle_right", "stop_gradient")
     drawn: ClassVar[tuple[str, ...]] = ("topk", "lookup", "oracle_right")
 
     @property
     def needs_labels(self) -> bool:
-        """An oracle does."""
+        """Whether labels are needed: only by the oracle lookup."""
         return self.lookup == "oracle"
 
     @property
     def right(self) -> float:
-        """An oracle's; all of others."""
+        """Fraction of the lookups that are not made wrong on purpose: less than 1 for an oracle."""
         return self.oracle_right
 
     @model_validator(mode="before")
@@ -332,12 +336,14 @@ class Contrastive(HeadSettings):
     @model_serializer(mode="wrap")
     def _dump_without_lookup(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = dump(self)
-        # A head's file holds them, so its checksum hangs on their order: precision and rates last.
+        # The checksum of a head's file depends on their order: precision and rates last.
         for key in ("precision", "head_lr", "head_weight_decay"):
             if key in values:
                 values[key] = values.pop(key)
-        # There the default of the field is not what is read from a header without it.
-        return values | {"stop_gradient": self.stop_gradient} if self.lookup == "none" else values
+        if self.lookup == "none":
+            # Its default differs from the field's, so it must not be left out.
+            values["stop_gradient"] = self.stop_gradient
+        return values
 
 
 Schedule = Literal["staggered_step", "staggered_cosine", "one_hot", "uniform"]
@@ -349,33 +355,33 @@ class Refiner(HeadSettings):
     blocks: (
         Annotated[int, Field(ge=1, strict=True)] | Annotated[tuple[int, ...], Field(min_length=1)]
     )
-    """That a head reads: the last ones, this many, or their numbers from 0, the last one among
-    them. The head of the last block reads the encoder's output, behind the final norm."""
+    """Blocks with a head: the number of last ones, or their numbers from 0, with the last block.
+    The head of the last block reads the encoder's output, behind the final norm."""
     negatives: Literal["own", "neighbour"] = "own"
-    """What is compared with other samples: one's own projection, or one's neighbour (NNCLR)."""
+    """Vector that other samples are compared with: one's own, or its neighbour (NNCLR)."""
     terms: Literal["released", "all"] = "all"
-    """Pairs of views in the loss: as the authors' code sums them, or every global view with every
-    other view once."""
+    """Pairs of views in the loss: as in the authors' code, or every global view with every other
+    view once."""
     statistics: Literal["joint", "per_view"] = "joint"
-    """Of BatchNorm: those of all views' vectors, or of each view's."""
+    """Statistics of BatchNorm: over the vectors of all views, or of each view."""
     weights: Schedule | None = None
-    """How the weights in the loss of all heads but the last fall, epoch by epoch; none: all are 1
-    to the end."""
+    """Schedule of the loss weights of all heads but the last; None: all are 1 to the end."""
     usual: ClassVar[tuple[str, ...]] = ("precision", "weights")
 
     @property
     def heads(self) -> int:
-        """Return how many."""
+        """Number of heads."""
         return self.blocks if isinstance(self.blocks, int) else len(self.blocks)
 
     def read(self, depth: int) -> tuple[int, ...]:
-        """Blocks with a head, of `depth`; ValueError if one, or the last, is missing."""
+        """Return the numbers of the blocks with a head; ValueError if they do not fit `depth`."""
         if isinstance(self.blocks, int):
             if self.blocks > depth:
                 raise ValueError(f"blocks {self.blocks}: the encoder has {depth}")
             return tuple(range(depth - self.blocks, depth))
         numbers = self.blocks
-        if list(numbers) != sorted({*numbers}) or numbers[0] < 0 or numbers[-1] != depth - 1:
+        rising = list(numbers) == sorted(set(numbers))
+        if not rising or numbers[0] < 0 or numbers[-1] != depth - 1:
             raise ValueError(
                 f"blocks {list(numbers)}: not rising numbers from 0 up to the encoder's last "
                 f"block {depth - 1}"
@@ -390,14 +396,14 @@ def _read(name: str) -> dict[str, Any]:
 
 @cache
 def _written() -> dict[str, dict[str, Any]]:
-    """Every recipe of the package as written, and what only serves as a base."""
+    """Return the package's recipes and bases as written, by name."""
     names = sorted(file.stem for file in FOLDER.glob("*.yaml"))
     return {name: _read(name) for name in names if name not in OTHERS}
 
 
 @cache
 def _recipes() -> dict[str, dict[str, Any]]:
-    """Every recipe of the package with what it inherits; without a stage it is only a base."""
+    """Return the package's recipes with inherited values; without a stage it is only a base."""
     recipes = {name: _inherit(_written(), name) for name in _written()}
     return {name: recipe for name, recipe in recipes.items() if "stage" in recipe}
 
@@ -408,9 +414,10 @@ def is_own(recipe: str) -> bool:
 
 
 def _own(path: Path, *heirs: Path) -> dict[str, Any]:
-    """A user's recipe with what it inherits: from one of the package, or a file beside it.
+    """Read a user's recipe with inherited values: of the package, or of a file in its folder.
 
     Args:
+        path: of the recipe.
         heirs: the recipes that start from it.
 
     Raises:
@@ -432,28 +439,28 @@ def _own(path: Path, *heirs: Path) -> dict[str, Any]:
 
 @cache
 def _variants() -> dict[str, dict[str, Any]]:
-    """Every entry of `evaluations.yaml` with what it inherits."""
+    """Return the entries of `evaluations.yaml` with inherited values, by name."""
     own = _read("evaluations")
     return {name: _inherit(own, name) for name in own}
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Names of the recipes that come with the package."""
+    """Return the names of the package's recipes."""
     return tuple(_recipes())
 
 
 def variant_names() -> tuple[str, ...]:
-    """Names of the evaluations in `evaluations.yaml`."""
+    """Return the names of the evaluations in `evaluations.yaml`."""
     return tuple(_variants())
 
 
 def sizes() -> tuple[str, ...]:
-    """Names of the encoder sizes, smallest first."""
+    """Return the names of the encoder sizes, smallest first."""
     return tuple(_read("encoders"))
 
 
 def recipe_values(name: str, size: str) -> dict[str, Any]:
-    """All that a recipe, by name or path, says for an encoder size, its stage among it.
+    """Return all values of a recipe, by name or path, for an encoder size, with its stage.
 
     Raises:
         UserError: unknown recipe or size, or a file that is no recipe.
@@ -465,12 +472,12 @@ def recipe_values(name: str, size: str) -> dict[str, Any]:
 
 
 def variant_values(name: str, size: str) -> dict[str, Any]:
-    """All that `evaluations.yaml` says for an evaluation and an encoder size; {} if nothing."""
+    """Return the values in `evaluations.yaml` for an evaluation and a size; {} without an entry."""
     return _at_size(_variants().get(name, {}), size, f"evaluation {name}")
 
 
 def load_encoder(size: str, image_size: int | None = None, pixels: Pixels | None = None) -> Encoder:
-    """The encoder of a size, for its own or another image size, and for some kind of pixels.
+    """Return the encoder of a size, for its own or another image size and kind of pixels.
 
     Raises:
         UserError: unknown size, or an image size that the patches do not tile.
@@ -487,7 +494,7 @@ def load_encoder(size: str, image_size: int | None = None, pixels: Pixels | None
 
 
 def like(size: str) -> tuple[str, ...]:
-    """A size, the one that it is like, the one that this is like, and so on."""
+    """Return a size, the one that it is `like`, the one that this is `like`, and so on."""
     if size not in sizes():
         raise UserError(f"unknown encoder size {size!r}; {did_you_mean(size, sizes())}")
     other = _read("encoders")[size].get("like")
@@ -495,7 +502,7 @@ def like(size: str) -> tuple[str, ...]:
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with changes; a mapping such as `head: {topk: 1}` changes single keys of one."""
+    """Return `values` with changes; a mapping such as `head: {topk: 1}` changes single keys."""
     merged = dict(values)
     for key, value in changes.items():
         old: Any = merged.get(key)
@@ -505,7 +512,7 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _inherit(entries: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """An entry with everything that it has from its bases; UserError for an unknown base."""
+    """Return an entry with the values of its bases; UserError for an unknown base."""
     if name not in entries:
         raise UserError(f"recipes: unknown base {name!r}; {did_you_mean(name, entries)}")
     own = dict(entries[name])
@@ -518,7 +525,7 @@ def _by_size(value: Any) -> bool:
 
 
 def _at_size(values: Mapping[str, Any], size: str, where: str) -> dict[str, Any]:
-    """Pick one size's values; UserError if it is unknown, or a value is only for others."""
+    """Return one size's values; UserError if it is unknown, or a value has none for it."""
     if size not in sizes():
         raise UserError(f"{where}: unknown encoder size {size!r}; {did_you_mean(size, sizes())}")
 

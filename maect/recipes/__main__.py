@@ -1,6 +1,6 @@
-"""Prints recipes and evaluations as the paper does: `python -m maect.recipes ct_min ct_aug`.
+"""Print recipes and evaluations as the paper does: `python -m maect.recipes ct_min ct_aug`.
 
-Names of encoder sizes among the words leave out the others: `python -m maect.recipes refine large`.
+Names of encoder sizes select columns: `python -m maect.recipes refine large`.
 """
 
 import signal
@@ -14,7 +14,7 @@ from maect.recipes import recipe_names, recipe_values, sizes, variant_names, var
 
 
 def table_of(name: str, shown: Sequence[str] = ()) -> str:
-    """A recipe or an evaluation as the paper prints it: a row a setting, a column a size."""
+    """Return a recipe or an evaluation as a table: a row a setting, a column a size."""
     read = variant_values if name in variant_names() else recipe_values
     shown = shown or sizes()
     columns = [_flat(read(name, size)) for size in shown]
@@ -23,7 +23,7 @@ def table_of(name: str, shown: Sequence[str] = ()) -> str:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of nested mappings joined by dots."""
+    """Return values with the keys of nested mappings joined by dots."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         nested = isinstance(value, Mapping)

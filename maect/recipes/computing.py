@@ -1,4 +1,4 @@
-"""Settings of how a training is computed: on record, and no part of what it is."""
+"""Settings of how a training is computed: recorded, and no part of its identity."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -9,34 +9,37 @@ from maect.core.settings import Settings
 
 
 class Computing(Settings):
-    """A way of computing a training. It may change at any time; only rounding depends on it."""
+    """How a training is computed. It may change between attempts and affects rounding only."""
 
     zero_stage: Literal[1, 2, 3] = 1
-    """What DeepSpeed partitions over the ranks: optimizer states, gradients too, parameters too."""
+    """DeepSpeed partitions over the ranks: 1 optimizer states, 2 also gradients, 3 also
+    parameters."""
     overlap_comm: bool = False
-    """DeepSpeed averages gradients beside the backward pass; for a slow network, and unmeasured."""
+    """Average gradients during the backward pass; for a slow network, and not measured."""
     accumulation: int = Field(default=1, gt=0)
-    """Forward passes per optimizer step. Batch statistics forbid it in contrastive stages."""
+    """Forward passes per optimizer step; 1 in contrastive stages, for their batch statistics."""
     compile: bool | None = None
-    """The transformer blocks. None: on GPUs, of ViT-B and larger, under ZeRO 1 and 2, except in
-    fine-tuning."""
+    """Compile the transformer blocks. None: on GPUs for ViT-B and larger, under ZeRO 1 and 2, but
+    not in fine-tuning."""
     cuda_graphs: bool | None = None
     """Replay forward and backward pass as CUDA graphs. None: on one GPU, without accumulation and
-    activation checkpointing; with several it cannot be."""
+    activation checkpointing. It is impossible on several."""
     activation_checkpointing: bool = False
+    """Recompute activations in the backward pass, for less memory."""
     attention: Literal["sdpa", "packed", "flash_attn"] = "sdpa"
-    """PyTorch's choice; a kernel with one gradient for short sequences; the package's."""
+    """Kernel of attention (`maect.models.attention`)."""
     deterministic: bool = False
-    """The same bits at every start also on GPUs; on CPUs they are so anyway."""
+    """Use deterministic kernels, for the same bits at every start also on GPUs."""
 
     @property
     def captures_passes(self) -> bool:
-        """Say if a rank alone on a GPU replays its passes: not where one differs from the others.
+        """Whether a single GPU replays its passes.
 
-        A recomputed one draws from the generator's state; gradients of several add up in place.
+        A recomputed pass draws from the generator's state, and the gradients of several passes add
+        up in place: neither can be replayed.
         """
-        fixed = self.accumulation == 1 and not self.activation_checkpointing
-        return fixed and self.cuda_graphs is not False
+        can_be = self.accumulation == 1 and not self.activation_checkpointing
+        return can_be and self.cuda_graphs is not False
 
     @field_validator("zero_stage", mode="before")
     @classmethod
@@ -46,7 +49,7 @@ class Computing(Settings):
         return value
 
     def changes(self, before: "Computing") -> str:
-        """Return what differs from another way, as `key: value, …`."""
+        """Return the settings that differ from another way, as `key: value, …`."""
         values = self.model_dump()
         other = before.model_dump()
         return ", ".join(f"{key}: {value}" for key, value in values.items() if value != other[key])
@@ -56,6 +59,6 @@ PLAIN = Computing()
 
 
 def separate(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split what was written side by side into settings and how they are computed."""
+    """Split values into settings of a stage and settings of `Computing`."""
     how = {key: value for key, value in values.items() if key in Computing.model_fields}
     return {key: value for key, value in values.items() if key not in how}, how

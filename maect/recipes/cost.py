@@ -1,10 +1,10 @@
 """Cost of the parts of a training: weights, operations and memory; no torch needed.
 
-Each part of an objective (encoder, decoder, head) counts what it takes for one image of a step,
-from its settings; a stage names its parts, and everything else adds them up.
+The cost of each part of an objective (encoder, decoder, head) for one image of a step follows from
+its settings. A stage names its parts, and everything else adds them up.
 
-Operations are the method's own matrix products, forward and backward, a multiplication and an
-addition being two. Recomputed activations are not counted, nor is what is linear in the tokens
+Operations are the method's own matrix products, forward and backward; a multiplication and an
+addition count as two. Recomputed activations are not counted, nor is what is linear in the tokens
 (norms, softmax, optimizer). The backward pass of a product costs one more product for each factor
 that needs a gradient.
 
@@ -22,7 +22,9 @@ and of the hidden layer, 4 D + 5 c D. Softmax statistics, indices and the like a
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from pathlib import Path
 
+from maect.core.yaml_files import read_yaml
 from maect.recipes import (
     Contrastive,
     Encoder,
@@ -35,11 +37,14 @@ from maect.recipes import (
 from maect.recipes.timm_encoders import find_timm
 
 FLOAT = 4
+"""Bytes of a float32 number."""
+PEAKS: dict[str, float] = read_yaml(Path(__file__).with_name("flops.yaml"))
+"""Dense bfloat16 FLOP/s of devices, by words of their drivers' names."""
 
 
 @dataclass(frozen=True)
 class PassMode:
-    """Bytes of a number in products, and whether the backward pass computes blocks again."""
+    """Bytes of a number in products, and whether the backward pass recomputes blocks."""
 
     product: int
     checkpointing: bool
@@ -59,7 +64,7 @@ class Activations:
     backward: float
 
     def times(self, views: int) -> "Activations":
-        """Of several views of an image."""
+        """Return the memory of so many views of an image."""
         return Activations(views * self.kept, views * self.forward, views * self.backward)
 
 
@@ -68,8 +73,8 @@ class Cost:
     """Cost of a part of an objective.
 
     Attributes:
-        weights: parameters that it holds.
-        trained: those that learn.
+        weights: number of parameters.
+        trained: number of those that learn.
         operations: of an image in a step, forward and backward, all views.
         passes: memory of each of its passes, in the order of the forward pass.
         buffers: bytes beside the weights.
@@ -89,10 +94,10 @@ class ViewGroup:
     """Views of one size, which pass through the encoder together.
 
     Attributes:
-        views: how many of an image.
+        views: number of views of an image.
         size: height and width in pixels.
         patches: of a view.
-        tokens: of a view that the encoder's blocks have, [CLS] and registers among them.
+        tokens: of a view in the encoder's blocks, with [CLS] and registers.
     """
 
     views: int
@@ -104,7 +109,7 @@ class ViewGroup:
 def view_groups(
     encoder: Encoder, views: Sequence[View], mask_ratio: float = 0.0
 ) -> tuple[ViewGroup, ...]:
-    """The views of an image by size; of each, a part of the patches is masked."""
+    """Return the views of an image by size; a fraction of each view's patches is masked."""
     groups = []
     for size, numbers in views_by_size(views, encoder.image_size).items():
         patches = (size // encoder.patch_size) ** 2
@@ -117,27 +122,33 @@ def view_groups(
 
 
 def block_weights(width: int) -> int:
-    """Weights of a transformer block."""
+    """Return the number of weights of a transformer block."""
     return 12 * width**2 + 13 * width
 
 
 def block_flops(tokens: int, width: int) -> float:
-    """Forward operations of a transformer block: four projections, MLP of 4 x width, attention."""
+    """Return the forward operations of a transformer block, with an MLP of 4 x width."""
     return 24 * tokens * width**2 + 4 * tokens**2 * width
 
 
 def blocks_memory(passes: PassMode, tokens: int, width: int, trained: int) -> Activations:
-    """This many blocks that learn, or none that do, and the norm behind them; for one view.
+    """Return the memory of blocks and the norm behind them, for one view.
 
     A block that keeps nothing has the inputs of itself and of its MLP, a norm's output, and the
-    hidden layer before and after GELU; with checkpointing its own input is kept.
+    hidden layer before and after GELU. With checkpointing its own input is kept.
+
+    Args:
+        passes: precision and checkpointing.
+        tokens: of the view.
+        width: of the blocks.
+        trained: number of blocks that learn.
     """
     c, checkpointing = passes.product, passes.checkpointing
     block, norm, begin = (8 + 14 * c) * width, 4 * width, (4 + 5 * c) * width
     passing = (12 + 8 * c) * width - norm if checkpointing or not trained else 0
     passing -= norm if checkpointing and trained else 0
     kept = norm + trained * (norm if checkpointing else block)
-    # The norm behind the blocks is over then, and the input of the block is kept.
+    # By then the norm behind the blocks is over, and the input of the block is kept.
     backward = begin - norm + (block - norm if checkpointing else 0) if trained else 0
     return Activations(tokens * kept, tokens * passing, tokens * backward)
 
@@ -146,22 +157,22 @@ def blocks_memory(passes: PassMode, tokens: int, width: int, trained: int) -> Ac
 
 
 def _patch_values(encoder: Encoder) -> int:
-    """Numbers of a patch of pixels."""
+    """Return the values of a patch of pixels."""
     return encoder.pixels.channels * encoder.patch_size**2
 
 
 def encoder_weights(encoder: Encoder, blocks: int | None = None) -> int:
-    """Weights of the last blocks, this many, near enough; of the whole encoder if that is all."""
+    """Return the approximate weights of the last `blocks` blocks; None or all: of the encoder."""
     blocks = encoder.depth if blocks is None else blocks
     embedding = _patch_values(encoder) * encoder.width if blocks == encoder.depth else 0
     return embedding + blocks * block_weights(encoder.width)
 
 
 def encode_flops(encoder: Encoder) -> float:
-    """Forward operations of encoding one whole image.
+    """Return the forward operations of encoding one whole image.
 
-    Those of timm's models were counted at their own image size: attention grows with the square of
-    the tokens, all else with the tokens.
+    Those of timm's models were counted at their own image size. Attention grows with the square of
+    the tokens, everything else with the tokens.
     """
     tokens = encoder.prefix_tokens + encoder.patches
     if encoder.timm is None:
@@ -177,7 +188,14 @@ def encode_flops(encoder: Encoder) -> float:
 def encoder_cost(
     passes: PassMode, encoder: Encoder, groups: Sequence[ViewGroup], trained_blocks: int
 ) -> Cost:
-    """The encoder, of which the last blocks learn; with the patch embedding if these are all."""
+    """Return the cost of the encoder.
+
+    Args:
+        passes: precision and checkpointing.
+        encoder: its shape.
+        groups: views that it encodes.
+        trained_blocks: number of last blocks that learn; if all do, the patch embedding does, too.
+    """
     whole = trained_blocks == encoder.depth
     operations, memories = 0.0, []
     for group in groups:
@@ -199,10 +217,10 @@ def encoder_cost(
 
 
 def decoder_cost(passes: PassMode, encoder: Encoder, group: ViewGroup, mask_ratio: float) -> Cost:
-    """MAE's decoder on the views of one size, and the loss; registers do not reach it.
+    """Return the cost of MAE's decoder on the views of one size, and of the loss.
 
-    The loss keeps the difference on masked patches in float32. While it is computed there are its
-    two sides, and the prediction in both precisions.
+    Registers do not reach the decoder. The loss keeps the difference on masked patches in float32.
+    While it is computed, memory holds both sides and the prediction in both precisions.
     """
     c, tokens, width = passes.product, 1 + group.patches, encoder.decoder_width
     values, pixels = _patch_values(encoder), group.patches * _patch_values(encoder)
@@ -224,7 +242,7 @@ def decoder_cost(passes: PassMode, encoder: Encoder, group: ViewGroup, mask_rati
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Inputs of heads: passes, width, views and batch, and whether the encoder gets a gradient."""
+    """Inputs of heads: passes, width, views, batch, and whether the encoder gets a gradient."""
 
     passes: PassMode
     width: int
@@ -235,16 +253,16 @@ class HeadInputs:
 
 @singledispatch
 def head_cost(head: HeadSettings, given: HeadInputs) -> Cost:
-    """Return what a head takes on the views of an image that it reads, by the class of settings."""
+    """Return the cost of a head on the views of an image, by the class of its settings."""
     raise NotImplementedError(f"{type(head).__name__} registers no cost")
 
 
 @head_cost.register
 def nnclr_cost(head: Contrastive, given: HeadInputs) -> Cost:
-    """The NNCLR head on the first views of an image; others pass projector and predictor only.
+    """Return the cost of the NNCLR head; only views of the first size look up and have a loss.
 
-    A hidden layer keeps what BatchNorm normalised and gave, in float32, and what the next product
-    reads. The lookup has similarities to the queue twice, and which entries are one's own.
+    A hidden layer keeps BatchNorm's normalised values and output in float32, and the input of the
+    next product. The lookup has the similarities to the queue twice, and a mask of own entries.
     """
     width, hidden, embedding = given.width, head.projector_hidden, head.embedding
     first, rest = width * hidden, hidden * (hidden + embedding)
@@ -256,7 +274,7 @@ def nnclr_cost(head: Contrastive, given: HeadInputs) -> Cost:
     products = passed + (projector if head.projector_ema else 0)
     products += embedding * head.queue_size if looks_up else 0
     logits = embedding * given.batch_size
-    # Neighbours get no gradient; the other view gets one where something behind it learns.
+    # Neighbours get no gradient; without lookup, the other view gets one if something learns.
     if not looks_up and not head.stop_gradient:
         if given.encoder_learns and head.projector_ema:
             products += projector
@@ -282,10 +300,10 @@ def nnclr_cost(head: Contrastive, given: HeadInputs) -> Cost:
 
 @head_cost.register
 def refiner_cost(head: Refiner, given: HeadInputs) -> Cost:
-    """MIM-Refiner's heads on global and local views.
+    """Return the cost of MIM-Refiner's heads on global and local views.
 
-    A hidden layer keeps what BatchNorm normalised and gave, in float32, and what the next product
-    reads; the loss keeps the softmax of all pairs. The lookup is one head's at a time.
+    A hidden layer keeps BatchNorm's normalised values and output in float32, and the input of the
+    next product. The loss keeps the softmax of all pairs. Heads look up in turn.
     """
     width, hidden, embedding = given.width, head.projector_hidden, head.embedding
     heads, querying = head.heads, given.groups[0].views
@@ -314,3 +332,19 @@ def refiner_cost(head: Refiner, given: HeadInputs) -> Cost:
         buffers=head.queue_size * (FLOAT * heads * embedding + 16),
         exported=weights + heads * embedding * head.queue_size,
     )
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def peak_flops(device: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a whole device by its driver's name; None if unknown."""
+    words = f" {device.replace('-', ' ')} "  # as words: an RTX A4000 is no A40
+    if " MIG " in words:
+        return None
+    return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+
+
+def relative_speed(device: str) -> float:
+    """Return the peak of a device relative to an A100's; 1 if it is unknown."""
+    return (peak_flops(device) or PEAKS["A100"]) / PEAKS["A100"]

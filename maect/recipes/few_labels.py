@@ -1,4 +1,4 @@
-"""Lists that say which images have labels: SimCLR's, MSN's, or somebody's own under their names."""
+"""Lists of labelled images: SimCLR's, MSN's, or your own under the same names."""
 
 import os
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ OFFICIAL = read_paper("lists", dict[str, str])
 
 
 def shots_list(folder: str, shots: int, split: int) -> Path:
-    """The list with this many images per class."""
+    """Return the path of the list with so many images per class."""
     return _path(folder, f"msn_{shots}shot_split{split}.txt")
 
 
 def fraction_list(folder: str, fraction: float) -> Path:
-    """The list with this fraction of the images."""
+    """Return the path of the list with this fraction of the images."""
     return _path(folder, f"simclr_{100 * fraction:g}percent.txt")
 
 
 def fraction_name(fraction: float) -> str:
-    """Name of the metric: `low_shot_1pct` for 0.01."""
+    """Return the name of the metric: `low_shot_1pct` for 0.01."""
     return f"low_shot_{100 * fraction:g}pct"
 
 
@@ -36,44 +36,46 @@ def _path(folder: str, name: str) -> Path:
 
 
 class FewLabels(Settings):
-    """Settings of what sees few labels."""
+    """Settings of training and probing with few labels."""
 
     subsets: ContentPath | None = None
-    """Folder of the official lists (`maect retrieve`); none: seeded subsets."""
+    """Folder of the official lists (`maect retrieve`); None: seeded subsets."""
     lists_sha256: dict[str, str] = Field(default_factory=dict)
-    """Of the lists when an experiment was read; nobody writes it by hand. Without it a list is the
-    official one of its name."""
+    """Checksums of the lists when an experiment was read; not written by hand. A list without one
+    must be the official list of its name."""
 
     @property
     def lists(self) -> list[Path]:
-        """The lists that are read."""
+        """List files that are read."""
         return []
 
     def of_own_lists(self) -> Self:
-        """The same, without checksums of lists that it does not read."""
+        """Return these settings without checksums of lists that are not read."""
         own = {file.name for file in self.lists}
         kept = {name: sha256 for name, sha256 in self.lists_sha256.items() if name in own}
         return self.model_copy(update={"lists_sha256": kept})
 
     def check_lists(self) -> None:
-        """Refuse lists that are not those that the job was prepared with (UserError)."""
+        """Raise UserError if a list is not the one that the job was prepared with."""
         for file in self.lists:
             expected = self.lists_sha256.get(file.name) or OFFICIAL.get(file.name)
-            if (found := checksum(file)) and found != expected:
+            found = checksum(file)
+            if found is not None and found != expected:
                 raise UserError(
                     f"{file}: not the list that this job was prepared with; the pipeline, started "
                     "again, or `maect resolve EXPERIMENT` prepares it with this one"
                 )
 
     def read_lists(self, before: Mapping[str, str] | None = None) -> Self:
-        """The same, of the lists as they are now; of those that are gone, as they were before."""
-        found = {file.name: checksum(file) or (before or {}).get(file.name) for file in self.lists}
+        """Return these settings with the present checksums; of missing lists, those of `before`."""
+        before = before or {}
+        found = {file.name: checksum(file) or before.get(file.name) for file in self.lists}
         known = {name: sha256 for name, sha256 in found.items() if sha256}
         return self.model_copy(update={"lists_sha256": known})
 
 
 def checksum(file: Path) -> str | None:
-    """sha256 of a list; none: it cannot be read, which what reads its names says."""
+    """Return the sha256 of a list; None if it cannot be read, which its reader reports."""
     try:
         return sha256_file(file)
     except OSError:

@@ -1,4 +1,4 @@
-"""Bytes of device memory that a training takes, added up from what its parts cost; no torch needed.
+"""Device memory of a training, in bytes, added up from the costs of its parts; no torch needed.
 
 What stays for the whole training, for P weights of which T are trained, on N ranks:
 
@@ -37,11 +37,11 @@ FRAGMENTS = 1.05
 
 
 def gpu_memory(name: str) -> float | None:
-    """Bytes of a GPU that a name such as A100-40GB gives, less what the driver takes; or None."""
+    """Return the usable bytes of a GPU by a name such as A100-40GB; None: it has no size."""
     given = re.search(r"\b([0-9]+) ?GB?\b", name.replace("-", " "))
     if given is None:
         return None
-    # These name the memory of the CPU beside them.
+    # These names have the memory of the CPU.
     size = 96 if "GH200" in name and int(given[1]) in (120, 480) else int(given[1])
     return 0.98 * GIB * size
 
@@ -75,12 +75,12 @@ class Footprint:
         return lasting + self.inputs + self.activations
 
     def states(self, ranks: int) -> float:
-        """Bytes of what the optimizer updates on a rank, beside the weights, and of averages."""
+        """Return the bytes of optimizer states and averages on a rank."""
         updated = (8 if ranks == 1 else 12) * self.trained
         return (updated + FLOAT * self.averaged) / ranks
 
     def peak(self, computing: Computing, ranks: int) -> float:
-        """Bytes of a device at the worst moment of a step."""
+        """Return the bytes of a device at the worst moment of a step."""
         exchanged = 0.0
         if ranks > 1:
             exchanged = FLOAT * min(BUCKET, 2 * self.trained) * (1 + computing.overlap_comm)
@@ -101,11 +101,19 @@ def footprint(
     mixes: bool = False,
     captured: int = 0,
 ) -> Footprint:
-    """Add up what the parts of an objective, in the order of the forward pass, need for its images.
+    """Add up the memory of an objective's parts.
 
-    The backward pass meets the last part first, and frees what each part kept. `averaged` are
-    weights with a running average; `mixes`: images are mixed in pairs; of `captured` parts, the
-    first ones, each size of view is captured by itself.
+    The backward pass meets the last part first, and frees what each part kept.
+
+    Args:
+        encoder: its shape.
+        views: of an image.
+        images: of a rank in a pass.
+        parts: costs, in the order of the forward pass.
+        precision: `bf16` or `fp32`.
+        averaged: number of weights with a running average.
+        mixes: whether images are mixed in pairs.
+        captured: number of first parts that are captured, each size of view by itself.
     """
     weights, trained = sum(part.weights for part in parts), sum(part.trained for part in parts)
     copied = 2 if precision == "bf16" else 0
@@ -124,7 +132,7 @@ def footprint(
 
 
 def _worst(passes: Sequence[Activations]) -> float:
-    """Bytes of an image at the worst moment of passes that follow each other, and back."""
+    """Return the bytes of an image at the worst moment of passes in turn, and back."""
     worst = kept = 0.0
     for memory in passes:
         kept += memory.kept
@@ -135,7 +143,7 @@ def _worst(passes: Sequence[Activations]) -> float:
 def _inputs(
     views: Sequence[View], encoder: Encoder, images: int, mixes: bool
 ) -> tuple[float, float]:
-    """Bytes of the views of some images, and at the worst moment of making them, size by size."""
+    """Return the bytes of the views of images, and at the worst moment of making them."""
     inputs = prepared = 0.0
     for size, numbers in views_by_size(views, encoder.image_size).items():
         own = images * len(numbers) * FLOAT * encoder.pixels.channels * size**2

@@ -1,4 +1,4 @@
-"""Encoders that timm builds by name: their shapes and what they are given, as data; no torch.
+"""Encoders that timm builds by name: shapes and preprocessing as data; no torch.
 
 `tests/unit/models/timm_table.py` writes `timm_encoders.csv`, and builds each of them for that.
 """
@@ -59,11 +59,15 @@ class TimmEntry(Settings):
     licence: str
 
     def resize_for(self, image_size: int) -> int:
-        """Shorter side of images before a centre crop of another size, in proportion."""
+        """Return the shorter side of images before a centre crop of another size."""
         return max(image_size, round(image_size * self.resize / self.image_size))
 
     def encoder(self, image_size: int | None = None, pixels: Pixels | None = None) -> Encoder:
-        """Its settings, with timm's mean and deviation; UserError if it cannot have these."""
+        """Return its settings, with timm's mean and deviation.
+
+        Raises:
+            UserError: it cannot have this image size or number of channels.
+        """
         side = image_size or self.image_size
         if side != self.image_size and self.architecture == "Hiera":
             raise UserError(f"{self.name}: is made for {self.image_size} pixels, not {side}")
@@ -89,7 +93,7 @@ class TimmEntry(Settings):
 
 @cache
 def timm_encoders() -> dict[str, TimmEntry]:
-    """All of them by full name, NAME.TAG."""
+    """Return all encoders of the table by full name, NAME.TAG."""
     text = Path(__file__).with_name(TABLE).read_text(encoding="utf-8")
     rows = [dict(row) for row in csv.DictReader(text.splitlines())]
     lists = [{name: row[name].split() for name in ("mean", "std")} for row in rows]
@@ -98,7 +102,11 @@ def timm_encoders() -> dict[str, TimmEntry]:
 
 
 def find_timm(name: str) -> TimmEntry:
-    """The encoder of a name; the tag can be left out where there is one. UserError otherwise."""
+    """Return the encoder of a name; the tag can be left out if there is only one.
+
+    Raises:
+        UserError: the name is unknown or has several tags.
+    """
     known = timm_encoders()
     if name in known:
         return known[name]

@@ -9,11 +9,10 @@ from maect.recipes import Encoder, merge, recipe_values
 from maect.recipes.computing import Computing, separate
 from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune
-from maect.stages.head import Head
 from maect.stages.imported import Import
 from maect.stages.pretrain import Pretrain
 from maect.stages.refine import Refine, RefineHeads
-from maect.stages.tune import Tune
+from maect.stages.tune import Head, Tune
 from maect.train.stage import EVERY_OTHER, Stage, Training
 
 STAGES: dict[str, type[Stage]] = {

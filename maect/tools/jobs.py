@@ -17,7 +17,7 @@ from maect.evaluate.evaluation import Completion
 from maect.launch import Resources, Task, launch
 from maect.launch.record import is_of, read_job
 from maect.launch.resources import fixed_nodes, gpu_here, node_range, training_nodes
-from maect.recipes.flops import relative_speed
+from maect.recipes.cost import relative_speed
 from maect.recipes.memory import gpu_memory
 from maect.records import RunRecord
 from maect.stages.run import RunConfig

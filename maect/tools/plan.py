@@ -20,8 +20,7 @@ from maect.launch.resources import WALL_MINUTES, count_devices, fixed_nodes, tra
 from maect.paper import read_paper
 from maect.recipes import Encoder
 from maect.recipes.computing import Computing
-from maect.recipes.cost import encode_flops
-from maect.recipes.flops import peak_flops, relative_speed
+from maect.recipes.cost import encode_flops, peak_flops, relative_speed
 from maect.recipes.memory import gpu_memory
 from maect.records import EvaluationRecord, RunRecord
 from maect.stages import STAGES, Stage, Training, load_recipe, recorded

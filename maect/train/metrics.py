@@ -13,7 +13,7 @@ from PIL import Image
 
 from maect.core.entries import entries, entry_of, line_of, lines, log_interval, missing
 from maect.core.files import atomic_write
-from maect.recipes.flops import peak_flops
+from maect.recipes.cost import peak_flops
 from maect.train.hooks import Hook, Session, Update
 
 log = logging.getLogger(__name__)

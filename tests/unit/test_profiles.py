@@ -15,7 +15,7 @@ from maect.core.errors import UserError
 from maect.experiment.profile import HERE, by_rule, find_profile, like_slurm
 from maect.launch.resources import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
 from maect.recipes import load_encoder
-from maect.recipes.flops import relative_speed
+from maect.recipes.cost import relative_speed
 from maect.stages import STAGES, load_recipe
 from maect.tools import doctor
 from maect.tools.doctor import driver_of

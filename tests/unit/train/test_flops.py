@@ -10,8 +10,7 @@ from maect.models.vit import build_encoder
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, View, load_encoder
 from maect.recipes.computing import PLAIN
-from maect.recipes.cost import encoder_cost, view_groups
-from maect.recipes.flops import peak_flops
+from maect.recipes.cost import encoder_cost, peak_flops, view_groups
 from maect.stages import load_recipe
 from maect.stages.objectives import Views
 

@@ -7,9 +7,8 @@ from tiny_runs import ENCODER, HEAD, STAGE
 from maect.core.errors import UserError
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import load_tensors, save_encoder, save_tensors
-from maect.stages.head import Head
 from maect.stages.pretrain import Pretrain
-from maect.stages.tune import Tune
+from maect.stages.tune import Head, Tune
 
 UPPER = {"base_lr": 1e-3, "weight_decay": 0.05, "layer_decay": 0.65, "frozen_blocks": 2}
 

@@ -14,10 +14,9 @@ from maect.data.shards import shard
 from maect.data.subsets import class_view
 from maect.models.precision import bfloat16_on
 from maect.recipes import Encoder
-from maect.stages.head import Head
 from maect.stages.objectives import Views
 from maect.stages.pretrain import Pretrain
-from maect.stages.tune import Tune
+from maect.stages.tune import Head, Tune
 
 
 def weights(folder, name="encoder"):

@@ -9,9 +9,8 @@ from PIL import Image
 from maect.data.shards import shard
 from maect.recipes import Encoder
 from maect.recipes.computing import separate
-from maect.stages.head import Head
 from maect.stages.pretrain import Pretrain
-from maect.stages.tune import Tune
+from maect.stages.tune import Head, Tune
 
 ENCODER = Encoder(
     image_size=16, patch_size=4, width=16, depth=4, heads=2, decoder_width=16, decoder_depth=1,
