@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from maect.core.errors import UserError, did_you_mean, entry
+from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings, validated
 from maect.core.yaml_files import read_mapping, read_yaml
 
@@ -465,7 +465,12 @@ def recipe_values(name: str, size: str) -> dict[str, Any]:
     Raises:
         UserError: unknown recipe or size, or a file that is no recipe.
     """
-    recipe = _own(Path(name)) if is_own(name) else entry(name, _recipes(), "recipe")
+    if is_own(name):
+        recipe = _own(Path(name))
+    elif name in _recipes():
+        recipe = _recipes()[name]
+    else:
+        raise UserError(f"unknown recipe {name!r}; {did_you_mean(name, recipe_names())}")
     if "stage" not in recipe:
         raise UserError(f"{name}: write `base`, the recipe that it starts from, or `stage`")
     return _at_size(recipe, size, f"recipe {name}")
