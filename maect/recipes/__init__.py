@@ -285,7 +285,7 @@ class HeadSettings(InWeights):
 
     @property
     def needs_labels(self) -> bool:
-        """Whether labels of training images are read."""
+        """Return whether labels of training images are read."""
         return False
 
     @property
@@ -313,7 +313,7 @@ class Contrastive(HeadSettings):
 
     @property
     def needs_labels(self) -> bool:
-        """Whether labels are needed: only by the oracle lookup."""
+        """Return whether labels are needed: only by the oracle lookup."""
         return self.lookup == "oracle"
 
     @property

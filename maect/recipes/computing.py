@@ -9,7 +9,7 @@ from maect.core.settings import Settings
 
 
 class Computing(Settings):
-    """How a training is computed. It may change between attempts and affects rounding only."""
+    """Way of computing a training. It may change between attempts and affects rounding only."""
 
     zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed partitions over the ranks: 1 optimizer states, 2 also gradients, 3 also
@@ -33,7 +33,7 @@ class Computing(Settings):
 
     @property
     def captures_passes(self) -> bool:
-        """Whether a single GPU replays its passes.
+        """Return whether a single GPU replays its passes.
 
         A recomputed pass draws from the generator's state, and the gradients of several passes add
         up in place: neither can be replayed.

@@ -135,17 +135,17 @@ class WithoutLabels(Training):
 
     @property
     def whole_batch(self) -> bool:
-        """Whether batch statistics or negatives are those of the global batch, as heads need."""
+        """Return whether there are heads, which need the statistics of the global batch."""
         return bool(self.heads)
 
     @property
     def reads_labels(self) -> bool:
-        """Whether labels are read: only by the oracle lookup of a head."""
+        """Return whether labels are read: only by the oracle lookup of a head."""
         return any(head.needs_labels for head in self.heads.values())
 
     @property
     def reaches_encoder(self) -> bool:
-        """Whether the heads' gradient reaches the encoder."""
+        """Return whether the heads' gradient reaches the encoder."""
         return True
 
     def rates(self, name: str, depth: int) -> tuple[float, float]:
@@ -342,7 +342,7 @@ class Supervised(Updates, FewLabels):
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed in pairs."""
+        """Return whether images are mixed in pairs."""
         return bool(self.mixup or self.cutmix)
 
     @property

@@ -137,7 +137,7 @@ class ViewsObjective(Objective):
 
     @property
     def has_health(self) -> bool:
-        """Whether embeddings can be checked: if there is a head."""
+        """Return whether embeddings can be checked: if there is a head."""
         return bool(self.queue_heads)
 
     def health(self, batch_size: int) -> tuple[dict[str, float], str | None]:

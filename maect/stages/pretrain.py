@@ -64,7 +64,7 @@ class Pretrain(SelfSupervised):
 
     @property
     def reaches_encoder(self) -> bool:
-        """Whether the head's gradient reaches the encoder: only if they are combined."""
+        """Return whether the head's gradient reaches the encoder: only if they are combined."""
         return self.contrastive == "combined"
 
     def costs(self, encoder: Encoder, computing: Computing = PLAIN) -> dict[str, Cost]:

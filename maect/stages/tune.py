@@ -58,7 +58,7 @@ class Tune(UpperLayers, Head):
 
     @property
     def needs_source(self) -> bool:
-        """Whether it starts from a run: unless it starts from random weights."""
+        """Return whether it starts from a run: unless it starts from random weights."""
         return not self.from_scratch
 
     @property

@@ -131,7 +131,7 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a state is being written; on rank 0, by any rank."""
+        """Return whether a state is being written; on rank 0, by any rank."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ class DeviceTime:
 
     @property
     def record(self) -> dict[str, float]:
-        """What a state says, to resume from."""
+        """Entries of a state's record, to resume from."""
         return {
             "useful_seconds": self.useful,
             "held_before": self._held_before,
@@ -104,7 +104,7 @@ class DeviceTime:
 
     @property
     def timing(self) -> dict[str, float]:
-        """What a log entry says, in seconds x ranks."""
+        """Entries of the log, in seconds x ranks."""
         seconds = time.monotonic() - self._began
         return {
             "device_seconds": self._spent + seconds * self._context.world_size,

@@ -12,7 +12,7 @@ UNIFORMITY_LIMIT = -0.02
 RANK_LIMIT = 1.2
 
 
-class Health(Hook):
+class CheckHealth(Hook):
     """Checks the embeddings of an objective with heads every `INTERVAL` steps."""
 
     def __init__(self, session: Session) -> None:

@@ -101,7 +101,7 @@ class Session:
             hook.begin(activity, step)
 
 
-class EpochLosses(Hook):
+class SumLosses(Hook):
     """Sums the losses of each epoch; they are part of the state and of the run's record."""
 
     def __init__(self, session: Session, resumed: list[tuple[float, int]]) -> None:
@@ -123,7 +123,7 @@ class EpochLosses(Hook):
         record["losses"] = list(self._losses)
 
 
-class Progress(Hook):
+class ReportProgress(Hook):
     """Tells the launcher how far the training is."""
 
     def __init__(self, session: Session) -> None:

@@ -32,7 +32,7 @@ class Objective(nn.Module):
 
     @property
     def has_health(self) -> bool:
-        """Whether there are embeddings that `health` can check."""
+        """Return whether there are embeddings that `health` can check."""
         return False
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:

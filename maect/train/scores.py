@@ -96,7 +96,7 @@ def scored_split(run: RunInputs, split: Index) -> Index | None:
     return index
 
 
-class EpochScores(Hook):
+class ScoreEpochs(Hook):
     """Scores a classifier after each epoch, in percent; the scores are part of the state."""
 
     def __init__(self, session: Session, index: Index, resize: int | None) -> None:

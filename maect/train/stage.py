@@ -61,12 +61,12 @@ class Stage(Settings):
 
     @property
     def reads_labels(self) -> bool:
-        """Whether a run reads the labels of its training images."""
+        """Return whether a run reads the labels of its training images."""
         return self.labelled
 
     @property
     def needs_source(self) -> bool:
-        """Whether it starts from a run."""
+        """Return whether it starts from a run."""
         return bool(self.starts_from)
 
     def fingerprint(self, encoder: Encoder, seed: int, data: str, weights: dict[str, str]) -> str:
@@ -126,7 +126,7 @@ class Training(Updates, Stage):
 
     @property
     def whole_batch(self) -> bool:
-        """Whether batch statistics or negatives are those of the global batch."""
+        """Return whether batch statistics or negatives are those of the global batch."""
         return False
 
     def check_computing(self, computing: Computing) -> None:
@@ -176,7 +176,7 @@ class Training(Updates, Stage):
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed in pairs."""
+        """Return whether images are mixed in pairs."""
         return False
 
     @abstractmethod
@@ -397,7 +397,7 @@ class RunInputs:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What `recipe.json` and the completion record say about the run."""
+        """Entries of `recipe.json` and of the completion record."""
         return {
             "stage": self.stage.name,
             "settings": self.stage.model_dump(mode="json"),

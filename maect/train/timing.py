@@ -16,8 +16,8 @@ from maect.data.packed import Packed
 from maect.recipes.computing import PLAIN, Computing
 from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, random_batch, seconds_between
-from maect.train.health import Health
-from maect.train.hooks import EpochLosses, Update
+from maect.train.health import CheckHealth
+from maect.train.hooks import SumLosses, Update
 from maect.train.objective import Objective
 from maect.train.stage import Training
 from maect.train.trainer import Trainer
@@ -27,7 +27,7 @@ IMAGES = 1_000_000
 """Images of an epoch that is never finished."""
 
 
-class _HealthOfNoise(Health):
+class _CheckNoise(CheckHealth):
     """Checks the embeddings as in a training, and goes on: the encoder sees only noise."""
 
     def after_step(self, update: Update) -> None:
@@ -62,9 +62,9 @@ def unsaved_trainer(
             saver=None, save_seconds=float("inf"), fingerprint="",
             clock=DeviceTime(context, {}), accumulation=computing.accumulation,
         )  # fmt: skip
-        trainer.hooks = [Watchdog(Path(name), context), EpochLosses(trainer, [])]
+        trainer.hooks = [Watchdog(Path(name), context), SumLosses(trainer, [])]
         if objective.has_health:
-            trainer.hooks.append(_HealthOfNoise(trainer))
+            trainer.hooks.append(_CheckNoise(trainer))
         try:
             yield trainer
         finally:

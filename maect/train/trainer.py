@@ -34,8 +34,8 @@ from maect.train.checkpoint import (
 from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, random_batch, start
 from maect.train.final_record import write_final_record
-from maect.train.health import Health
-from maect.train.hooks import EpochLosses, Progress, Session, Update
+from maect.train.health import CheckHealth
+from maect.train.hooks import ReportProgress, Session, SumLosses, Update
 from maect.train.metrics import LogSteps, Metrics
 from maect.train.objective import tensors_in
 from maect.train.online import EvaluateOnline, OnlineEvaluator
@@ -48,7 +48,7 @@ from maect.train.run_folder import (
     take_over_folder,
 )
 from maect.train.run_lock import RunLock
-from maect.train.scores import EpochScores, scored_split
+from maect.train.scores import ScoreEpochs, scored_split
 from maect.train.stage import RunInputs
 from maect.train.step import Buffers, StepSums
 from maect.train.trace import Trace, steps_of
@@ -255,7 +255,7 @@ def restore(
         hooks.append(Trace(folder, context.rank, steps_of(trace, steps)))
     hooks.append(Watchdog(folder, context))
     if prepared.scored is not None:
-        scores = EpochScores(trainer, prepared.scored, run.resize)
+        scores = ScoreEpochs(trainer, prepared.scored, run.resize)
         if record is None or scores.resume(record):
             hooks.append(scores)
         else:
@@ -266,11 +266,11 @@ def restore(
                 "evaluation can take the last one alone (settings.epoch=last)",
             )
     if objective.has_health:
-        hooks.append(Health(trainer))
+        hooks.append(CheckHealth(trainer))
     if evaluator is not None:
         hooks.append(EvaluateOnline(trainer, evaluator))
-    hooks.append(EpochLosses(trainer, record["losses"] if record else []))
-    hooks.append(Progress(trainer))
+    hooks.append(SumLosses(trainer, record["losses"] if record else []))
+    hooks.append(ReportProgress(trainer))
     if metrics is not None:
         hooks.append(LogSteps(trainer, metrics))
     return trainer

@@ -14,8 +14,8 @@ from ranks import Place
 from maect.tools.job_commands import train
 from maect.train import device_time, trainer
 from maect.train.device_time import DeviceTime
-from maect.train.health import Health
-from maect.train.hooks import Progress
+from maect.train.health import CheckHealth
+from maect.train.hooks import ReportProgress
 from maect.train.trainer import Trainer
 
 HOUR = 3600.0
@@ -124,7 +124,7 @@ def attempt(machine: Machine, steps: int, minutes: float, **spied) -> Trainer:
         saver=Saver(machine), save_seconds=60 * minutes, fingerprint="",
         clock=DeviceTime(place, record),
     )  # fmt: skip
-    training.hooks = [Health(training), Progress(training)]
+    training.hooks = [CheckHealth(training), ReportProgress(training)]
     batch = trainer.Batch(0, *[torch.zeros(8)] * 3, (torch.zeros(1, 8),))
     assert training.run(batch for _ in range(steps - step))
     return training

@@ -11,9 +11,9 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.train import device_time
 from maect.train.device_time import DeviceTime
-from maect.train.hooks import EpochLosses, Hook, Progress, Session, Update
+from maect.train.hooks import Hook, ReportProgress, Session, SumLosses, Update
 from maect.train.online import EvaluateOnline, OnlineEvaluator
-from maect.train.scores import EpochScores, scored_split
+from maect.train.scores import ScoreEpochs, scored_split
 from maect.train.watchdog import EVALUATING, SCORING
 
 CPU = torch.device("cpu")
@@ -56,16 +56,16 @@ def saved_record(hook):
 
 
 def test_losses_of_epochs_go_on_where_a_state_was_saved():
-    whole = EpochLosses(session(), [])
+    whole = SumLosses(session(), [])
     follow(whole, range(1, 8))
     expected = [
         [sum(LOSSES[step] for step in steps), len(steps)] for steps in ((1, 2, 3), (4, 5), (6, 7))
     ]
     assert saved_record(whole) == {"losses": expected}
     for step in range(1, 7):
-        first = EpochLosses(session(), [])
+        first = SumLosses(session(), [])
         follow(first, range(1, step + 1))
-        second = EpochLosses(session(), saved_record(first)["losses"])
+        second = SumLosses(session(), saved_record(first)["losses"])
         follow(second, range(step + 1, 8))
         assert saved_record(second) == {"losses": expected}
 
@@ -73,7 +73,7 @@ def test_losses_of_epochs_go_on_where_a_state_was_saved():
 def scores_of(index, resize=None, steps=7):
     """Every image is said to be of class 0."""
     classifier = SimpleNamespace(predict=lambda images: torch.zeros(len(images), dtype=torch.int64))
-    return EpochScores(session(steps, objective=classifier), index, resize)
+    return ScoreEpochs(session(steps, objective=classifier), index, resize)
 
 
 def test_epochs_are_scored_at_their_ends(shards):
@@ -180,7 +180,7 @@ def test_progress_names_the_epoch_and_the_last_accuracy():
     told = []
     training = session(5, SimpleNamespace(steps_per_second=2.0))
     training.context.report = told.append
-    progress = Progress(training)
+    progress = ReportProgress(training)
     for step in range(1, 6):
         values = {"loss": LOSSES[step]} | ({"online_knn": 60.0} if step == 3 else {})
         progress.after_step(Update(step, values, 1.0))
