@@ -518,10 +518,18 @@ def beside(machine: Machine, recipe: str) -> None:
 
     from maect.core.context import Context
     from maect.train.engine import random_batch
+    from maect.train.hooks import Hook, Update
     from maect.train.timing import packed, unsaved_trainer
 
     steps, late = 3, 10**9  # clock cycles
     stage, encoder = stage_and_encoder(machine, recipe, "base", 64)
+
+    class Losses(Hook):
+        def __init__(self, found: list[float]) -> None:
+            self.found = found
+
+        def after_step(self, update: Update) -> None:
+            self.found.append(update.values["loss"])
 
     def losses(on_side_stream: bool) -> list[float]:
         machine.free()
@@ -542,10 +550,10 @@ def beside(machine: Machine, recipe: str) -> None:
 
             objective.prepare = with_others
             if not on_side_stream:
-                trainer._beside = None
+                trainer._input_stream = None
             elif machine.cuda:
                 objective.register_forward_pre_hook(lambda *_: torch.cuda._sleep(late))
-            trainer._log = lambda values, norm, always=False: found.append(values["loss"])
+            trainer.hooks.append(Losses(found))
             trainer.run(iter(batches))
         return found
 

@@ -32,7 +32,7 @@ from maect.recipes.computing import PLAIN, Computing, separate
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
 from maect.train.engine import random_batch, start
-from maect.train.metrics import Metrics
+from maect.train.metrics import LogSteps, Metrics
 from maect.train.timing import unsaved_trainer
 
 WARM_UP = 3  # steps that are not counted: compilation, first allocations
@@ -83,9 +83,8 @@ def engine_steps(
                 seconds.append(clock(device) - began)
 
         with unsaved_trainer(stage, objective, ALONE, device, steps, how) as trainer:
-            trainer.metrics = metrics
+            trainer.hooks.append(LogSteps(trainer, metrics))
             trainer.run(batches())
-        metrics.close()
     return seconds
 
 
