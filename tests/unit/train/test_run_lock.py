@@ -96,7 +96,7 @@ def test_a_job_that_is_stuck_with_the_lock(tmp_path: Path, monkeypatch) -> None:
     """On a node that is lost: it is not waited for longer than a minute."""
     monkeypatch.setattr(run_lock, "PATIENCE", 0.2)
     old = RunLock(tmp_path, Job(0, 0, 1))
-    with old._held():
+    with old._locked_by_us():
         new = RunLock(tmp_path, Job(0, 0, 1))
         new.commit(tmp_path / "state.json", {"step": 2})
     with pytest.raises(SupersededError):
