@@ -43,12 +43,12 @@ from maect.experiment.pages import claims_config, figures, inputs_of_shown, show
 from maect.experiment.resolve import evaluation_config, run_config
 from maect.records import EvaluationRecord, RunRecord
 from maect.report.claims import (
-    COST,
     claims_table,
     tables_of_runs,
     tables_of_seeds,
     tables_of_sets,
 )
+from maect.report.comparisons import COST
 from maect.report.configs import Row
 from maect.report.figures import draw
 from maect.report.registry import FIGURES

@@ -9,7 +9,8 @@ from typing import Any
 import pandas as pd
 
 from maect.core.yaml_files import read_yaml
-from maect.report.claims import Comparison, Tables, compare, evidence
+from maect.report.claims import evidence
+from maect.report.comparisons import Comparison, Tables, bound, compare, value
 from maect.report.configs import ShownConfig, SummaryConfig
 from maect.report.tables import KEYS
 from maect.report.titles import PUBLISHED, architecture_title, method_title
@@ -87,8 +88,8 @@ def _findings(asked: Tables, tables: Tables, more: Mapping[str, Any]) -> Iterato
                 if model[1] in NOT_FOUND or not maes:
                     continue
                 before = maes[0]
-                later, earlier = (f'{name}.{a}["{m}"].{measure}' for a, m in (model, before))
-                comparison = compare(f"{later} > {earlier}", tables, **more)
+                later, earlier = (value(name, *one, measure) for one in (model, before))
+                comparison = compare(bound(later, ">", earlier), tables, **more)
                 if comparison.holds is None:
                     continue
                 common = sum(
