@@ -128,7 +128,7 @@ def logistic(full: bool, folder: Path) -> None:
     rows, _ = blobs(5 * classes, width, 1, 0)
     centers = np.random.default_rng(1).normal(size=(classes, width)).astype(np.float32)
     labels = np.repeat(np.arange(classes), 5)
-    features = ours.prepare(rows + 0.7 * centers[labels])
+    features = ours.center_and_scale(rows + 0.7 * centers[labels])
     penalty = 0.00025 / len(labels)
 
     def sklearn(iterations: int) -> Any:

@@ -789,7 +789,7 @@ def quality(
     from maect.core.context import Context
     from maect.evaluate.clustering import scores
     from maect.evaluate.features import extract
-    from maect.evaluate.knn import swept
+    from maect.evaluate.knn import votes_by_setting
     from maect.evaluate.store import moments, open_features, standardize
     from maect.recipes import KNN_K, KNN_TEMPERATURE
 
@@ -806,7 +806,7 @@ def quality(
     pair, scale = (min(KNN_K, train.n), KNN_TEMPERATURE), moments(train)
     found: dict[str, float] = {}
     for key, by in (("knn", None), ("knn_standardized", scale)):
-        votes = swept(train, train.labels, test.all(), [pair], by, cpus())[pair]
+        votes = votes_by_setting(train, train.labels, test.all(), [pair], by, cpus())[pair]
         found[key] = 100 * float(np.mean(votes == test.labels))
     rows = [torch.from_numpy(standardize(part.all(), scale)).float() for part in (train, test)]
     x, y = (part.to(machine.device) for part in rows)

@@ -70,10 +70,10 @@ def silhouette_groups(rows: Array) -> NDArray[np.int64]:
 
 def graph(rows: Array) -> NDArray[np.int64]:
     """What is done now."""
-    from maect.evaluate.clusters import graph_groups, natural
+    from maect.evaluate.clusters import choose_resolution, graph_groups
 
     found = graph_groups(rows)
-    return found[natural(found)]
+    return found[choose_resolution(found)]
 
 
 def compare(path: Path, images: int) -> None:

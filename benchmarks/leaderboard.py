@@ -32,9 +32,7 @@ from torch.nn import functional as F
 from maect.core.context import Context
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.efficient_probe import EfficientProbe, Probe
-from maect.evaluate.lars import LarsProbe
-from maect.evaluate.lars_linear_probe import LarsLinearProbe
+from maect.evaluate.lars_probes import EfficientProbe, LarsLinearProbe, LarsProbe, MultiQueryProbe
 from maect.evaluate.store import write_features
 
 TRAIN, TEST, CLASSES = 150, 70, 10
@@ -104,16 +102,16 @@ def compare_knn(checkout: Path) -> bool:
 
 def compare_probe(checkout: Path, name: str, pooled: bool) -> bool:
     """Weights and losses of a probe after each of its updates."""
-    trial: Any = SimpleNamespace(
+    task: Any = SimpleNamespace(
         encoding=SimpleNamespace(settings=SimpleNamespace(width=WIDTH), device=torch.device("cpu")),
         train=SimpleNamespace(class_names=tuple(map(str, range(CLASSES)))),
-        reassessed=lambda settings: None,
+        real_labels_of=lambda settings: None,
     )
     told = {"batch_size": BATCH, "epochs": UPDATES, "warmup_epochs": WARMUP}
     ours: LarsProbe = (
-        Probe(trial, EfficientProbe(**told, queries=QUERIES), "queries", "values")
+        MultiQueryProbe(task, EfficientProbe(**told, queries=QUERIES), "queries", "values")
         if pooled
-        else LarsProbe(trial, LarsLinearProbe(**told))
+        else LarsProbe(task, LarsLinearProbe(**told))
     )
     pooling = theirs(checkout, "poolings/ep.py", "EfficientProbing").EfficientProbing
     batch_norm = theirs(checkout, "probe_heads.py", "_batchnorm")._batchnorm

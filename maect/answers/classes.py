@@ -16,8 +16,8 @@ from maect.answers.vectors import Vectors, write_rows
 from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError
 from maect.evaluate.base import encoder_checksum
-from maect.evaluate.low_shot import LowShot, fit, prepare
-from maect.evaluate.store import check, open_features
+from maect.evaluate.low_shot import LowShot, center_and_scale, fit
+from maect.evaluate.store import check_features, open_features
 from maect.records import RunRecord, checked_sha256, is_finished
 from maect.stages import STAGES
 
@@ -109,7 +109,7 @@ def classifier_of(run: Path) -> Path:
 
 def read_classifier(path: Path) -> VectorClassifier:
     """Read a linear probe or head as it was left, or of `fit_classifier`; else a UserError."""
-    from maect.evaluate.linear_probe import affine
+    from maect.evaluate.trained_probe import affine
     from maect.models.weights import load_tensors
 
     if not path.is_file():
@@ -152,7 +152,7 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
         reading = vectors.pixels.reading
     else:
         features = open_features(labelled)
-        check(features)
+        check_features(features)
         about = features.record
         reading = {}
         if not about.get("norm", True) or about.get("blocks", 1) > 1:
@@ -164,7 +164,7 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
         labels = features.labels
         class_names = [*about["class_names"]]
     penalty = LowShot().l2 / len(labels)
-    weight, _ = fit(prepare(values), labels, len(class_names), penalty)
+    weight, _ = fit(center_and_scale(values), labels, len(class_names), penalty)
     bias = np.zeros(len(class_names))
     made_by = about["encoder_sha256"]
     return VectorClassifier(weight, bias, class_names, made_by, True, about["resize"], reading)

@@ -114,7 +114,7 @@ def cluster(
     write_clusters(vectors, clusters, out, images)
     if clusters.grains:
         print(f"also possible: {', '.join(map(str, clusters.grains))} groups (--groups N)")
-    alone = f", {counted(clusters.alone, 'image')} in none" if clusters.alone else ""
+    alone = f", {counted(clusters.ungrouped, 'image')} in none" if clusters.ungrouped else ""
     print(f"{out}: {clusters.count} groups{alone}; open {out / 'index.html'}")
 
 

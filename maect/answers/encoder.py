@@ -24,7 +24,7 @@ from maect.data.image_facts import Facts, facts_of, merged, warning
 from maect.data.sources.base import Entry, ImageSource
 from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
-from maect.evaluate.encoding import ON_CPU, Encoding, finite
+from maect.evaluate.encoding import ON_CPU, Encoding, check_finite
 from maect.models.export import read_export
 from maect.models.precision import Precision, cpu_has_bfloat16
 from maect.recipes import Pixels
@@ -203,7 +203,7 @@ class ImageEncoder:
                 break
             if good:
                 features = self.encoding(torch.from_numpy(np.stack(good)))
-                finite(features, self.path.parent)
+                check_finite(features, self.path.parent)
                 out[done : done + len(good)] = features.cpu().numpy()
                 done += len(good)
             progress(numbers.stop)

@@ -1,4 +1,4 @@
-"""Evaluations of an encoder: each protocol a module of its own, named and resolved here.
+"""Evaluations of an encoder: the protocols by name, and the resolved files of evaluations.
 
 An evaluation is a protocol, or a variant of one with settings of its own; its resolved file is
 `evaluations/RUN/NAME.yaml`.
@@ -7,7 +7,6 @@ An evaluation is a protocol, or a variant of one with settings of its own; its r
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
@@ -16,23 +15,57 @@ from maect.core.errors import UserError, did_you_mean
 from maect.core.packages import make_callable
 from maect.core.settings import LocalPath, digest, validated
 from maect.core.stamps import Checksums, StampedFile, known_record, record_checksum, size_and_time
+from maect.evaluate.accuracy import Accuracy
+from maect.evaluate.attentive_probe import AttentiveProbe
 from maect.evaluate.base import Features, Protocol, Shards, Trained, check_blocks
+from maect.evaluate.clustering import Clustering
+from maect.evaluate.color_histogram import ColorHistogram
+from maect.evaluate.explore import Explore
+from maect.evaluate.geometry import Geometry
+from maect.evaluate.knn import Knn, KnnPerBlock
+from maect.evaluate.lars_probes import EfficientProbe, LarsLinearProbe
+from maect.evaluate.linear_probe import LinearProbe
+from maect.evaluate.logistic import Logistic
+from maect.evaluate.low_shot import LowShot
+from maect.evaluate.patch_classifiers import PatchKnn, PatchLogistic
+from maect.evaluate.patch_linear import PatchLinear
 from maect.evaluate.real import RealLabels
+from maect.evaluate.retrieval import Retrieval
+from maect.evaluate.throughput import Throughput
+from maect.evaluate.trained_probe import EffectiveInvariance, Robustness
+from maect.evaluate.umap import Umap
 from maect.recipes import variant_names, variant_values
 from maect.records import ENCODER, EvaluationRecord, RunRecord, weights_checksum
 
 make_callable(__name__)
 
 PROTOCOLS: dict[str, type[Protocol]] = {
-    name: resolve_name(f"maect.evaluate.{name}:{name.title().replace('_', '')}")
-    for name in (
-        "knn", "low_shot", "logistic", "linear_probe", "efficient_probe", "lars_linear_probe",
-        "attentive_probe", "patch_knn", "patch_logistic", "patch_linear", "accuracy",
-        "color_histogram", "knn_per_block", "clustering", "geometry", "retrieval", "robustness",
-        "effective_invariance", "throughput", "umap", "explore",
+    one.name: one
+    for one in (
+        Knn,
+        LowShot,
+        Logistic,
+        LinearProbe,
+        EfficientProbe,
+        LarsLinearProbe,
+        AttentiveProbe,
+        PatchKnn,
+        PatchLogistic,
+        PatchLinear,
+        Accuracy,
+        ColorHistogram,
+        KnnPerBlock,
+        Clustering,
+        Geometry,
+        Retrieval,
+        Robustness,
+        EffectiveInvariance,
+        Throughput,
+        Umap,
+        Explore,
     )
-}  # fmt: skip
-"""Each in the module of its name: the class `LinearProbe` of `linear_probe`."""
+}
+"""Protocols by name."""
 
 
 def evaluation_names() -> tuple[str, ...]:
@@ -43,13 +76,13 @@ def evaluation_names() -> tuple[str, ...]:
 def load_evaluation(
     name: str, size: str, overrides: Mapping[str, Any] | None = None
 ) -> tuple[str, Protocol]:
-    """An evaluation's protocol and its settings for an encoder size.
+    """Return an evaluation's protocol and its settings for an encoder size.
 
     Args:
         name: a protocol or one of its variants; with the key `protocol` in `overrides`, any name.
 
     Returns:
-        The name of the protocol, which is a module of `maect.evaluate`, and the settings.
+        The name of the protocol, and the settings.
 
     Raises:
         UserError: unknown evaluation, protocol or key, or a value out of range.
@@ -124,7 +157,7 @@ class EvaluationConfig(StampedFile):
     kinds = ("protocol", PROTOCOLS)
 
     def named(self, path: Path) -> Self:
-        """The same evaluation, to be at another path."""
+        """Return the same evaluation under another name."""
         return self.model_copy(update={"evaluation": path.stem})
 
     def is_answered_by(self, result: EvaluationRecord) -> bool:
@@ -151,7 +184,8 @@ class EvaluationConfig(StampedFile):
                 else:
                     left = known_record(path.with_suffix(".json"))
                     found[path] = left.get("left_sha256")
-        if isinstance(self.settings, RealLabels) and (labels := self.settings.labels_file):
+        labels = self.settings.labels_file if isinstance(self.settings, RealLabels) else None
+        if labels is not None:
             found[labels] = size_and_time(labels)
         return found
 
@@ -169,13 +203,13 @@ class EvaluationConfig(StampedFile):
         return path
 
     def paths(self, name: str) -> list[Path]:
-        """An input as a list, whether it is one path or many."""
+        """Return an input as a list, even if it is one path."""
         value = self.inputs[name]
         return value if isinstance(value, list) else [value]
 
 
 def features_identity(path: Path) -> str | None:
-    """Return the identity of a features file, by what it says of its making; None without one."""
+    """Return the identity of a features file, by its header; None if there is no such file."""
     try:
         status = path.stat()
         return _read_identity(path, status.st_mtime_ns, status.st_size)
@@ -191,7 +225,7 @@ def _read_identity(path: Path, changed: int, size: int) -> str:
 
 
 def _identity(record: Mapping[str, Any]) -> str:
-    """Return the identity of features, of what decides them."""
+    """Return the identity of features by the header fields that decide them."""
     said = {"norm": True, "blocks": 1, **record}
     names = ("encoder_sha256", "index_digest", "precision", "resize", "norm", "blocks")
     return digest({name: said.get(name) for name in names})

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
-from maect.evaluate.base import Count, EvaluationJob, Images, Input, Protocol, Shards, Trained
+from maect.evaluate.base import Count, EvaluationJob, ImageCount, Input, Protocol, Shards, Trained
 from maect.evaluate.real import RealLabels
 from maect.recipes.few_labels import fraction_name
 from maect.records import RunRecord, checked_sha256
@@ -73,7 +73,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
         return list(dict.fromkeys(f for stage, _ in self.trainings().values() for f in stage.lists))
 
     def trainings(self) -> dict[str, tuple[FineTune, int]]:
-        """Settings and seed of each run, by the last part of its name; twins come last."""
+        """Return settings and seed of each run, by the last part of its name; twins come last."""
         plain = self._plain()
         twins = {
             f"{suffix}{TWIN}": (stage.model_copy(update={"held_out": self.held_out}), seed)
@@ -82,7 +82,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
         return plain | (twins if self.held_out else {})
 
     def _plain(self) -> dict[str, tuple[FineTune, int]]:
-        """Those of the runs that are scored, of all labelled images."""
+        """Return the settings of the runs that are scored, which learn from all labelled images."""
         recipe = {name: getattr(self, name) for name in Supervised.model_fields}
         base = FineTune(**recipe, subset_seed=self.seed)
         if not self.shots:
@@ -106,7 +106,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
         return found
 
     def inputs(self) -> dict[str, Input]:
-        """The fine-tuned runs, and the images that score them."""
+        """Return the fine-tuned runs, and the images that score them."""
         return {"trained": Trained(tuple(self.trainings())), "test": Shards(self.test_split)}
 
     @property
@@ -114,7 +114,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
         """Splits of the evaluated dataset that are read, by the trainings, too."""
         return (self.train_split, self.test_split)
 
-    def encoded(self, images: Images) -> float | None:
+    def encoded(self, images: ImageCount) -> float | None:
         """Count the test images for every encoder."""
         return images(self.test_split) * len(self._plain())
 
@@ -123,7 +123,8 @@ class Accuracy(RealLabels, Supervised, Protocol):
 
         docs/reference/few_labels.md lists the metrics.
         """
-        asked, given = self.trainings(), job.paths("trained")
+        asked = self.trainings()
+        given = job.paths("trained")
         if len(asked) != len(given):
             raise UserError(
                 f"{job.out.stem}: asks for {len(asked)} fine-tuned runs, "
@@ -134,10 +135,12 @@ class Accuracy(RealLabels, Supervised, Protocol):
     def score(
         self, context: Context, job: EvaluationJob, folders: Mapping[str, Path]
     ) -> dict[str, Any]:
-        """The metrics of finished runs, by the last parts of their names."""
+        """Return the metrics of finished runs."""
         from maect.core.distributed import device_of, process_group
 
-        test, device, results = open_index(job.path("test")), device_of(context), {}
+        test = open_index(job.path("test"))
+        device = device_of(context)
+        results = {}
         with process_group(context):
             for number, (suffix, (stage, seed)) in enumerate(self._plain().items()):
                 run = FineTuned(folders[suffix], stage, seed, test, device)
@@ -158,7 +161,8 @@ class Accuracy(RealLabels, Supervised, Protocol):
             last = [result["accuracy"] for result in group]
             scored, of_last = last, metric
             if self.epoch == "best":
-                scored, of_last = [max(result["accuracies"]) for result in group], f"{metric}_last"
+                scored = [max(result["accuracies"]) for result in group]
+                of_last = f"{metric}_last"
                 metrics |= self._mean(of_last, last)
             if self.held_out:
                 chosen = [r["accuracies"][r["held_out"].index(max(r["held_out"]))] for r in group]
@@ -173,7 +177,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
         return metrics
 
     def _mean(self, metric: str, values: list[float]) -> dict[str, Any]:
-        """Mean and, of several trainings, what it is the mean of."""
+        """Return the mean and, with several trainings, their deviation and values."""
         mean: dict[str, Any] = {metric: statistics.fmean(values)}
         if len(values) > 1:
             mean[f"{metric}_std"] = statistics.stdev(values)
@@ -181,7 +185,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
         return mean
 
     def _metric(self, suffix: str) -> str:
-        """The metric that a training counts for."""
+        """Return the metric that a training counts for."""
         shots = self.trainings()[suffix][0].shots
         if shots:
             return f"low_shot_{shots}"
@@ -189,7 +193,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
 
 
 def trained_as(folder: Path, stage: FineTune, seed: int) -> RunRecord:
-    """The record of a finished run; a UserError if it was trained with other settings or seed."""
+    """Return a finished run's record; raise UserError if it has other settings or another seed."""
     record = RunRecord.of(folder)
     if record.seed != seed or not stage.is_said_by(record.settings):
         raise UserError(f"{folder}: was trained with other settings than this evaluation asks")
@@ -206,7 +210,8 @@ class FineTuned:
         from maect.evaluate.encoding import Encoding
         from maect.models.weights import load_tensors
 
-        self.record, self.folder = trained_as(folder, stage, seed), folder
+        self.record = trained_as(folder, stage, seed)
+        self.folder = folder
         for name in self.record.sha256:
             checked_sha256(folder / name)
         path = folder / "encoder.safetensors"
@@ -235,7 +240,8 @@ class FineTuned:
         """Class of every image of a split, int64 [n]; every rank predicts its share."""
         from maect.train.scores import predicted
 
-        size, device = self.encoding.settings.image_size, self.encoding.device
+        size = self.encoding.settings.image_size
+        device = self.encoding.device
         return predicted(context, test, device, size, resize, self.predict)
 
     def accuracies(self, test: Index, resize: int | None) -> list[float]:
@@ -260,7 +266,7 @@ class FineTuned:
             hashed.update(name.encode())
             hashed.update(value.contiguous().numpy().data)
         found = self.predicted(context, test, resize)
-        real = settings.reassessed(test.keys, test.class_names, test.labels)
+        real = settings.real_labels_of(test.keys, test.class_names, test.labels)
         return {
             **({} if real is None else {"real": real.accuracy(found)}),
             "accuracy": 100 * int((found == test.labels).sum()) / test.n,

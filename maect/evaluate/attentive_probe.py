@@ -22,9 +22,9 @@ from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.data.index import ID, Index
-from maect.evaluate.base import Images, Positive
+from maect.evaluate.base import ImageCount, Positive
+from maect.evaluate.probe_training import ByUpdates, HeadGroup, OnCrops, Probe, ProbeTask
 from maect.evaluate.real import RealLabels
-from maect.evaluate.trained import ByUpdates, Group, OnCrops, Trainee, Trial
 
 if TYPE_CHECKING:
     import torch
@@ -56,26 +56,26 @@ class AttentiveProbe(RealLabels, ByUpdates, OnCrops):
     head_width: int = Field(default=64, gt=0)
     """Channels of each head of the attention."""
 
-    def encoded(self, images: Images) -> float:
+    def encoded(self, images: ImageCount) -> float:
         """Count the batches, the held-out images and the test images."""
         seen = self.updates * self.batch_size + self.held_out * images(self.train_split)
         return seen + images(self.test_split)
 
-    def probe(self, trial: Trial) -> Trainee:
+    def build_probe(self, task: ProbeTask) -> Probe:
         """Accuracies in percent: `attentive_probe` of the patches, and of the linear readings.
 
         The chosen classifiers are kept. docs/reference/probes.md lists the metrics.
         """
-        width = trial.encoding.settings.width
+        width = task.encoding.settings.width
         if width % self.head_width:
             raise UserError(
-                f"{trial.job.out.stem}: head_width {self.head_width} does not divide the encoder's "
+                f"{task.job.out.stem}: head_width {self.head_width} does not divide the encoder's "
                 f"width {width}"
             )
-        return Probes(trial, self)
+        return Probes(task, self)
 
 
-class Classifiers(Group):
+class Classifiers(HeadGroup):
     """Classifiers of one reading, of a learning rate and a weight decay each, and AdamW.
 
     Every rank has all; tensors begin with the number of the classifier, [H, ...].
@@ -124,14 +124,15 @@ class Classifiers(Group):
             self.optimizer.state[group["params"][0]] = state
 
     def logits(self, features: Tensor, heads: slice = slice(None)) -> Tensor:
-        """Of features [b, D], or tokens [b, N, D] where there is a query: [b, H, C]."""
+        """Compute logits [b, H, C] of features [b, D] or, with a query, of tokens [b, N, D]."""
         import torch
 
         weight, bias = self.weight[heads], self.bias[heads]
         if "query" not in self.names:
             return torch.einsum("bd,hcd->bhc", features, weight) + bias
         query, key, value = self.query[heads], self.key[heads], self.value[heads]
-        split, width = (len(query), -1, self.head_width), features.shape[2]
+        split = (len(query), -1, self.head_width)
+        width = features.shape[2]
         # What the query sees of a token is the token's product with the projected query.
         asked = torch.einsum("had,hadm->ham", query.view(*split), key.view(*split, width))
         scores = features @ (asked.flatten(0, 1).T * self.head_width**-0.5)  # [b, N, H * heads]
@@ -149,7 +150,7 @@ class Classifiers(Group):
     head_width: int
 
     def descend(self, multiplier: float) -> None:
-        """One update by the gradients, which are summed over the ranks and used up."""
+        """Update once by the gradients, summed over the ranks, and clear them."""
         from maect.core import distributed
 
         heads = self.count.shape[1]
@@ -164,16 +165,17 @@ class Classifiers(Group):
         self.optimizer.step()
 
 
-class Probes(Trainee):
+class Probes(Probe):
     """The classifiers of every reading."""
 
     groups: dict[str, Classifiers]
 
-    def __init__(self, trial: Trial, settings: AttentiveProbe) -> None:
-        super().__init__(trial)
-        self.settings, encoder = settings, trial.encoding.settings
-        self.real = trial.reassessed(settings)
-        self.choosing = trial.held_out(settings.held_out, settings.seed)
+    def __init__(self, task: ProbeTask, settings: AttentiveProbe) -> None:
+        super().__init__(task)
+        self.settings = settings
+        encoder = task.encoding.settings
+        self.real = task.real_labels_of(settings)
+        self.choosing = task.draw_held_out(settings.held_out, settings.seed)
         self.pairs = list(itertools.product(settings.learning_rates, settings.weight_decays))
         readings = (
             ("cls", "mean", "cls_mean", PATCHES) if encoder.class_token else ("mean", PATCHES)
@@ -181,13 +183,15 @@ class Probes(Trainee):
         self.groups = {name: self._drawn(name) for name in readings}
 
     def _drawn(self, name: str) -> Classifiers:
-        """Classifiers of a reading with their initial values."""
+        """Initialise the classifiers of a reading."""
         import torch
 
         from maect.models.vit import seeded
 
-        settings, count = self.settings, len(self.pairs)
-        width, classes = self.trial.encoding.settings.width, len(self.trial.train.class_names)
+        settings = self.settings
+        count = len(self.pairs)
+        width = self.task.encoding.settings.width
+        classes = len(self.task.train.class_names)
         shapes: dict[str, tuple[int, ...]] = {}
         if name == PATCHES:
             shapes = {"query": (width,), "key": (width, width), "value": (width, width)}
@@ -200,32 +204,33 @@ class Probes(Trainee):
                 else torch.nn.init.trunc_normal_(torch.empty(count, *shape), std=STD)
                 for key, shape in shapes.items()
             }
-        scale, device = settings.batch_size / 256, self.trial.encoding.device
+        scale = settings.batch_size / 256
+        device = self.task.encoding.device
         group = Classifiers(tensors, self.pairs, scale, device)
         group.head_width = settings.head_width
         return group
 
     @property
-    def learnt(self) -> Index:
+    def training_images(self) -> Index:
         """The training images that are not held out."""
         import numpy as np
 
-        train = self.trial.train
+        train = self.task.train
         others = ~np.isin(train.rows[:, ID], self.choosing.rows[:, ID])
         return replace(train, rows=train.rows[others])
 
     def read(self, images: Tensor) -> Tensor:
         """Return all tokens behind the final norm, float32 [b, P + N, D]."""
-        return self.trial.encoding.output(images, "last").tokens.float()
+        return self.task.encoding.output(images, "last").tokens.float()
 
     def _readings(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Return what the classifiers of each reading are given of tokens."""
+        """Return the features that the classifiers of each reading take from tokens."""
         import torch
 
-        encoder = self.trial.encoding.encoder
+        encoder = self.task.encoding.encoder
         given = {"mean": encoder.pool(tokens, "mean")}
         if "cls" in self.groups:
-            own = self.trial.encoding.pooling
+            own = self.task.encoding.pooling
             given["cls"] = encoder.pool(tokens, own if own == "mean_cls" else "cls")
             given["cls_mean"] = torch.cat([given["cls"], given["mean"]], dim=1)
         return given | {PATCHES: tokens[:, encoder.num_prefix_tokens :]}
@@ -237,7 +242,8 @@ class Probes(Trainee):
 
         from maect.core import distributed
 
-        given, losses = self._readings(features), []
+        given = self._readings(features)
+        losses = []
         share = 1 / (distributed.rank_and_size()[1] * len(self.pairs) * len(self.groups))
         for name, group in self.groups.items():
             logits = group.logits(given[name])
@@ -249,21 +255,22 @@ class Probes(Trainee):
         return torch.cat(losses)
 
     def metrics(self) -> dict[str, Any]:
-        """Choose on the held-out images, and score what is chosen on the test images."""
-        count, classes = len(self.pairs), [slice(None)] * len(self.groups)
-        found = self.trial.predicted(
+        """Choose classifiers on the held-out images, and score them on the test images."""
+        count = len(self.pairs)
+        classes = [slice(None)] * len(self.groups)
+        found = self.task.predicted(
             lambda images: self._predict(images, classes), self.choosing, (len(classes) * count,)
         )
         by_head = 100 * (found == self.choosing.labels[:, None]).mean(axis=0).reshape(-1, count)
         best = by_head.argmax(axis=1).tolist()
         heads = [slice(head, head + 1) for head in best]
-        tested = self.trial.predicted(
+        tested = self.task.predicted(
             lambda images: self._predict(images, heads), None, (len(heads),)
         )
         metrics: dict[str, Any] = {"chosen": {}, "held_out": {}}
         for number, (name, group) in enumerate(self.groups.items()):
             metric = AttentiveProbe.name + ("" if name == PATCHES else f"_{name}")
-            metrics[metric] = 100 * float((tested[:, number] == self.trial.test.labels).mean())
+            metrics[metric] = 100 * float((tested[:, number] == self.task.test.labels).mean())
             if self.real is not None:
                 metrics[f"{metric}_real"] = self.real.accuracy(tested[:, number])
             tried = [
@@ -275,15 +282,17 @@ class Probes(Trainee):
             metrics["held_out"][name] = tried
             metrics["chosen"][name] = tried[best[number]]
             for key in group.names:
-                self.kept[f"{name}.{key}"] = getattr(group, key)[best[number]].detach().clone()
+                self.best_tensors[f"{name}.{key}"] = (
+                    getattr(group, key)[best[number]].detach().clone()
+                )
         return metrics
 
     def _predict(self, images: Tensor, heads: list[slice]) -> Tensor:
-        """Class of each image by some classifiers of each reading, [b, all of them]."""
+        """Predict each image's class by some classifiers of each reading, [b, classifiers]."""
         import torch
 
         with torch.no_grad():
-            given = self._readings(self.trial.checked(self.read(images)))
+            given = self._readings(self.task.check_finite(self.read(images)))
             logits = [
                 group.logits(given[name], chosen)
                 for (name, group), chosen in zip(self.groups.items(), heads, strict=True)

@@ -32,7 +32,7 @@ Count = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
-Images = Callable[[str], int]
+ImageCount = Callable[[str], int]
 """Number of images of a split of the evaluated dataset."""
 
 
@@ -104,11 +104,11 @@ class EvaluationJob:
 
     @property
     def state(self) -> Path:
-        """Folder of what a killed job resumes from; removed when the JSON is written."""
+        """Return the folder that a killed job resumes from; it is removed with the job's end."""
         return self.out.with_name(f".{self.out.stem}.state")
 
-    def once(self, context: Context, identity: str, compute: Callable[[], Any]) -> Any:
-        """Return what `compute`, which takes long, gives as JSON; a killed job does not repeat it.
+    def compute_once(self, context: Context, identity: str, compute: Callable[[], Any]) -> Any:
+        """Return the JSON of a long computation, from disk if a killed job has finished it.
 
         `identity` is of all that it depends on; `context` reports that it is saved.
         """
@@ -133,15 +133,15 @@ class EvaluationJob:
         return value if isinstance(value, list) else [value]
 
     def features(self, name: str, *, labelled: bool = True) -> "FeatureFile":
-        """The features file called `name` ("train" or "test"), checked."""
-        from maect.evaluate.store import check, open_features
+        """Open the features file called `name` ("train" or "test") and check it."""
+        from maect.evaluate.store import check_features, open_features
 
         features = open_features(self.path(name))
-        check(features, labelled=labelled)
+        check_features(features, labelled=labelled)
         return features
 
     def write_tensors(self, tensors: "Mapping[str, NDArray[Any]]", about: Any = None) -> None:
-        """Write tensors beside the JSON, and in the file's metadata what they are of."""
+        """Write tensors beside the JSON, and `about` in the file's metadata."""
         import numpy as np
         from safetensors.numpy import save_file
 
@@ -150,7 +150,7 @@ class EvaluationJob:
         with atomic_write(self.out.with_suffix(".safetensors")) as temporary:
             save_file(plain, temporary, None if about is None else {"maect": json.dumps(about)})
 
-    def scored(self, right: "Mapping[str, NDArray[np.bool_]]") -> dict[str, float]:
+    def keep_outcomes(self, right: "Mapping[str, NDArray[np.bool_]]") -> dict[str, float]:
         """Keep the outcomes of test images; return the ends of their intervals as metrics.
 
         Args:
@@ -160,17 +160,19 @@ class EvaluationJob:
         import numpy as np
 
         from maect.evaluate.outcomes import pack
-        from maect.evaluate.sampling import ends
+        from maect.evaluate.sampling import interval_metrics
 
         self.outcomes.update({name: pack(trials) for name, trials in right.items()})
-        return ends({name: np.atleast_2d(one).mean(axis=0) for name, one in right.items()})
+        return interval_metrics(
+            {name: np.atleast_2d(one).mean(axis=0) for name, one in right.items()}
+        )
 
-    def both(self) -> tuple["FeatureFile", "FeatureFile"]:
-        """Train and test features of one encoder, checked."""
-        from maect.evaluate.store import same_encoder
+    def train_and_test(self) -> tuple["FeatureFile", "FeatureFile"]:
+        """Open train and test features of one encoder and check them."""
+        from maect.evaluate.store import check_same_encoder
 
         train, test = self.features("train"), self.features("test")
-        same_encoder(train, test)
+        check_same_encoder(train, test)
         return train, test
 
 
@@ -204,7 +206,7 @@ class Protocol(Settings):
 
     @abstractmethod
     def inputs(self) -> Mapping[str, Input]:
-        """Return what `evaluate` reads beside the encoder, by the name that it asks for."""
+        """Return the inputs of `evaluate` besides the encoder, by name."""
 
     @abstractmethod
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
@@ -216,25 +218,25 @@ class Protocol(Settings):
         """
 
     def headline(self) -> Mapping[str, str]:
-        """Return the metrics that sum a result up, if it has them, and what they are called."""
+        """Return the metrics that sum up a result, with their titles."""
         if self.headlines is not None:
             return self.headlines
         held_out = f"{self.title}, chosen on held-out training images"
         return {self.name: self.title, f"{self.name}_held_out": held_out}
 
     def trainings(self) -> "Mapping[str, tuple[Stage, int]]":
-        """Runs to train for this evaluation: settings and seed by the last part of their name."""
+        """Return settings and seed of the runs to train for this evaluation, by name ending."""
         return {}
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse, by a UserError, a number of processes that cannot share the work."""
 
-    def flops(self, encoder: Encoder, images: Images) -> float | None:
+    def flops(self, encoder: Encoder, images: ImageCount) -> float | None:
         """Count the operations on the devices; None if it runs no encoder."""
         count = self.encoded(images)
         return None if count is None else encode_flops(encoder) * count
 
-    def encoded(self, images: Images) -> float | None:
+    def encoded(self, images: ImageCount) -> float | None:
         """Count the images that are encoded; None if it runs no encoder."""
         return None
 
@@ -280,7 +282,7 @@ class ReadsFeatures(Protocol):
         return {name: self.read(getattr(self, f"{name}_split")) for name in self.reads}
 
     def read(self, split: str) -> Features:
-        """The features of a split that these settings ask for."""
+        """Return the features of a split that these settings ask for."""
         return Features(split, self.norm, self.blocks)
 
 
@@ -299,14 +301,14 @@ class Encodes(Protocol):
 
 
 def encoder_checksum(run: Path) -> str:
-    """sha256 of a run's `encoder.safetensors`; a UserError if its record does not promise it."""
+    """Return the sha256 of a run's `encoder.safetensors`; raise UserError if its record differs."""
     encoder = run / "encoder.safetensors"
     need_encoder(encoder)
     return checked_sha256(encoder)
 
 
 def encoder_settings(run: Path) -> Encoder:
-    """The shape of a run's encoder, which its file says; a UserError if it is none."""
+    """Return the shape of a run's encoder from its file; raise UserError if it is none."""
     from safetensors import SafetensorError, safe_open
 
     path = run / "encoder.safetensors"
@@ -318,5 +320,5 @@ def encoder_settings(run: Path) -> Encoder:
 
 
 def idle_cpus(context: Context) -> int:
-    """Cores for a protocol that runs on rank 0 alone: those of all ranks on its node."""
+    """Return the cores of all ranks on this node, for a protocol that runs on rank 0 alone."""
     return max(1, context.cpus * context.local_world_size)

@@ -91,7 +91,7 @@ def check(test: FeatureFile, ids: NDArray[np.int64]) -> None:
 
 
 def origin(test: FeatureFile) -> dict[str, Any]:
-    """Return what clusters are of: encoder, images, and which features of them."""
+    """Return the encoder, images and kind of features that clusters belong to."""
     known = ("encoder_sha256", "index_digest", "norm", "blocks", "pooling", "resize")
     return {key: test.record[key] for key in known if key in test.record}
 
@@ -232,7 +232,7 @@ def contingency(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> NDArr
 
 
 def assign(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The cluster of each class in the matching with the most hits (Crouse 2016), [k]."""
+    """Return each class's cluster in the matching with the most hits (Crouse 2016), int64 [k]."""
     from scipy.optimize import linear_sum_assignment
 
     return linear_sum_assignment(table, maximize=True)[1]

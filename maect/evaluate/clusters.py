@@ -28,19 +28,19 @@ _COMPONENTS = 50
 
 
 def unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows at length 1; a row of zeros stays."""
+    """Scale rows to length 1; rows of zeros stay."""
     length: NDArray[np.float32] = np.linalg.norm(rows, axis=1, keepdims=True)
     length[length == 0] = 1
     return rows / length
 
 
 def scale_of(vectors: NDArray[np.float32]) -> Scale | None:
-    """Mean and deviation of each number of the vectors [n, width]; None below `FEWEST` vectors."""
+    """Return mean and deviation of each column of vectors [n, width]; None below `FEWEST` rows."""
     return None if len(vectors) < FEWEST else moments(in_memory(vectors))
 
 
 def comparable(vectors: NDArray[np.float32], scale: Scale | None) -> NDArray[np.float32]:
-    """Vectors whose products say how alike images are: standardised, and at length 1.
+    """Standardise vectors and scale them to length 1, so that products are similarities.
 
     Vectors of one encoder share a large mean, so that the cosine of any two is near 1. Without it
     0 means as alike as any two images of the index.
@@ -73,12 +73,12 @@ class Clusters:
         return int(self.cluster.max()) + 1
 
     @property
-    def alone(self) -> int:
-        """Number of images in none."""
+    def ungrouped(self) -> int:
+        """Return how many images belong to no group."""
         return int((self.cluster < 0).sum())
 
     def members(self, number: int) -> NDArray[np.int64]:
-        """Positions of a cluster's images, those nearest to its mean first."""
+        """Return the positions of a cluster's images, those nearest to its mean first."""
         rows = np.flatnonzero(self.cluster == number)
         return rows[np.argsort(self.distance[rows], kind="stable")]
 
@@ -89,7 +89,7 @@ def cluster(
     method: Literal["graph", "kmeans", "hdbscan"] | None = None,
     smallest: int | None = None,
 ) -> Clusters:
-    """Group images by their vectors, which are standardised and scaled to length 1 first.
+    """HeadGroup images by their vectors, which are standardised and scaled to length 1 first.
 
     Args:
         vectors: of the images, float32 [n, width].
@@ -124,12 +124,12 @@ def cluster(
         return _clusters(rows, _kmeans(rows, count))
     found = graph_groups(rows)
     grains = {int(labels.max()) + 1: _clusters(rows, labels) for labels in found.values()}
-    own = _clusters(rows, found[natural(found)])
+    own = _clusters(rows, found[choose_resolution(found)])
     return replace(own, grains={n: grains[n] for n in sorted(grains) if n not in (1, own.count)})
 
 
 def graph_groups(rows: NDArray[np.float32]) -> dict[float, NDArray[np.int64]]:
-    """Communities in the graph of nearest neighbours, at each resolution of `GRAINS`.
+    """Find communities in the graph of nearest neighbours, at each resolution of `GRAINS`.
 
     As PhenoGraph (Levine et al., Cell 2015): two images are joined if one is among the
     nearest of the other, by the part of their neighbours that they share (Jaccard), and Louvain's
@@ -143,7 +143,8 @@ def graph_groups(rows: NDArray[np.float32]) -> dict[float, NDArray[np.int64]]:
     chosen = np.arange(len(rows))
     if len(rows) > LARGEST:
         chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:LARGEST])
-    graph, like = shared_neighbours(rows[chosen]), _nearest(rows, rows[chosen], 1)[:, 0]
+    graph = shared_neighbours(rows[chosen])
+    like = _nearest(rows, rows[chosen], 1)[:, 0]
     found = {}
     for resolution in GRAINS:
         labels = Louvain(resolution=resolution, random_state=0).fit_predict(graph)
@@ -151,8 +152,8 @@ def graph_groups(rows: NDArray[np.float32]) -> dict[float, NDArray[np.int64]]:
     return found
 
 
-def natural(found: dict[float, NDArray[np.int64]]) -> float:
-    """The resolution to choose: one of `STABLE` that agree on a number above 1; else 1."""
+def choose_resolution(found: dict[float, NDArray[np.int64]]) -> float:
+    """Return the resolution to use: one of `STABLE` that agree on a number above 1; else 1."""
     counts = {resolution: int(labels.max()) + 1 for resolution, labels in found.items()}
     times = Counter(n for n in counts.values() if n > 1)
     stable = [resolution for resolution, n in counts.items() if times[n] >= STABLE]
@@ -187,7 +188,7 @@ def _nearest(rows: NDArray[np.float32], of: NDArray[np.float32], count: int) -> 
 
 
 def _clusters(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> Clusters:
-    """Groups by size, without gaps, and how far each image is from the mean of its own."""
+    """Order groups by size, without gaps; measure each image's distance to its group's mean."""
     names, sizes = np.unique(labels[labels >= 0], return_counts=True)
     numbers = np.full(int(labels.max(initial=-1)) + 2, -1)
     numbers[names[np.argsort(-sizes, kind="stable")]] = np.arange(len(names))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.evaluate.trained import ByEpochs, Trainee, Trial, full
+from maect.evaluate.probe_training import ByEpochs, Probe, ProbeTask, all_rows
 
 if TYPE_CHECKING:
     import torch
@@ -52,26 +52,28 @@ class ColorHistogram(ByEpochs):
         blocks = {"error_last": "last block", "error_mean": "mean of blocks"}
         return {key: f"error of {self.title}, {of}" for key, of in blocks.items()}
 
-    def probe(self, trial: Trial) -> Trainee:
+    def build_probe(self, task: ProbeTask) -> Probe:
         """Errors in percent of a uniform prediction's: `errors` of every block, first to last.
 
         The probes of the last epoch are kept. docs/reference/probes.md lists the metrics.
         """
-        trial.train.check_channels(3)
-        return _Blocks(trial, self)
+        task.train.check_channels(3)
+        return _Blocks(task, self)
 
 
-class _Blocks(Trainee):
+class _Blocks(Probe):
     """Probes of all blocks, spread over the ranks."""
 
-    def __init__(self, trial: Trial, settings: ColorHistogram) -> None:
+    def __init__(self, task: ProbeTask, settings: ColorHistogram) -> None:
         from maect.evaluate.stacked_heads import HistogramHeads
 
-        super().__init__(trial)
+        super().__init__(task)
         self.probes = settings.probes
-        encoding, total = trial.encoding, trial.encoding.blocks * settings.probes
-        peak, width = settings.learning_rate * settings.batch_size / 256, encoding.settings.width
-        rest = (settings.momentum, settings.seed, encoding.device, trial.share_of(total))
+        encoding = task.encoding
+        total = task.encoding.blocks * settings.probes
+        peak = settings.learning_rate * settings.batch_size / 256
+        width = encoding.settings.width
+        rest = (settings.momentum, settings.seed, encoding.device, task.share_of(total))
         self.heads = HistogramHeads(width, total, peak, *rest)
         self.groups = {"heads": self.heads}
 
@@ -87,11 +89,13 @@ class _Blocks(Trainee):
     def metrics(self) -> dict[str, Any]:
         import numpy as np
 
-        self.kept = {key: full(self.heads, key) for key in ("weight", "bias", "mean", "var")}
-        errors, uniform = _errors(self.trial, self.kept)
+        self.best_tensors = {
+            key: all_rows(self.heads, key) for key in ("weight", "bias", "mean", "var")
+        }
+        errors, uniform = _errors(self.task, self.best_tensors)
         if uniform == 0:
             raise UserError(
-                f"{self.trial.test.directory}: every image's colours are spread uniformly"
+                f"{self.task.test.directory}: every image's colours are spread uniformly"
             )
         relative = 100 * np.reshape(errors, (self.probes, -1)) / uniform
         of_each = {"error_last": relative[:, -1], "error_mean": relative.mean(axis=1)}
@@ -102,7 +106,7 @@ class _Blocks(Trainee):
                 metrics[f"{name}_std"] = float(values.std(ddof=1))
         return metrics | {"uniform_error": uniform}
 
-    def texts(self) -> dict[str, str]:
+    def metadata(self) -> dict[str, str]:
         return {}
 
 
@@ -121,7 +125,7 @@ def histograms(images: Tensor) -> Tensor:
     return counts / bins.shape[2]
 
 
-def _errors(trial: Trial, heads: dict[str, Tensor]) -> tuple[list[float], float]:
+def _errors(task: ProbeTask, heads: dict[str, Tensor]) -> tuple[list[float], float]:
     """Mean absolute error of each head on the test split, and of a uniform prediction."""
     import torch
 
@@ -129,17 +133,18 @@ def _errors(trial: Trial, heads: dict[str, Tensor]) -> tuple[list[float], float]
     from maect.evaluate.stacked_heads import BINS, BN_EPS, predict_histograms
 
     sums = torch.zeros(len(heads["weight"]) + 1, dtype=torch.float64)
-    blocks = trial.encoding.blocks
+    blocks = task.encoding.blocks
     probes = len(heads["weight"]) // blocks
     scale = torch.rsqrt(heads["var"] + BN_EPS)[:, None]
-    for images in trial.images():
-        features = trial.checked(trial.encoding(images))
+    for images in task.images():
+        features = task.check_finite(task.encoding(images))
         features = features.view(len(images), blocks, -1).transpose(0, 1)
-        target, features = histograms(images), features.repeat(probes, 1, 1)
+        target = histograms(images)
+        features = features.repeat(probes, 1, 1)
         p = predict_histograms(
             (features - heads["mean"][:, None]) * scale, heads["weight"], heads["bias"]
         )
         sums[:-1] += (p - target).abs().mean(dim=(2, 3)).double().sum(dim=1).cpu()
         sums[-1] += (1 / BINS - target).abs().mean(dim=(1, 2)).double().sum().cpu()
-    *errors, uniform = (distributed.sum_over_ranks(sums) / trial.test.n).tolist()
+    *errors, uniform = (distributed.sum_over_ranks(sums) / task.test.n).tolist()
     return errors, uniform

@@ -156,7 +156,7 @@ class LastBlocks(Encoding):
         return torch.cat(parts, dim=1)
 
 
-def finite(features: Tensor, run: Path) -> None:
+def check_finite(features: Tensor, run: Path) -> None:
     """Refuse a broken encoder, by a UserError: a feature that is not finite."""
     if not torch.isfinite(features).all():
         raise UserError(

@@ -52,7 +52,7 @@ def evaluate(context: Context, *, config: str | Path, digest: str | None = None)
 
 
 def job_of(resolved: EvaluationConfig, config: Path) -> EvaluationJob:
-    """The job that a resolved file describes; its result goes beside the file."""
+    """Return the job of a resolved file; its result goes beside the file."""
     return EvaluationJob(
         resolved.run, config.with_suffix(".json"), resolved.inputs, resolved.resize
     )
@@ -93,7 +93,8 @@ class Completion:
         """Read weights and inputs, once; a UserError if one cannot be read or is damaged."""
         resolved = EvaluationConfig.read(config)
         job = job_of(resolved, Path(config))
-        self._out, self._resolved = job.out, resolved
+        self._out = job.out
+        self._resolved = resolved
         self._encoder = encoder_checksum(job.run)
         self._sources = _sources(job, resolved.settings)
         self.identity = digest(resolved.digest, self._encoder, self._sources)
@@ -104,7 +105,8 @@ class Completion:
             result = EvaluationRecord.read(self._out)
         except MissingFileError:
             return False
-        about, left = result.provenance, self._out.with_suffix(".safetensors")
+        about = result.provenance
+        left = self._out.with_suffix(".safetensors")
         if result.left_sha256 and not (left.exists() and sha256_file(left) == result.left_sha256):
             return False  # of a job that was stopped between the two
         return (
@@ -116,7 +118,7 @@ class Completion:
 
 
 def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
-    """sha256 of what is evaluated: the run's encoder or, without its file, that of the features.
+    """Return the sha256 of the evaluated encoder; without its file, that of the features.
 
     Raises:
         UserError: a damaged encoder or tensors of another evaluation, or features that were not
@@ -144,17 +146,22 @@ def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
 
 
 def _features_record(path: Path, kind: Features) -> dict[str, Any]:
-    """Return what a features file says of itself; a UserError if it is not what its place says."""
-    made, shards = open_record(path), shards_of(path, kind.split)
-    split, digest = made.get("split", kind.split), index_digest(shards) if shards else None
+    """Read a features file's header; raise UserError if it does not match its path."""
+    made = open_record(path)
+    shards = shards_of(path, kind.split)
+    split = made.get("split", kind.split)
+    digest = index_digest(shards) if shards else None
     if split != kind.split and f"-{kind.split}." in f"{path.stem}.":
         raise UserError(f"{path}: made of the split {split}; delete it: it is extracted again")
-    if None not in (name := made.get("name"), own := own_name(path)) and name != own:
+    name = made.get("name")
+    own = own_name(path)
+    if name is not None and own is not None and name != own:
         raise UserError(f"{path}: made as {name}; delete it: it is extracted again")
     if made.get("norm", kind.norm) != kind.norm:
         how = "without" if kind.norm else "with"
         raise UserError(f"{path}: made {how} the encoder's final norm; extract it again")
-    if (blocks := made.get("blocks", kind.blocks)) != kind.blocks:
+    blocks = made.get("blocks", kind.blocks)
+    if blocks != kind.blocks:
         raise UserError(f"{path}: made of {blocks} blocks, not {kind.blocks}; extract it again")
     if digest not in (None, made["index_digest"]):
         raise UserError(f"{path}: made of other images than {shards}; delete it: it is made again")
@@ -180,7 +187,7 @@ def provenance(
 
 
 def _sources(job: EvaluationJob, protocol: Protocol) -> dict[str, dict[str, Any]]:
-    """`splits`, with what is known of their features or images, and `inputs`, with checksums."""
+    """Return `splits`, with headers of their features or digests, and `inputs`, with checksums."""
     splits: dict[str, Any] = {}
     inputs: dict[str, Any] = {}
     keep = ("index_digest", "pooling", "image_size", "resize", "precision", "device", "sha256")

@@ -68,7 +68,7 @@ class Explore(ReadsFeatures):
         return given | {f"images_{name}": Shards(name) for name in self.splits}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Number of images and groups, and the other numbers of groups that the page offers.
+        """Return how many images and groups there are, and the other numbers of groups.
 
         Writes `explore.safetensors`: `points` float32 [n, 2]; `splits`, `ids`, `labels` (-1 where
         unlabelled) and `clusters` int64 [n], the largest cluster first; `distance` float64 [n] to
@@ -106,7 +106,7 @@ class Explore(ReadsFeatures):
             thumbnails(index, part, file, self.side)
             for index, (file, part) in zip(indices, pairs, strict=True)
         ]
-        classes, labels = in_common(pairs)
+        classes, labels = common_classes(pairs)
         tensors: dict[str, NDArray[Any]] = {
             "points": points,
             "splits": splits,
@@ -135,7 +135,7 @@ class Explore(ReadsFeatures):
         return {"images": len(ids), "clusters": groups.count, "grains": sorted(groups.grains)}
 
     def _drawn(self, sizes: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Split and id of each image to show, in order: the same ones for every encoder."""
+        """Draw split and id of each image to show, in order: the same ones for every encoder."""
         import numpy as np
 
         splits = np.repeat(np.arange(len(sizes)), sizes)
@@ -145,7 +145,7 @@ class Explore(ReadsFeatures):
         return splits[chosen], ids[chosen]
 
 
-def in_common(
+def common_classes(
     parts: list[tuple[FeatureFile, NDArray[np.int64]]],
 ) -> tuple[list[str], NDArray[np.int64]]:
     """Return the class names of all splits, and each drawn image's place among them or -1.
@@ -172,7 +172,7 @@ def columns_of(count: int) -> int:
 
 
 def atlas(pictures: NDArray[np.uint8]) -> bytes:
-    """A JPEG with all pictures [n, S, S, 3], row by row; as good as its size allows."""
+    """Return a JPEG of all pictures [n, S, S, 3], row by row, as good as its size allows."""
     import numpy as np
     from PIL import Image
 

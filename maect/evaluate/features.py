@@ -39,7 +39,8 @@ def features(context: Context, *, config: str | Path, digest: str | None = None)
     `digest` is that of the file when the job was submitted; returns as `extract`.
     """
     read = FeaturesConfig.read(config, submitted=digest)
-    encoder, out = read.run / "encoder.safetensors", Path(config).with_suffix(".safetensors")
+    encoder = read.run / "encoder.safetensors"
+    out = Path(config).with_suffix(".safetensors")
     return extract(context, encoder=encoder, shards=read.shards, out=out, **read.how)
 
 
@@ -115,7 +116,8 @@ def extract(
         if not context.is_current():
             raise SupersededError(f"{out}: another job has taken these features over")
         keys = index.keys()
-        width, labels = model.width, np.array(index.labels)
+        width = model.width
+        labels = np.array(index.labels)
         parts = (read_kept(file)[0]["features"] for file in files)
         write_features(
             out, parts, width=width, labels=labels, keys=keys, record=record,
@@ -141,14 +143,16 @@ def _encode(
     missing: int,
 ) -> bool:
     """Encode and write some of the missing parts; False if asked to stop before the last."""
-    ranges, batch = part_ranges(index.n), model.batch_size
+    ranges = part_ranges(index.n)
+    batch = model.batch_size
     pieces = [
         (number, start, ranges[number][start : start + batch])
         for number in numbers
         for start in range(0, len(ranges[number]), batch)
     ]
     ours = sum(len(rows) for _, _, rows in pieces)
-    started, done = time.monotonic(), 0
+    started = time.monotonic()
+    done = 0
     encoded = _features(context, index, model, resize, [rows for _, _, rows in pieces])
     for (number, start, rows), features in zip(pieces, encoded, strict=True):
         if start == 0:
@@ -177,7 +181,7 @@ def _encode(
 def _features(
     context: Context, index: Index, model: Encoding, resize: int, parts: list[range]
 ) -> Iterator[NDArray[np.float32]]:
-    """Features of every part; the device has the next one already when a part is waited for."""
+    """Yield features of every part, one part behind the device."""
     previous = None
     for images, _, _ in evaluation_parts(
         index,
@@ -195,7 +199,7 @@ def _features(
 
 
 def copy_ahead(values: Tensor) -> Callable[[], NDArray[np.float32]]:
-    """Begin to copy a tensor to the CPU; return what waits for its numbers and gives them."""
+    """Begin to copy a tensor to the CPU; return a function that waits and returns its numbers."""
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     copy.copy_(values, non_blocking=True)
     copied = torch.cuda.Event() if values.is_cuda else None

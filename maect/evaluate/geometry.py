@@ -18,8 +18,8 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
 from maect.evaluate.clustering import SCORES, SMALL, Clustering, is_right, one_run
-from maect.evaluate.knn import swept
-from maect.evaluate.low_shot import LowShot, choose, fit, predict, prepare
+from maect.evaluate.knn import votes_by_setting
+from maect.evaluate.low_shot import LowShot, center_and_scale, choose_samples, fit, predict
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ class Geometry(ReadsFeatures):
         """
         import numpy as np
 
-        train, test = job.both()
+        train, test = job.train_and_test()
         if self.k > train.n:
             raise UserError(f"geometry: k {self.k} is more than the {train.n} of {train.path}")
         few = LowShot(shots=self.shots, splits=self.splits, seed=self.seed)
         subsets = {
-            shots: [choose(train, shots, split, few) for split in range(1, self.splits + 1)]
+            shots: [choose_samples(train, shots, split, few) for split in range(1, self.splits + 1)]
             for shots in self.shots
         }
         task = FeatureTask(train.labels, test.labels, subsets, self.k, self.temperature, self.runs)
@@ -98,7 +98,7 @@ class Geometry(ReadsFeatures):
                 metrics[f"{score}_{name}"] = float(np.mean(values))
                 metrics[f"{score}_{name}_std"] = float(np.std(values, ddof=min(1, self.runs - 1)))
         metrics |= {name: 100 * float(one.mean()) for name, one in right.items()}
-        return metrics | job.scored(right)
+        return metrics | job.keep_outcomes(right)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class FeatureTask:
     runs: int = 10
 
     def check(self, test: Array) -> None:
-        """Refuse, by a ValueError, what can be neither classified nor clustered."""
+        """Raise ValueError if features or labels can be neither classified nor clustered."""
         import numpy as np
 
         classes = len(np.unique(self.test_labels))
@@ -159,7 +159,7 @@ class FeatureTask:
         queries = correct(test)
         bank = Rows(train.n, train.width, lambda start, stop: correct(train.rows(start, stop)))
         pair = self.k, self.temperature
-        votes = swept(bank, self.labels, queries, [pair], None, threads)[pair]
+        votes = votes_by_setting(bank, self.labels, queries, [pair], None, threads)[pair]
         right = {"knn": (votes == self.test_labels)[None]}
         right |= self._few_labels(train, queries, correct)
         right["accuracy"], scores = self._clustered(unit(queries), threads)
@@ -168,16 +168,17 @@ class FeatureTask:
     def _few_labels(
         self, train: FeatureFile | Rows, queries: Array, correct: Correction
     ) -> dict[str, NDArray[np.bool_]]:
-        """The protocol `low_shot` on corrected features."""
+        """Run the protocol `low_shot` on corrected features."""
         import numpy as np
 
-        rows, classes = prepare(queries), int(self.labels.max()) + 1
+        rows = center_and_scale(queries)
+        classes = int(self.labels.max()) + 1
         found: dict[str, NDArray[np.bool_]] = {}
         with threadpool_limits(1, user_api="blas"), warnings.catch_warnings(action="ignore"):
             for shots, subsets in self.subsets.items():
                 right = []
                 for ids in subsets:
-                    known = prepare(correct(_take(train, ids)))
+                    known = center_and_scale(correct(_take(train, ids)))
                     penalty = LowShot().l2 / len(ids)
                     weights, _ = fit(known, self.labels[ids], classes, penalty)
                     right.append(predict(rows, weights) == self.test_labels)
@@ -212,7 +213,7 @@ def corrections(
     """
     import numpy as np
 
-    mean, covariance = spread(train)
+    mean, covariance = mean_and_covariance(train)
     scale = np.sqrt(np.diagonal(covariance))
     scale = np.where(scale <= 1e-6 * np.abs(mean), np.inf, scale)
     values, vectors = np.linalg.eigh(covariance)
@@ -230,11 +231,14 @@ def corrections(
     return found
 
 
-def spread(features: FeatureFile | Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def mean_and_covariance(
+    features: FeatureFile | Rows,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the mean [d] and the (biased) covariance [d, d] of features, in float64."""
     import numpy as np
 
-    n, starts = features.n, range(0, features.n, _CHUNK)
+    n = features.n
+    starts = range(0, features.n, _CHUNK)
     mean = np.zeros(features.width)
     for start in starts:
         mean += features.rows(start, min(start + _CHUNK, n)).sum(axis=0, dtype=np.float64)
@@ -284,7 +288,7 @@ def _mapped(mean: NDArray[np.float64], matrix: NDArray[np.float64]) -> Correctio
 
 
 def _take(features: FeatureFile | Rows, ids: NDArray[np.int64]) -> Array:
-    """Features of a few samples, float32 [len(ids), d]."""
+    """Return features of a few samples, float32 [len(ids), d]."""
     import numpy as np
 
     from maect.evaluate.store import FeatureFile

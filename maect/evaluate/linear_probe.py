@@ -5,19 +5,14 @@ Heads of all rates, and of all representations, are trained on one pass of the e
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from maect.core.errors import UserError
-from maect.core.files import sha256_file
-from maect.data.index import Index
-from maect.evaluate.base import EvaluationJob, Positive
+from maect.evaluate.base import Positive
+from maect.evaluate.probe_training import ByEpochs, Probe, ProbeTask, all_rows
 from maect.evaluate.real import RealLabels
-from maect.evaluate.trained import ByEpochs, Trainee, Trial, full
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +20,6 @@ if TYPE_CHECKING:
 
     from maect.evaluate.encoding import Encoding
     from maect.evaluate.stacked_heads import Heads
-    from maect.models.precision import Precision
 
 
 class LinearProbe(RealLabels, ByEpochs):
@@ -59,7 +53,7 @@ class LinearProbe(RealLabels, ByEpochs):
         return self
 
     def encoding(self, path: Path, device: torch.device) -> Encoding:
-        """The encoder's own features, or all that the forms need."""
+        """Return the encoder, with all features that the forms need."""
         from maect.evaluate.encoding import Encoding, LastBlocks
 
         if self.refiner:
@@ -67,7 +61,7 @@ class LinearProbe(RealLabels, ByEpochs):
         blocks = max(BLOCKS) if self.concat else 1
         return Encoding(path, device, self.precision, blocks=blocks, other_pooling=self.concat)
 
-    def probe(self, trial: Trial) -> Trainee:
+    def build_probe(self, task: ProbeTask) -> Probe:
         """Accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and by rate.
 
         docs/reference/probes.md lists the metrics.
@@ -76,7 +70,7 @@ class LinearProbe(RealLabels, ByEpochs):
         features minus `mean` over the square root of `var` + 1e-5 (with concatenations each as
         `concat_l.weight` and so on).
         """
-        return _Forms(trial, self)
+        return _Forms(task, self)
 
 
 BLOCKS = (1, 2, 4, 6)
@@ -88,7 +82,8 @@ REAL = ".real"
 
 def representations(encoding: Encoding) -> dict[str, slice]:
     """Return which features each probe reads, by the name of its metric."""
-    width, blocks = encoding.settings.width, encoding.blocks
+    width = encoding.settings.width
+    blocks = encoding.blocks
     columns = {
         f"concat_{count}": slice((blocks - count) * width, blocks * width)
         for count in BLOCKS
@@ -102,9 +97,11 @@ def representations(encoding: Encoding) -> dict[str, slice]:
 
 
 def refiner_forms(encoding: Encoding) -> dict[str, slice]:
-    """The same of MIM-Refiner's inputs, which `LastBlocks` gives; without [CLS] those of means."""
-    width, poolings = encoding.settings.width, ("cls", "mean")[not encoding.settings.class_token :]
-    first, columns = 0, {}
+    """Return the columns of MIM-Refiner's forms in the features of `LastBlocks`."""
+    width = encoding.settings.width
+    poolings = ["cls", "mean"] if encoding.settings.class_token else ["mean"]
+    first = 0
+    columns = {}
     for source, blocks in (("output", 1), ("last", encoding.blocks)):
         for count in range(1, 1 + len(poolings)):
             end = first + count * blocks * width
@@ -113,31 +110,32 @@ def refiner_forms(encoding: Encoding) -> dict[str, slice]:
     return columns
 
 
-class _Forms(Trainee):
+class _Forms(Probe):
     """Heads of all rates on each form of the features; every rank trains some of the rates."""
 
     groups: dict[str, Heads]
 
-    def __init__(self, trial: Trial, settings: LinearProbe) -> None:
+    def __init__(self, task: ProbeTask, settings: LinearProbe) -> None:
         from maect.evaluate.stacked_heads import Heads
 
-        super().__init__(trial)
-        self.rates, encoding = list(settings.learning_rates), trial.encoding
+        super().__init__(task)
+        self.rates = list(settings.learning_rates)
+        encoding = task.encoding
         self.columns = {PLAIN: slice(None)}
         if settings.concat or settings.refiner:
             self.columns = (refiner_forms if settings.refiner else representations)(encoding)
             self.forms = tuple(self.columns)
-        self.mine = trial.share_of(len(self.rates))
+        self.mine = task.share_of(len(self.rates))
         peaks = [rate * settings.batch_size / 256 for rate in self.rates]
-        self.real = trial.reassessed(settings)
-        self.scored = {"": trial.features()}
+        self.real = task.real_labels_of(settings)
+        self.scored = {"": task.features()}
         if settings.held_out:
-            self.held = trial.held_out(settings.held_out, settings.seed)
-            self.scored[HELD_OUT] = trial.features(self.held)
+            self.held_out_images = task.draw_held_out(settings.held_out, settings.seed)
+            self.scored[HELD_OUT] = task.features(self.held_out_images)
         rest = (settings.momentum, settings.seed, encoding.device, self.mine)
         widths = {n: len(range(*c.indices(encoding.width))) for n, c in self.columns.items()}
         self.groups = {
-            name + part: Heads(width, len(trial.train.class_names), peaks, *rest)
+            name + part: Heads(width, len(task.train.class_names), peaks, *rest)
             for part in self.scored
             for name, width in widths.items()
         }
@@ -149,7 +147,7 @@ class _Forms(Trainee):
 
         features, targets = distributed.gather_rows(features), distributed.gather_rows(targets)
         seen = {"": (features, targets)}
-        if self.held is not None:
+        if self.held_out_images is not None:
             others = targets[:, 1] == 0
             seen = {"": (features, targets[:, 0]), HELD_OUT: (features[others], targets[others, 0])}
         losses = [
@@ -174,10 +172,10 @@ class _Forms(Trainee):
             metrics |= {PLAIN: metrics[best], "best_form": best}
             if self.real is not None:
                 metrics[f"{PLAIN}_real"] = metrics[f"{best}_real"]
-        return metrics if self.held is None else metrics | self._chosen()
+        return metrics if self.held_out_images is None else metrics | self._chosen()
 
     def _chosen(self) -> dict[str, Any]:
-        """The probe and epoch that do best on held-out images; of equals the first."""
+        """Return the metrics of form, rate and epoch that held-out images choose."""
         form, epoch, rate = _best([self.record[name + HELD_OUT] for name in self.columns])
         name = [*self.columns][form]
         real = {}
@@ -191,12 +189,12 @@ class _Forms(Trainee):
             "held_out_rate": self.rates[rate],
         }
 
-    def texts(self) -> dict[str, str]:
-        resize = self.trial.job.resize or self.trial.encoding.settings.default_resize
-        return super().texts() | {"resize": str(resize)}
+    def metadata(self) -> dict[str, str]:
+        resize = self.task.job.resize or self.task.encoding.settings.default_resize
+        return super().metadata() | {"resize": str(resize)}
 
     def _accuracies(self, name: str, part: str) -> list[float]:
-        """In percent, of each rate; those by ReaL's labels are recorded beside them."""
+        """Return each rate's accuracy in percent; record those by ReaL's labels beside them."""
         import torch
 
         from maect.core import distributed
@@ -218,14 +216,16 @@ class _Forms(Trainee):
     def _keep(self, name: str, rate: int) -> None:
         from maect.evaluate.stacked_heads import Heads
 
-        one, heads = slice(rate, rate + 1), self.groups[name]
-        best = {key: full(heads, key, one)[0] for key in ("weight", "bias")}
+        one = slice(rate, rate + 1)
+        heads = self.groups[name]
+        best = {key: all_rows(heads, key, one)[0] for key in ("weight", "bias")}
         best |= {key: getattr(heads, key) for key in Heads.SHARED}
         prefix = "" if name == PLAIN else f"{name}."
-        self.kept |= {prefix + key: value.clone() for key, value in best.items()}
+        self.best_tensors |= {prefix + key: value.clone() for key, value in best.items()}
 
     def _metrics(self, name: str, history: list[list[float]]) -> dict[str, Any]:
-        (epoch, rate), last = _best(history), history[-1]
+        (epoch, rate) = _best(history)
+        last = history[-1]
         by_rate = {str(one): value for one, value in zip(self.rates, last, strict=True)}
         prefix = "" if name == PLAIN else f"{name}_"
         real = {}
@@ -245,73 +245,8 @@ class _Forms(Trainee):
 
 
 def _best(accuracies: list[Any]) -> list[int]:
-    """Place of the highest one in nested lists, of equals the first."""
+    """Return the place of the highest number in nested lists; ties: the first."""
     import numpy as np
 
     found = np.array(accuracies)
     return [int(place) for place in np.unravel_index(found.argmax(), found.shape)]
-
-
-def affine(
-    tensors: Mapping[str, Tensor], texts: Mapping[str, str], path: Path
-) -> tuple[Tensor, Tensor]:
-    """Return a linear probe as one layer on features: weight [classes, width] and bias [classes].
-
-    Refuses, by a UserError, what is no probe or not one of a single representation.
-    """
-    import torch
-
-    from maect.evaluate.stacked_heads import BN_EPS
-
-    needed = {"weight", "bias", "mean", "var", "class_names", "encoder_sha256", "resize"}
-    if not needed <= tensors.keys() | texts.keys():
-        raise UserError(
-            f"{path}: no linear probe of one representation, with the resize of its images; "
-            "evaluate linear_probe again"
-        )
-    scale = torch.rsqrt(tensors["var"] + BN_EPS)
-    # BatchNorm is affine in the features: it becomes part of the linear layer.
-    weight = tensors["weight"] * scale
-    return weight, tensors["bias"] - tensors["weight"] @ (tensors["mean"] * scale)
-
-
-class TrainedProbe:
-    """The linear probe that an evaluation left, on its encoder: from images to logits."""
-
-    def __init__(self, job: EvaluationJob, device: torch.device, precision: Precision) -> None:
-        """Load the run's encoder and the probe of the job, which is refused if it is of another."""
-        from maect.evaluate.encoding import Encoding
-        from maect.models.weights import load_tensors
-
-        path, encoder = job.path("probe"), job.run / "encoder.safetensors"
-        tensors, texts = load_tensors(path)
-        weight, bias = affine(tensors, texts, path)
-        self.encoding = Encoding(encoder, device, precision)
-        if texts["encoder_sha256"] != sha256_file(encoder):
-            raise UserError(f"{path}: trained on another encoder than {encoder}; probe it again")
-        self.class_names = tuple(json.loads(texts["class_names"]))
-        self.weight, self.bias = weight.to(device), bias.to(device)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Logits float32 [b, classes], if finite, of images uint8 [b, C, S, S] or normalized."""
-        import torch
-
-        with torch.inference_mode():
-            logits = torch.addmm(self.bias, self.encoding(images), self.weight.T)
-        if not torch.isfinite(logits).all():
-            raise UserError(
-                "the probe's predictions are not finite; the encoder diverged or its weights "
-                "are damaged"
-            )
-        return logits
-
-    def check(self, index: Index) -> None:
-        """Refuse images that the probe cannot be scored on: none, unlabelled, of other classes."""
-        if index.n == 0:
-            raise UserError(f"{index.directory}: holds no images")
-        if index.labels.min() < 0:
-            raise UserError(f"{index.directory}: some images have no label")
-        if tuple(index.class_names) != self.class_names:
-            raise UserError(
-                f"{index.directory}: its classes are not those that the probe was trained on"
-            )

@@ -48,40 +48,42 @@ class Logistic(RealLabels, ReadsFeatures):
     max_iterations: Count = 1000
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Metrics: `logistic` with the ends of its 95 % interval, and what was chosen;
-        with `real_labels` also `logistic_real`.
+        """Return `logistic`, the ends of its 95 % interval, the chosen C and all that were tried.
+
+        With `real_labels` also `logistic_real`.
         """
         import numpy as np
 
-        from maect.evaluate.sampling import held_out
+        from maect.evaluate.sampling import held_out_mask
 
-        train, test = job.both()
-        real = self.reassessed(test.names, test.record["class_names"], test.labels)
-        held = held_out(train.labels, train.contents(), self.one_in)
+        train, test = job.train_and_test()
+        real = self.real_labels_of(test.names, test.record["class_names"], test.labels)
+        held = held_out_mask(train.labels, train.contents(), self.one_in)
         if len(np.unique(train.labels)) < 2 or not held.any():
             raise UserError(f"{train.path}: logistic needs two classes and two images of a class")
-        given, threads = (train.all(), train.labels), idle_cpus(context)
+        given = (train.all(), train.labels)
+        threads = idle_cpus(context)
         identity = digest(self, train.record["sha256"])
-        search = partial(choose, *given, held, self.penalties, self.max_iterations, threads)
+        search = partial(try_penalties, *given, held, self.penalties, self.max_iterations, threads)
         # A weak penalty may not converge, nor need to.
         with threadpool_limits(1), warnings.catch_warnings(action="ignore"):
-            tried = job.once(context, identity, search)
-            chosen = best(tried)
-            classes = fitted(*given, chosen, self.max_iterations)(test.all())
+            tried = job.compute_once(context, identity, search)
+            chosen = best_penalty(tried)
+            classes = fit_logistic(*given, chosen, self.max_iterations)(test.all())
         correct = classes == test.labels
         return {
             "logistic": float((100.0 * correct).mean()),
-            **job.scored({"logistic": correct}),
+            **job.keep_outcomes({"logistic": correct}),
             "c": chosen,
             **({} if real is None else {"logistic_real": real.accuracy(classes)}),
             "held_out": tried,
         }
 
 
-def fitted(
+def fit_logistic(
     features: Array, labels: NDArray[np.int64], c: float, max_iterations: int = 1000
 ) -> Callable[[Array], NDArray[np.int64]]:
-    """Fit weights and intercepts; return what gives the most probable class of rows, int64 [n].
+    """Fit weights and intercepts; return a function from rows to their classes, int64 [n].
 
     Args:
         features: float32 [n, d].
@@ -103,7 +105,7 @@ def _standardized(rows: Array, scale: Scale) -> NDArray[np.float64]:
     return standardize(rows, scale).astype("float64")
 
 
-def choose(
+def try_penalties(
     features: Array,
     labels: NDArray[np.int64],
     held: NDArray[np.bool_],
@@ -128,7 +130,8 @@ def choose(
 
     given = features[~held]
     scale = moments(in_memory(given))
-    known, queries = _standardized(given, scale), _standardized(features[held], scale)
+    known = _standardized(given, scale)
+    queries = _standardized(features[held], scale)
     del given  # memory holds one copy for all C, in float64
 
     def tried(c: float) -> dict[str, float]:
@@ -140,6 +143,6 @@ def choose(
         return list(pool.map(tried, sorted(penalties)))
 
 
-def best(tried: Sequence[dict[str, float]]) -> float:
-    """The C of the highest accuracy, of equal ones the smallest."""
+def best_penalty(tried: Sequence[dict[str, float]]) -> float:
+    """Return the C of the highest accuracy; ties: the smallest."""
     return max(tried, key=itemgetter("accuracy"))["c"]

@@ -5,7 +5,7 @@ no intercept:
 
     minimise over W  (1/n) sum_i -log softmax(x_i W)[y_i] + (penalty / 2) |W|^2
 
-A strictly convex problem: both solvers have the same answer, to their tolerance.
+A strictly convex problem: every solver has the same answer, to its tolerance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.evaluate.base import Count, EvaluationJob, Fraction, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
 from maect.recipes.few_labels import FewLabels, fraction_list, fraction_name, shots_list
@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 GAP = 1e-9  # relative duality gap
 MEMORY = 10
 MAX_ITERATIONS = 5000
+
+
+class _ConvergedError(Exception):
+    """The duality gap is small enough."""
+
+    def __init__(self, weights: NDArray[np.float64]) -> None:
+        super().__init__()
+        self.weights = weights
 
 
 class LowShot(FewLabels, RealLabels, ReadsFeatures):
@@ -63,7 +71,7 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
 
     @property
     def lists(self) -> list[Path]:
-        """Of every split, and of every fraction."""
+        """Return the lists of every split and every fraction."""
         if self.subsets is None:
             return []
         shots = itertools.product(self.shots, range(1, self.splits + 1))
@@ -75,7 +83,7 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
     def headline(self) -> dict[str, str]:
         """Accuracies by the number or the fraction of labels."""
         how = "logistic regression"
-        shots = {f"low_shot_{n}": f"{n} label{'s'[: n > 1]} per class, {how}" for n in self.shots}
+        shots = {f"low_shot_{n}": f"{counted(n, 'label')} per class, {how}" for n in self.shots}
         return shots | {
             fraction_name(part): f"{100 * part:g} % of the labels, {how}" for part in self.fractions
         }
@@ -90,22 +98,22 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
         from maect.data.subsets import fraction_rows_of
 
         self.check_lists()
-        train, test = job.both()
+        train, test = job.train_and_test()
         wanted = [(shots, split) for shots in self.shots for split in range(1, self.splits + 1)]
-        subsets: dict[Any, NDArray[np.int64]] = {p: choose(train, *p, self) for p in wanted}
+        subsets: dict[Any, NDArray[np.int64]] = {p: choose_samples(train, *p, self) for p in wanted}
         for fraction in self.fractions:
-            subsets[fraction] = fraction_rows_of(labelled(train), fraction, self.seed, self.subsets)
+            subsets[fraction] = fraction_rows_of(as_split(train), fraction, self.seed, self.subsets)
         if any(len(np.unique(train.labels[ids])) < 2 for ids in subsets.values()):
             raise UserError(
                 f"{train.path}: low_shot needs at least two classes, and the samples it would "
                 "train on are of one; extract features of a split with more"
             )
-        queries = prepare(test.all())
-        real = self.reassessed(test.names, test.record["class_names"], test.labels)
+        queries = center_and_scale(test.all())
+        real = self.real_labels_of(test.names, test.record["class_names"], test.labels)
 
         def accuracy(name: Any) -> tuple[NDArray[np.bool_], bool, float]:
             ids = subsets[name]
-            given = prepare(train.take(ids)), train.labels[ids], train.classes
+            given = center_and_scale(train.take(ids)), train.labels[ids], train.classes
             weights, converged = fit(*given, self.l2 / len(ids))
             found = predict(queries, weights)
             by_real = real.accuracy(found) if real else 0.0
@@ -136,27 +144,29 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
             metrics[name] = 100 * int(np.sum(correct[name])) / test.n
             if real:
                 metrics[f"{name}_real"] = found
-        return metrics | job.scored(correct)
+        return metrics | job.keep_outcomes(correct)
 
 
-def choose(train: FeatureFile, shots: int, split: int, settings: LowShot) -> NDArray[np.int64]:
-    """Ids of the training samples of one split, sorted: from a list, or drawn by seed.
+def choose_samples(
+    train: FeatureFile, shots: int, split: int, settings: LowShot
+) -> NDArray[np.int64]:
+    """Return the ids of one split's training samples, sorted: from a list, or drawn by seed.
 
     Seeded subsets are nested like MSN's: the samples for 1 shot are among those for 2 and 5.
     """
     from maect.data.subsets import shots_rows
 
-    return shots_rows(labelled(train), shots, split, settings.seed, settings.subsets)
+    return shots_rows(as_split(train), shots, split, settings.seed, settings.subsets)
 
 
-def labelled(train: FeatureFile) -> Labelled:
-    """A features file as a split to choose samples from."""
+def as_split(train: FeatureFile) -> Labelled:
+    """Return a features file as a split to choose samples from."""
     from maect.data.subsets import Labelled
 
     return Labelled(train.path, train.labels, train.names, train.record["class_names"])
 
 
-def prepare(features: NDArray[np.float32]) -> NDArray[np.float64]:
+def center_and_scale(features: NDArray[np.float32]) -> NDArray[np.float64]:
     """Centre each row [n, d] on its own mean and scale it to length 1 (MSN, MAE-CT); 0 stays 0.
 
     float64: weak penalties such as these need it.
@@ -200,7 +210,7 @@ def fit(
 
 
 def predict(features: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Most probable class of each row, int64 [n]; the first among equals."""
+    """Predict the most probable class of each row, int64 [n]; ties: the first."""
     import numpy as np
 
     present = np.flatnonzero(~np.isnan(weights[0]))
@@ -218,34 +228,32 @@ def _lbfgs(
     import numpy as np
     from scipy.optimize import minimize
 
-    n, shape = len(features), (features.shape[1], classes)
-    solution: NDArray[np.float64] | None = None
+    n = len(features)
+    shape = (features.shape[1], classes)
 
     def value(flat: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        nonlocal solution
         weights = flat.reshape(shape)
         loss, residual = _loss(features @ weights, labels)
         loss += penalty / 2 * float(np.vdot(flat, flat))
         gradient = (features.T @ residual / n + penalty * weights).ravel()
         if np.vdot(gradient, gradient) <= 2 * penalty * GAP * loss:
-            solution = weights.copy()
-            raise StopIteration
+            raise _ConvergedError(weights.copy())
         return loss, gradient
 
     options = {"maxcor": MEMORY, "maxiter": MAX_ITERATIONS, "maxfun": 2 * MAX_ITERATIONS}
-    start, never = np.zeros(np.prod(shape)), {"ftol": 0.0, "gtol": 0.0}
+    start = np.zeros(np.prod(shape))
+    never = {"ftol": 0.0, "gtol": 0.0}
     try:
         result = minimize(value, start, jac=True, method="L-BFGS-B", options=options | never)
-    except StopIteration:
-        assert solution is not None
-        return solution, True
+    except _ConvergedError as converged:
+        return converged.weights, True
     return result.x.reshape(shape), False  # as low as rounding lets it be
 
 
 def _loss(
     logits: NDArray[np.float64], labels: NDArray[np.int64]
 ) -> tuple[float, NDArray[np.float64]]:
-    """Mean cross-entropy, and softmax minus the one-hot labels, [n, classes]."""
+    """Compute the mean cross-entropy, and softmax minus one-hot labels, [n, classes]."""
     import numpy as np
 
     at = (np.arange(len(logits)), labels)

@@ -26,7 +26,7 @@ _MOST = 2**16 - 1
 
 
 def pack(right: NDArray[np.bool_]) -> Outcome:
-    """Return what a result keeps of repeated trials on the same images.
+    """Pack the outcomes of repeated trials on the same images for a result.
 
     Args:
         right: whether each image was right, bool [n] or, of several trials, [trials, n].
@@ -94,7 +94,8 @@ def difference(first: NDArray[np.float64], second: NDArray[np.float64]) -> Diffe
     low, high = intervals(100 * change[:, None])
     gained = lost = None
     if np.isin(first, (0, 1)).all() and np.isin(second, (0, 1)).all():
-        gained, lost = int((change > 0).sum()), int((change < 0).sum())
+        gained = int((change > 0).sum())
+        lost = int((change < 0).sum())
         p = mcnemar(gained, lost)
     else:
         p = sign_flips(change)
@@ -128,7 +129,8 @@ def holm(chances: Sequence[float]) -> list[float]:
     below one before it, and none exceeds 1.
     """
     order = sorted(range(len(chances)), key=chances.__getitem__)
-    corrected, highest = [0.0] * len(chances), 0.0
+    corrected = [0.0] * len(chances)
+    highest = 0.0
     for rank, number in enumerate(order):
         highest = max(highest, min(1.0, (len(chances) - rank) * chances[number]))
         corrected[number] = highest

@@ -16,9 +16,9 @@ from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.data.index import ID, open_index
-from maect.evaluate.base import Images
-from maect.evaluate.dense import CLASSES, Masked, MaskSplit, iou_of, pairs_of
-from maect.evaluate.trained import ByUpdates, Course, Group, Trainee, Trial
+from maect.evaluate.base import ImageCount
+from maect.evaluate.dense import CLASSES, Masked, MaskSplit, confusion_counts, iou_from_counts
+from maect.evaluate.probe_training import ByUpdates, HeadGroup, Probe, ProbeTask, Schedule
 from maect.recipes import Encoder
 
 if TYPE_CHECKING:
@@ -62,58 +62,60 @@ class PatchLinear(Masked, ByUpdates):
     """Train the head a second time without this part of the training images, and choose on them
     when to stop."""
 
-    def flops(self, encoder: Encoder, images: Images) -> float | None:
+    def flops(self, encoder: Encoder, images: ImageCount) -> float | None:
         """Count them of crops and test images as if these were square."""
         return super().flops(encoder.model_copy(update={"image_size": self.size}), images)
 
-    def encoded(self, images: Images) -> float:
+    def encoded(self, images: ImageCount) -> float:
         """Count the crops, and the test images after each period."""
         scored = -(-self.updates // self.period) * images(self.test_split)
         return self.updates * self.batch_size + scored
 
-    def rate(self, step: int, plan: Course) -> float:
+    def rate(self, step: int, schedule: Schedule) -> float:
         """Return the fraction of the peak rate: the first two updates have the same."""
-        number, total = max(0, step - 1), plan.steps
-        if number < plan.warmup:
-            rising = 1 - (1 - number / plan.warmup) * (1 - START)
+        number = max(0, step - 1)
+        total = schedule.steps
+        if number < schedule.warmup:
+            rising = 1 - (1 - number / schedule.warmup) * (1 - START)
             return rising * (1 - number / total)
         return (1 + math.cos(math.pi * (number + 1) / total)) / 2
 
-    def probe(self, trial: Trial) -> Trainee:
+    def build_probe(self, task: ProbeTask) -> Probe:
         """mIoU in percent: `patch_linear` (best), `patch_linear_last`, and after each period.
 
         The best head is kept. docs/reference/dense.md lists the metrics.
         """
-        encoder = trial.encoding.settings
-        trial.train.check_channels(3)
-        trial.test.check_channels(3)
-        if beyond := self.size % encoder.patch_size:
+        encoder = task.encoding.settings
+        task.train.check_channels(3)
+        task.test.check_channels(3)
+        beyond = self.size % encoder.patch_size
+        if beyond:
             raise UserError(
-                f"{trial.job.out.stem}: size {self.size} is no multiple of the patches' "
+                f"{task.job.out.stem}: size {self.size} is no multiple of the patches' "
                 f"{encoder.patch_size} pixels; set size={self.size - beyond}"
             )
         if encoder.timm is not None and encoder.image_size != self.size:
             raise UserError(
-                f"{trial.job.run}: {encoder.timm} was imported for {encoder.image_size} pixels; "
+                f"{task.job.run}: {encoder.timm} was imported for {encoder.image_size} pixels; "
                 f"import it with --image-size {self.size}, or set size={encoder.image_size}"
             )
-        return Segmenter(trial, self)
+        return Segmenter(task, self)
 
     def batches(
-        self, trial: Trial, probe: Trainee, start: int, steps: int
+        self, task: ProbeTask, probe: Probe, start: int, steps: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield crops, and what `Segmenter.step` is given beside their tokens."""
+        """Yield crops [b, 3, S, S] and the targets of their pixels, int64 [b, S, S]."""
         from maect.core import distributed
         from maect.data.transforms import normalize
         from maect.evaluate.segments import crops
 
         assert isinstance(probe, Segmenter)
-        device = trial.encoding.device
-        for found in crops(probe.train, probe.places, self, trial.context, start, steps):
+        device = task.encoding.device
+        for found in crops(probe.train, probe.places, self, task.context, start, steps):
             images = normalize(distributed.to_device_async(found.images, device), probe.pixels)
             for image, (height, width) in zip(images, found.sides.tolist(), strict=True):
                 image[:, height:], image[:, :, width:] = 0, 0
-            probe.drawn(found.epochs, found.ids)
+            probe.draw_batch(found.epochs, found.ids)
             yield images, distributed.to_device_async(found.targets, device)
 
     def check_ranks(self, ranks: int) -> None:
@@ -122,7 +124,7 @@ class PatchLinear(Masked, ByUpdates):
             raise UserError(f"batch_size {self.batch_size} is not a multiple of {ranks} ranks")
 
 
-class PatchHead(Group):
+class PatchHead(HeadGroup):
     """BatchNorm and linear layer with AdamW, the same on every rank.
 
     Attributes:
@@ -165,18 +167,18 @@ class PatchHead(Group):
             state = {"step": self.count[number], "exp_avg": first, "exp_avg_sq": second}
             self.optimizer.state[tensor] = state
 
-    def learn(self, x: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+    def update(self, x: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         """Update once on all ranks' crops; return this rank's part of the loss before, [1].
 
         Args:
             x: this rank's tokens after dropout, [b, N, D].
-            targets: places of classes, or `NOTHING`, int64 [b, S, S].
+            targets: places of classes, or `IGNORED`, int64 [b, S, S].
         """
         import torch
         from torch.nn import functional as F
 
         from maect.core import distributed
-        from maect.evaluate.segments import NOTHING
+        from maect.evaluate.segments import IGNORED
 
         counts = torch.tensor([x[..., 0].numel(), targets.numel()], device=x.device).double()
         tokens, pixels = distributed.sum_over_ranks(counts).tolist()
@@ -187,7 +189,7 @@ class PatchHead(Group):
         self.mean.lerp_(mean, BN_MOMENTUM)
         self.var.lerp_(var * tokens / max(tokens - 1, 1), BN_MOMENTUM)
         outputs = self._outputs((x - mean) * torch.rsqrt(var + BN_EPS), targets.shape[-1])
-        loss = F.cross_entropy(outputs, targets, ignore_index=NOTHING, reduction="sum") / pixels
+        loss = F.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum") / pixels
         loss.backward()
         for group in self.optimizer.param_groups:
             group["lr"] = self.peak * lr_multiplier
@@ -198,7 +200,7 @@ class PatchHead(Group):
         return loss.detach()[None]
 
     def outputs(self, tokens: Tensor, size: int) -> Tensor:
-        """Of every pixel, by the running statistics: tokens [b, N, D] to [b, C, size, size]."""
+        """Compute outputs [b, C, size, size] of tokens [b, N, D] by the running statistics."""
         import torch
 
         with torch.no_grad():
@@ -213,53 +215,56 @@ class PatchHead(Group):
         return F.interpolate(image, size=(size, size), mode="bilinear", align_corners=False)
 
 
-class Segmenter(Trainee):
+class Segmenter(Probe):
     """The head, and with `held_out` its twin, which learns from the other images alone."""
 
     groups: dict[str, PatchHead]
 
-    def __init__(self, trial: Trial, settings: PatchLinear) -> None:
+    def __init__(self, task: ProbeTask, settings: PatchLinear) -> None:
         import numpy as np
 
-        from maect.evaluate.segments import NOTHING
+        from maect.evaluate.segments import IGNORED
 
-        super().__init__(trial)
-        self.settings, self.pixels = settings, trial.encoding.settings.pixels
-        masks = {split: open_index(trial.job.path(f"{split}_masks")) for split in ("train", "test")}
+        super().__init__(task)
+        self.settings = settings
+        self.pixels = task.encoding.settings.pixels
+        masks = {split: open_index(task.job.path(f"{split}_masks")) for split in ("train", "test")}
         self.forms = tuple(index.digest for index in masks.values())
-        self.train = MaskSplit(trial.train, masks["train"])
-        self.test = MaskSplit(trial.test, masks["test"])
-        numbers = self.train.numbers(trial.context.cpus)
+        self.train = MaskSplit(task.train, masks["train"])
+        self.test = MaskSplit(task.test, masks["test"])
+        numbers = self.train.numbers(task.context.cpus)
         self.classes = np.array([n for n in numbers if n not in settings.ignore], np.uint8)
         if len(self.classes) < 2:
             raise UserError(f"{masks['train'].directory}: masks of one class only")
-        self.places = np.full(CLASSES, NOTHING, np.uint8)
+        self.places = np.full(CLASSES, IGNORED, np.uint8)
         self.places[self.classes] = np.arange(len(self.classes))
         if settings.held_out:
-            self.held = trial.held_out(settings.held_out, settings.seed)
-        width, device = trial.encoding.settings.width, trial.encoding.device
-        names = ["head"] if self.held is None else ["head", "twin"]
+            self.held_out_images = task.draw_held_out(settings.held_out, settings.seed)
+        width = task.encoding.settings.width
+        device = task.encoding.device
+        names = ["head"] if self.held_out_images is None else ["head", "twin"]
         self.groups = {
             name: PatchHead(width, len(self.classes), settings, device) for name in names
         }
 
-    def drawn(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
+    def draw_batch(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
         """Draw which channels of each of the next crops are dropped, and which are held out."""
         import numpy as np
         import torch
 
         from maect.data import random
 
-        settings, width = self.settings, self.trial.encoding.settings.width
+        settings = self.settings
+        width = self.task.encoding.settings.width
         u = random.uniform(settings.seed, epochs, ids, 0, random.DROP_CHANNELS, width)
         kept = torch.from_numpy((u >= settings.dropout) / (1 - settings.dropout))
-        self._kept = kept.float()[:, None].to(self.trial.encoding.device)
-        if self.held is not None:
-            self._others = torch.from_numpy(~np.isin(ids, self.held.rows[:, ID]))
+        self._kept = kept.float()[:, None].to(self.task.encoding.device)
+        if self.held_out_images is not None:
+            self._others = torch.from_numpy(~np.isin(ids, self.held_out_images.rows[:, ID]))
 
     def read(self, images: Tensor) -> Tensor:
         """Return the patch tokens behind the final norm, float32 [b, N, D]."""
-        return self.trial.encoding.output(images, "last").patch_tokens().float()
+        return self.task.encoding.output(images, "last").patch_tokens().float()
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         """Update head and twin; return the loss of each, [1] or [2]."""
@@ -267,32 +272,33 @@ class Segmenter(Trainee):
 
         from maect.core import distributed
 
-        x, y = features * self._kept, targets.long()
-        losses = [self.groups["head"].learn(x, y, lr_multiplier)]
+        x = features * self._kept
+        y = targets.long()
+        losses = [self.groups["head"].update(x, y, lr_multiplier)]
         if "twin" in self.groups:
             others = self._others.to(x.device)
-            losses.append(self.groups["twin"].learn(x[others], y[others], lr_multiplier))
+            losses.append(self.groups["twin"].update(x[others], y[others], lr_multiplier))
         return distributed.sum_over_ranks(torch.cat(losses))
 
     def score(self) -> None:
         """Segment the test images, and by the twin the held-out ones."""
         import numpy as np
 
-        mean, each, accuracy = self._iou("head", self.test, range(self.trial.test.n))
+        mean, each, accuracy = self._iou("head", self.test, range(self.task.test.n))
         details = self.record.setdefault("details", {})
         details["last"] = {"classes": each, "accuracy": accuracy}
         if self.add_scores("miou", mean):
             details["best"] = details["last"]
-            self.keep(self.groups["head"], (*PatchHead.NAMES, "mean", "var"))
-        if self.held is not None:
-            held = np.isin(self.trial.train.rows[:, ID], self.held.rows[:, ID])
+            self.store_best(self.groups["head"], (*PatchHead.NAMES, "mean", "var"))
+        if self.held_out_images is not None:
+            held = np.isin(self.task.train.rows[:, ID], self.held_out_images.rows[:, ID])
             found = self._iou("twin", self.train, np.flatnonzero(held).tolist())
             self.add_scores("held_out", found[0])
 
     def _iou(
         self, group: str, split: MaskSplit, rows: range | list[int]
     ) -> tuple[float, dict[str, float], float]:
-        """mIoU, IoU of each class and accuracy of a head on images, which the ranks share."""
+        """Return a head's mIoU, IoU of each class and accuracy on images, which the ranks share."""
         import torch
 
         from maect.core import distributed
@@ -302,13 +308,13 @@ class Segmenter(Trainee):
         for row in rows[rank::ranks]:
             truth = split.read(row)
             predicted = self.segmented(self.groups[group], split, row, truth.shape)
-            table += torch.from_numpy(pairs_of(truth, predicted, self.settings.ignore))
-        return iou_of(distributed.sum_over_ranks(table).numpy(), self.settings.ignore)
+            table += torch.from_numpy(confusion_counts(truth, predicted, self.settings.ignore))
+        return iou_from_counts(distributed.sum_over_ranks(table).numpy(), self.settings.ignore)
 
     def segmented(
         self, head: PatchHead, split: MaskSplit, row: int, shape: tuple[int, ...]
     ) -> NDArray[np.uint8]:
-        """The predicted number of each pixel of an image, uint8 [height, width]."""
+        """Predict the number of each pixel of an image, uint8 [height, width]."""
         import numpy as np
         import torch
         from torch.nn import functional as F
@@ -316,7 +322,8 @@ class Segmenter(Trainee):
         from maect.data.transforms import normalize
         from maect.evaluate.segments import picture, resized, windows
 
-        size, device = self.settings.size, self.trial.encoding.device
+        size = self.settings.size
+        device = self.task.encoding.device
         pixels = np.array(resized(picture(split, row), size)).transpose(2, 0, 1)
         image = torch.from_numpy(pixels).to(device)
         height, width = image.shape[1:]
@@ -326,7 +333,7 @@ class Segmenter(Trainee):
         for start in range(0, len(corners), _AT_ONCE):
             some = corners[start : start + _AT_ONCE]
             parts = torch.stack([image[:, y : y + size, x : x + size] for y, x in some])
-            tokens = self.trial.checked(self.read(normalize(parts, self.pixels)))
+            tokens = self.task.check_finite(self.read(normalize(parts, self.pixels)))
             for output, (y, x) in zip(head.outputs(tokens, size), some, strict=True):
                 canvas[:, y : y + size, x : x + size] += output
                 count[y : y + size, x : x + size] += 1
@@ -335,9 +342,11 @@ class Segmenter(Trainee):
 
     def metrics(self) -> dict[str, Any]:
         """Return mIoU of the best score, the last and all."""
-        name, history, details = PatchLinear.name, self.record["miou"], self.record["details"]
+        name = PatchLinear.name
+        history = self.record["miou"]
+        details = self.record["details"]
         chosen: dict[str, Any] = {}
-        if self.held is not None:
+        if self.held_out_images is not None:
             scores = self.record["held_out"]
             best = scores.index(max(scores))
             chosen = {f"{name}_held_out": history[best], "held_out": scores}
@@ -350,7 +359,7 @@ class Segmenter(Trainee):
             **chosen,
         }
 
-    def texts(self) -> dict[str, str]:
+    def metadata(self) -> dict[str, str]:
         """Return the encoder's checksum and the numbers of the classes."""
         numbers = " ".join(map(str, self.classes.tolist()))
-        return {"encoder_sha256": self.trial.sha256, "classes": numbers}
+        return {"encoder_sha256": self.task.sha256, "classes": numbers}

@@ -26,7 +26,7 @@ the whole split 90 are."""
 
 
 class RealLabels(Settings):
-    """Settings of what is scored by ImageNet-ReaL's labels, too."""
+    """Settings of protocols that can also score by ImageNet-ReaL's labels."""
 
     real_labels: ContentPath | None = None
     """ReaL's `real.json`: a list of classes for each of ImageNet's 50,000 validation images."""
@@ -37,7 +37,7 @@ class RealLabels(Settings):
         return None if self.real_labels is None else _path(self.real_labels)
 
     def real_sha256(self) -> str | None:
-        """Checksum of the labels, or a UserError: no such file; None if they are not asked for."""
+        """Return the labels' sha256; None if they are not asked for; UserError: no such file."""
         if self.real_labels is None:
             return None
         path = _path(self.real_labels)
@@ -45,13 +45,13 @@ class RealLabels(Settings):
             raise _missing(path, "no such file")
         return sha256_file(path)
 
-    def reassessed(
+    def real_labels_of(
         self,
         keys: Callable[[], Sequence[str]],
         class_names: Sequence[str] = (),
         labels: NDArray[np.int64] | None = None,
     ) -> Real | None:
-        """The labels of the images of some keys; None if they are not asked for.
+        """Read ReaL's labels of the images of some keys; None if they are not asked for.
 
         Keys end with `ILSVRC2012_val_` and a number. Without `class_names`, and without the images'
         own `labels`, int64 [n], none are compared.
@@ -76,7 +76,7 @@ class Real:
         class_names: Sequence[str] = (),
         labels: NDArray[np.int64] | None = None,
     ) -> None:
-        """Find them by the images' names; a UserError if these, classes or file are others."""
+        """Find the labels by the images' names; raise UserError if they do not fit."""
         import numpy as np
 
         given = read_real(path)
@@ -99,7 +99,10 @@ class Real:
         self.counted = self._right.any(axis=1)
         if not self.counted.any():
             raise UserError(f"{path}: gives no label to any of the test images")
-        if labels is not None and (agree := self.accuracy(labels)) < LEAST:
+        if labels is None:
+            return
+        agree = self.accuracy(labels)
+        if agree < LEAST:
             raise UserError(
                 f"{path}: only {agree:.0f} % of the images' own labels are among ReaL's, which are "
                 "numbers of ImageNet's classes in the order of their WordNet ids: name the class "
@@ -128,7 +131,7 @@ def _missing(path: Path, why: str | None) -> UserError:
 
 
 def read_real(path: Path) -> list[list[int]]:
-    """Labels of each validation image in the order of their numbers; a UserError if not so."""
+    """Read the labels of each validation image, in order; raise UserError if the file is none."""
     try:
         labels = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

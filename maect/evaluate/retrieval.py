@@ -97,7 +97,7 @@ class Retrieval(ReadsFeatures):
 
 
 def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> Ids:
-    """The first image of some classes, the same ones for every encoder.
+    """Return the first image of some classes, the same ones for every encoder.
 
     Of `names`, or of `count` evenly spaced classes; a UserError if there is no image of one.
     """
@@ -165,7 +165,7 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
 
 
 def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[np.uint8]:
-    """Small pictures of what the encoder saw, uint8 [..., S, S, 3]."""
+    """Return small pictures of the encoder's inputs, uint8 [..., S, S, 3]."""
     import numpy as np
 
     size = test.record["image_size"]
@@ -178,7 +178,7 @@ def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[
 
 
 def pictures(index: Index, ids: Ids, resize: int, side: int) -> NDArray[np.uint8]:
-    """Centre crops of some images of a split [n], uint8 [n, S, S, 3]; see `center_crops`."""
+    """Return centre crops of some images of a split, uint8 [n, S, S, 3]; see `center_crops`."""
     import numpy as np
 
     from maect.data.transforms import center_crops

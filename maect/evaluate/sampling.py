@@ -23,7 +23,7 @@ def held_out_share(train: int, test: int) -> int:
     return max(ONE_IN, -(-train // max(1, test)))
 
 
-def held_out(
+def held_out_mask(
     labels: NDArray[np.int64], contents: Sequence[str] | Sequence[int], one_in: int = ONE_IN
 ) -> NDArray[np.bool_]:
     """Choose about one image in `one_in` of every class, at least one of two, whatever the order.
@@ -85,7 +85,7 @@ def accuracy_intervals(
     return low, np.where((scores == 0).all(axis=0), width, high)
 
 
-def ends(correct: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+def interval_metrics(correct: Mapping[str, NDArray[Any]]) -> dict[str, float]:
     """Return the ends of the 95 % interval of accuracies as metrics, `NAME_low` and `NAME_high`.
 
     Args:

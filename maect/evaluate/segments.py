@@ -30,7 +30,7 @@ from maect.evaluate.dense import MaskSplit
 if TYPE_CHECKING:
     from maect.core.context import Context
 
-NOTHING = 255
+IGNORED = 255
 """In targets: a pixel that does not count."""
 TRIES = 11
 LARGEST = 0.75  # share of a crop's pixels that one class may have, if another crop can be found
@@ -57,7 +57,7 @@ class Crops:
 
     Attributes:
         images: uint8 [b, 3, S, S]; beyond `sides` they are 0.
-        targets: place of each pixel's class, or `NOTHING`; uint8 [b, S, S].
+        targets: place of each pixel's class, or `IGNORED`; uint8 [b, S, S].
         sides: height and width of what comes from the image, int64 [b, 2].
     """
 
@@ -69,8 +69,9 @@ class Crops:
 
 
 def picture(split: MaskSplit, row: int) -> Image.Image:
-    """An image of a split at its own size; a UserError if it cannot be decoded."""
-    index, (height, width) = split.images, split.images.rows[row][[HEIGHT, WIDTH]].tolist()
+    """Read an image of a split at its own size; raise UserError if it cannot be decoded."""
+    index = split.images
+    (height, width) = split.images.rows[row][[HEIGHT, WIDTH]].tolist()
     try:
         data = index.read(row)
         pixels = ready_pixels(data, True, 3) if index.turned else whole(data, width, height)
@@ -80,7 +81,7 @@ def picture(split: MaskSplit, row: int) -> Image.Image:
 
 
 def resized(image: Image.Image, short: int) -> Image.Image:
-    """An image whose shorter side has so many pixels, bilinear."""
+    """Resize an image, bilinear, so that its shorter side has `short` pixels."""
     width, height = image.size
     if height > width:
         size = short, int(short * height / width + 0.5)
@@ -90,7 +91,7 @@ def resized(image: Image.Image, short: int) -> Image.Image:
 
 
 def resized_mask(mask: Pixels, size: tuple[int, int]) -> Pixels:
-    """A mask [height, width] at (width, height) pixels: the number at each cell's corner."""
+    """Resize a mask [height, width] to (width, height): the number at each cell's corner."""
     height, width = mask.shape
     rows = np.arange(size[1]) * height // size[1]
     columns = np.arange(size[0]) * width // size[0]
@@ -116,7 +117,7 @@ def crop(
     free = np.maximum(np.array(mask.shape) - size, 0)
     for number, (top, left) in enumerate(np.floor(corners * (free + 1)).astype(int).tolist()):
         part = mask[top : top + size, left : left + size]
-        counts = np.bincount(part.ravel(), minlength=256)[:NOTHING]
+        counts = np.bincount(part.ravel(), minlength=256)[:IGNORED]
         several = (counts > 0).sum() > 1
         if (several and counts.max() / counts.sum() < LARGEST) or number == TRIES - 1:
             break
@@ -128,13 +129,14 @@ def crop(
 
 
 def distorted(pixels: Pixels, draws: NDArray[np.float64]) -> Pixels:
-    """Brightness, contrast, saturation and hue, each of every second image.
+    """Change brightness, contrast, saturation and hue, each of every second image.
 
     Args:
         pixels: uint8 [h, w, 3].
         draws: whether contrast comes first, then whether and how much of each, uniform, [9].
     """
-    early, changes = draws[0] >= 0.5, draws[1:].reshape(4, 2)
+    early = draws[0] >= 0.5
+    changes = draws[1:].reshape(4, 2)
     brightness, contrast, saturation, shift = (
         (float(amount) if chosen >= 0.5 else None) for chosen, amount in changes
     )
@@ -176,10 +178,11 @@ def crops(
     """Yield this rank's part of batches `start` to `start + steps - 1`, a few decoded ahead.
 
     Args:
-        places: of each number in a mask its class's place, or `NOTHING`; [256].
+        places: of each number in a mask its class's place, or `IGNORED`; [256].
     """
     seed, size, batch = settings.seed, settings.size, settings.batch_size
-    order, share = Order(split.images.n, seed), batch // context.world_size
+    order = Order(split.images.n, seed)
+    share = batch // context.world_size
     pool = ThreadPoolExecutor(max(1, context.cpus), thread_name_prefix="segments")
 
     def fill(out: Crops, row: int, number: int, draws: NDArray[np.float64]) -> None:
@@ -196,7 +199,7 @@ def crops(
         draws = random.uniform(seed, epochs, ids, 0, random.SEGMENT, _DRAWS)
         out = Crops(
             torch.zeros(share, 3, size, size, dtype=torch.uint8),
-            torch.full((share, size, size), NOTHING, dtype=torch.uint8),
+            torch.full((share, size, size), IGNORED, dtype=torch.uint8),
             np.zeros((share, 2), np.int64),
             epochs,
             ids,
@@ -208,7 +211,7 @@ def crops(
 
 
 def windows(height: int, width: int, size: int, stride: int) -> list[tuple[int, int]]:
-    """Upper left corners of windows that cover an image; the last ones end at its edges."""
+    """Return upper left corners of windows that cover an image; the last ones end at its edges."""
 
     def starts(length: int) -> list[int]:
         count = max(length - size + stride - 1, 0) // stride + 1

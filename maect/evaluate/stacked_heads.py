@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from maect.evaluate.trained import Group
+from maect.evaluate.probe_training import HeadGroup
 
 BN_EPS = 1e-5
 BN_MOMENTUM = 0.1
 BINS = 64  # of a colour channel
 
 
-class Stack(Group):
+class Stack(HeadGroup):
     """A weight and bias for each head, with SGD and momentum.
 
     Attributes:
@@ -30,7 +30,8 @@ class Stack(Group):
     def __init__(self, weight: Tensor, bias: Tensor, mine: slice, momentum: float) -> None:
         """Take this rank's part, `mine`, of the initial weights and biases of all ranks' heads."""
         first, last, _ = mine.indices(len(weight))
-        self.rows, self.total = slice(first, last), len(weight)
+        self.rows = slice(first, last)
+        self.total = len(weight)
         self.weight, self.bias = (w[mine].clone().requires_grad_() for w in (weight, bias))
         self.optimizer = torch.optim.SGD([self.weight, self.bias], momentum=momentum)
         self.weight_momentum, self.bias_momentum = map(torch.zeros_like, (self.weight, self.bias))

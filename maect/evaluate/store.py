@@ -48,7 +48,7 @@ class Rows:
 
 
 def in_memory(values: Array) -> Rows:
-    """Features in memory, float32 [n, width], for what reads features by ranges."""
+    """Wrap features in memory, float32 [n, width], to be read by ranges."""
     return Rows(len(values), values.shape[1], lambda start, stop: values[start:stop])
 
 
@@ -100,7 +100,7 @@ class FeatureFile:
             return file.get_tensor("keys").tobytes().decode().split("\n")
 
     def contents(self) -> list[int] | list[str]:
-        """Return what tells the samples' images apart, CRC-32: equal images have equal ones.
+        """Return the CRC-32 of each sample's image file: equal for equal images.
 
         Files of version 0.2.0 and earlier lack them. Digests of the names stand in for them.
         """
@@ -138,7 +138,7 @@ def own_name(path: Path) -> str | None:
 
 
 def open_record(path: str | Path) -> dict[str, Any]:
-    """Return what a features file says about its making.
+    """Read the header of a features file.
 
     Raises:
         UserError: it is not there (MissingFileError), or none.
@@ -149,7 +149,7 @@ def open_record(path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-    """A features file's record and its tensors; a UserError for what fails while it is open."""
+    """Open a features file: its header and tensors; any fault while it is open is a UserError."""
     try:
         check_file(path)
         with safetensors.safe_open(path, framework="numpy") as file:
@@ -159,8 +159,8 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
         raise kind(f"{path}: not a features file ({error}); extract it again") from None
 
 
-def check(features: FeatureFile, *, labelled: bool = True) -> None:
-    """Refuse, by a UserError, what no protocol can evaluate: nothing, not finite, unlabelled."""
+def check_features(features: FeatureFile, *, labelled: bool = True) -> None:
+    """Raise UserError for features that are empty, not finite or, if needed, unlabelled."""
     if features.n == 0:
         raise UserError(f"{features.path}: holds no samples")
     for start in range(0, features.n, _CHUNK):
@@ -176,8 +176,8 @@ def check(features: FeatureFile, *, labelled: bool = True) -> None:
         raise UserError(f"{features.path}: sample {row} has no label, and this protocol needs one")
 
 
-def same_encoder(train: FeatureFile, test: FeatureFile) -> None:
-    """Refuse, by a UserError, two files of other encoders, pooling, classes or sizes."""
+def check_same_encoder(train: FeatureFile, test: FeatureFile) -> None:
+    """Raise UserError if two files differ in encoder, pooling, classes or sizes."""
     for key in (
         "encoder_sha256", "pooling", "precision", "norm", "blocks", "class_names", "image_size",
         "resize",
@@ -191,7 +191,7 @@ def same_encoder(train: FeatureFile, test: FeatureFile) -> None:
 
 
 def check_images(features: FeatureFile, index: Index) -> None:
-    """Refuse, by a UserError, features of other images than those of a split."""
+    """Raise UserError if features are of other images than a split's."""
     if index.digest != features.record["index_digest"]:
         raise UserError(
             f"{features.path}: features of other images than those in {index.directory}"
@@ -199,11 +199,12 @@ def check_images(features: FeatureFile, index: Index) -> None:
 
 
 def moments(features: FeatureFile | Rows) -> Scale:
-    """Mean and (biased) standard deviation of each feature, read and summed in chunks, [width].
+    """Compute mean and (biased) standard deviation of each feature in chunks, float64 [width].
 
     The standard deviation of a feature that does not vary is infinite: standardised it is 0.
     """
-    n, starts = features.n, range(0, features.n, _CHUNK)
+    n = features.n
+    starts = range(0, features.n, _CHUNK)
     total = np.zeros(features.width)
     for start in starts:
         total += features.rows(start, min(start + _CHUNK, n)).sum(axis=0, dtype=np.float64)
@@ -259,7 +260,9 @@ def write_features(
         contents: CRC-32 of each image's bytes, uint32 [n], if they are known.
     """
     names = np.frombuffer("\n".join(keys).encode(), np.uint8)
-    n, offset, tensors = len(labels), 0, dict[str, Any]()
+    n = len(labels)
+    offset = 0
+    tensors = dict[str, Any]()
     kinds: tuple[tuple[str, str, int, list[int]], ...] = (
         ("features", "F32", 4, [n, width]),
         ("labels", "I64", 8, [n]),

@@ -175,7 +175,7 @@ class Throughput(Protocol):
     def _measured(
         self, encoder: Encoder, file: Path, published: Sequence[Published], device: torch.device
     ) -> Iterator[tuple[str, Times]]:
-        """Yield what is measured: its name, and what times its steps."""
+        """Yield the name of each measurement and a function that times its steps."""
 
         def times_of(stage: Training, **how: Any) -> Times:
             # Kept by what is yielded alone: another model beside it would take its memory.
@@ -220,12 +220,14 @@ def measure(times: Times, settings: Throughput, device: torch.device) -> dict[st
 
 
 def largest_batch(times: Times, device: torch.device) -> int:
-    """The largest power of 2 (8 to 1024) that fits into the device's memory, or a UserError."""
+    """Return the largest power of 2 (8 to 1024) that fits into the device's memory."""
     if device.type != "cuda":
         return CPU_BATCH
-    fitting, size = 0, SMALLEST
+    fitting = 0
+    size = SMALLEST
     while size <= LARGEST and _fits(times, size):
-        fitting, size = size, 2 * size
+        fitting = size
+        size = 2 * size
     if not fitting:
         raise UserError(f"throughput: {SMALLEST} images do not fit into the device's memory")
     return fitting
@@ -291,7 +293,9 @@ def method_seconds(
     if passes.teacher:
         teacher = build_encoder(encoder).to(device).requires_grad_(False)
     # In full patches, as near as they come to 96 of 224 pixels.
-    patch, size, channels = encoder.patch_size, encoder.image_size, encoder.pixels.channels
+    patch = encoder.patch_size
+    size = encoder.image_size
+    channels = encoder.pixels.channels
     side = max(1, round(size * 96 / 224 / patch)) * patch
     optimizer = torch.optim.AdamW(student.parameters(), fused=device.type == "cuda")
     views = max(passes.learning, passes.teacher)
@@ -331,5 +335,5 @@ def method_seconds(
 
 
 def _distance(tokens: Tensor, target: Tensor) -> Tensor:
-    """Any scalar of the tokens will do: the loss costs nothing beside the encoder."""
+    """Compute any scalar of the tokens as a loss: it costs nothing beside the encoder."""
     return (tokens[:, 0].float() - target).square().mean()

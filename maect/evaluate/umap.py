@@ -23,7 +23,7 @@ _NUMBA = Path(".numba_config.yaml")
 
 
 def embedded(rows: Array, neighbors: int, seed: int, **options: Any) -> Array:
-    """Points [n, 2] of rows [n, width] by UMAP, with `options` of umap-learn.
+    """Embed rows [n, width] as points [n, 2] by UMAP, with `options` of umap-learn.
 
     Refused, by a UserError, if a file of the working folder would configure UMAP's compiler.
     """

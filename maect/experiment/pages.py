@@ -20,8 +20,7 @@ from maect.evaluate.explore import Explore
 from maect.experiment.load import Experiment
 from maect.records import RunRecord
 from maect.report import configs
-from maect.report.configs import Row
-from maect.report.groups import Groups
+from maect.report.configs import Groups, Row
 from maect.report.registry import FIGURES, TABLES, Figure, Table
 
 AUDIT = "audit.json"

@@ -16,7 +16,7 @@ from maect.data.sources.image_files import Folder
 from maect.data.sources.view import CLASS_LISTS
 from maect.evaluate import evaluation_names
 from maect.recipes import OnlineEvaluation, Pixels, recipe_names, sizes
-from maect.report.groups import Groups
+from maect.report.configs import Groups
 from maect.report.registry import FIGURES, TABLE_NAMES
 
 NAME = re.compile(r"\w[\w.-]*")

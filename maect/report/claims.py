@@ -78,7 +78,7 @@ class Verdict:
 
     @property
     def significant(self) -> str:
-        """Return `yes`, `no`, or `one seed` for what decides.
+        """Return `yes`, `no` or `one seed`: whether the deciding differences are beyond chance.
 
         `one seed`: beyond the error of the images, but nothing says how much a training varies.
         Empty where nothing is random or nothing is decided.
@@ -95,7 +95,7 @@ class Verdict:
 
     @property
     def numbers(self) -> str:
-        """The comparisons in numbers, and what of which models in which tables is missing."""
+        """Return the comparisons in numbers, then missing numbers by table and model."""
         parts = []
         missing: dict[str, dict[str, dict[str, None]]] = {}
         for one in self.comparisons:
@@ -129,7 +129,7 @@ class Verdict:
 def judge(
     tables: Tables, statements: Iterable[Statement] = STATEMENTS, suffix: str = "", **more: Any
 ) -> list[Verdict]:
-    """Decide every statement, in the paper's order; `more` is what `compare` takes."""
+    """Decide every statement, in the paper's order; `more` are keyword arguments of `compare`."""
     measured = Measured(tables)
     return [
         Verdict(one, tuple(compare(b, tables, suffix, **more) for b in one.bounds(measured)))
@@ -185,7 +185,7 @@ def _plain(tables: Tables) -> dict[str, pd.DataFrame]:
 
 
 def tables_of_runs(rows: Sequence[Row], runs: Path) -> dict[str, pd.DataFrame]:
-    """The tables that are not shown: of what the runs behind these rows say of themselves."""
+    """Return internal tables (cost, trained models, pre-training loss) from the runs' records."""
     return {
         COST: cost_table(rows, runs),
         TRAINED: trained_table(rows, runs),
@@ -196,7 +196,7 @@ def tables_of_runs(rows: Sequence[Row], runs: Path) -> dict[str, pd.DataFrame]:
 def tables_of_seeds(
     shown: Sequence[ShownConfig], rows: Iterable[Row], runs: Path
 ) -> dict[int, dict[str, pd.DataFrame]]:
-    """All tables once more, of each seed alone; nothing where there is one seed of everything."""
+    """Build all tables for each seed alone; {} if there is one seed of everything."""
     rows = list(rows)
     seeds = sorted({seed_of(run) for row in rows for run in row.runs})
     made: dict[int, dict[str, pd.DataFrame]] = {}
@@ -210,7 +210,7 @@ def tables_of_seeds(
 
 
 def tables_of_sets(shown: Sequence[ShownConfig]) -> dict[int, dict[str, pd.DataFrame]]:
-    """The tables with few labels once more, of each set of labels alone."""
+    """Build the tables with few labels for each set of labels alone."""
     few = [o for o in shown if any(m.evaluation == LOW_SHOT for m in TABLES[o.name].metrics)]
     made: dict[int, dict[str, pd.DataFrame]] = {}
     for part in itertools.count():
@@ -228,7 +228,7 @@ def tables_of_sets(shown: Sequence[ShownConfig]) -> dict[int, dict[str, pd.DataF
 def evidence(
     files: Iterable[Path], rows: Sequence[Row], runs: Path, indices: Mapping[str, Path]
 ) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-    """Read tables, and what tells the errors of their numbers.
+    """Read tables, and the data that decide the errors of their numbers.
 
     Args:
         files: CSV files of tables, each beside its resolved file.

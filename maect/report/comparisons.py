@@ -280,7 +280,9 @@ def compare(
     if of_seeds:
         left, right = (statistics.fmean(side) for side in zip(*of_seeds, strict=True))
     margin = left - right if asked.sign.startswith(">") else right - left
-    std, at_least, chance = math.nan, False, math.nan
+    std = math.nan
+    at_least = False
+    chance = math.nan
     if len(of_seeds) > 1:
         differences = [one - other for one, other in of_seeds]
         std = statistics.stdev(differences)
@@ -360,7 +362,7 @@ def _largest_deviation(tables: Tables, key: Key) -> float:
 
 
 def _is_trained(tables: Tables, key: Key) -> bool:
-    """Return whether a model was trained here: what is imported has one seed."""
+    """Return whether a model was trained here; an imported one has one seed."""
     return key.architecture in architectures(tables, TRAINED, key.method)
 
 
@@ -388,7 +390,8 @@ def chance_of(differences: Sequence[float]) -> float:
     """
     from scipy.stats import t as student  # takes a while
 
-    mean, error = abs(statistics.fmean(differences)), statistics.stdev(differences)
+    mean = abs(statistics.fmean(differences))
+    error = statistics.stdev(differences)
     if mean <= TOLERANCE:
         return 1.0
     if error == 0:

@@ -1,16 +1,19 @@
-"""Resolved files of tables, figures and pages.
+"""Resolved files of tables, figures and pages, and the groups of classes that they may name.
 
 `tables/NAME.yaml`, `figures/NAME.yaml`, and `claims`, `images`, `summary` and `report` with that
 ending.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 import pydantic.dataclasses
-from pydantic import ConfigDict, StringConstraints
+from pydantic import AfterValidator, ConfigDict, StringConstraints
 
+from maect.core.errors import UserError
 from maect.core.files import need
 from maect.core.seeds import seed_of
 from maect.core.settings import LocalPath
@@ -21,9 +24,22 @@ from maect.core.stamps import (
     known_record,
     record_checksum,
 )
-from maect.report.groups import Groups
+from maect.core.yaml_files import read_yaml
 
 Name = Annotated[str, StringConstraints(min_length=1)]
+
+
+def _apart(groups: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
+    seen: dict[str, str] = {}
+    for group, classes in groups.items():
+        for name in classes:
+            if seen.setdefault(name, group) != group:
+                raise ValueError(f"class {name!r} is in {seen[name]!r} and in {group!r}")
+    return groups
+
+
+Groups = Literal["imagenet"] | Annotated[dict[str, list[str]], AfterValidator(_apart)]
+"""Classes by the name of their group, or the list of that name in this package."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -35,7 +51,7 @@ class Row:
     runs: tuple[str, ...]
 
     def of_seed(self, seed: int) -> "Row":
-        """This line with the runs of one seed alone."""
+        """Return this line with the runs of one seed alone."""
         runs = tuple(run for run in self.runs if seed_of(run) == seed)
         return replace(self, runs=runs)
 
@@ -52,7 +68,7 @@ class PageConfig(StampedFile):
 
 
 def _checksum(path: Path) -> str | None:
-    """Return the checksum of a record, or what stands for one; None if it is gone."""
+    """Return the checksum of a record, tensors or another file; None if it is gone."""
     if path.suffix == ".safetensors":  # the tensors of an evaluation
         return known_record(path.with_suffix(".json")).get("left_sha256")
     return record_checksum(path) if path.suffix == ".json" else file_checksum(path)
@@ -151,4 +167,24 @@ class DatasetsConfig(PageConfig):
 
 
 class ReportConfig(PageConfig):
-    """The report: `report.yaml`. It shows what it reads: tables, figures and pages."""
+    """The report, `report.yaml`, which shows the tables, figures and pages that it reads."""
+
+
+def group_names(groups: Groups) -> list[str]:
+    """Return the names of all groups, in their order."""
+    return list(_listed() if groups == "imagenet" else groups)
+
+
+def group_numbers(groups: Groups, classes: Sequence[str], where: str) -> list[int]:
+    """Return the number of each class's group; -1: none."""
+    listed = _listed() if groups == "imagenet" else groups
+    numbers = {name: number for number, group in enumerate(listed.values()) for name in group}
+    for name in numbers:
+        if groups != "imagenet" and name not in classes:
+            raise UserError(f"groups: {where} has no class {name!r}")
+    return [numbers.get(name, -1) for name in classes]
+
+
+@cache
+def _listed() -> dict[str, list[str]]:
+    return read_yaml(Path(__file__).with_name("imagenet_groups.yaml"))

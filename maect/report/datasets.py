@@ -9,8 +9,7 @@ import pandas as pd
 
 from maect.core.files import write_text
 from maect.report.configs import DatasetsConfig
-from maect.report.matrix import INTERVALS, matrices
-from maect.report.render import MINUS, render_page
+from maect.report.render import INTERVALS, MINUS, matrices, render_page
 from maect.report.tables import read_metrics, result_file, write_table
 
 COLUMNS = ("encoder", "dataset", "evaluation", "metric", "value", "low", "high")
@@ -33,7 +32,8 @@ def build_datasets(config: DatasetsConfig) -> pd.DataFrame:
         path = result_file(config.evaluations, run, evaluation + behind)
         found = read_metrics(path) if path else {}
         for metric in metrics:
-            if not isinstance(value := found.get(metric), int | float):
+            value = found.get(metric)
+            if not isinstance(value, int | float):
                 continue
             ends = found.get(f"{metric}_low"), found.get(f"{metric}_high")
             lines.append((run, dataset, evaluation, metric, value, *ends))

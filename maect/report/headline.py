@@ -38,7 +38,8 @@ class GainOverMae:
     @property
     def errors(self) -> float:
         """Return how many of its standard deviations the difference is; 0 if they are unknown."""
-        size, std = abs(self.comparison.difference), self.comparison.std
+        size = abs(self.comparison.difference)
+        std = self.comparison.std
         if math.isnan(std) or not size:
             return 0.0
         return size / std if std else math.inf
@@ -88,7 +89,7 @@ def _findings(asked: Tables, tables: Tables, more: Mapping[str, Any]) -> Iterato
                 if model[1] in NOT_FOUND or not maes:
                     continue
                 before = maes[0]
-                later, earlier = (value(name, *one, measure) for one in (model, before))
+                later, earlier = (value(name, one[0], one[1], measure) for one in (model, before))
                 comparison = compare(bound(later, ">", earlier), tables, **more)
                 if comparison.holds is None:
                     continue
@@ -124,7 +125,7 @@ def _sentence(one: GainOverMae, asked: Tables, images: int | None) -> str:
 
 
 def _basis(seeds: int, images: int | None) -> str:
-    """Return what a number and its error rest on."""
+    """Return the seeds and images that a number and its error rest on."""
     parts = [f"mean ± standard deviation of {seeds} seeds" if seeds > 1 else "one seed"]
     if images:
         parts.append(f"{images:,} test images")

@@ -50,7 +50,7 @@ class Explored:
 
     @classmethod
     def read(cls, path: Path) -> "Explored":
-        """Read the file."""
+        """Read the tensors and names that `explore` wrote."""
         from safetensors import safe_open
 
         if result_file(path.parents[1], path.parent.name, path.stem, path.suffix) is None:
@@ -74,7 +74,7 @@ class Explored:
         return Clusters(self.arrays["clusters"], self.arrays["distance"], grains)
 
     def grains(self) -> dict[int, list[list[int]]]:
-        """Groups with their images' positions by number of groups, the chosen one included."""
+        """Return groups of images' positions by number of groups, the chosen number included."""
         counts = {**self.groups.grains, self.groups.count: self.groups}
         return {
             count: [groups.members(number).tolist() for number in range(count)]
@@ -86,7 +86,7 @@ class Explored:
         return Image.open(io.BytesIO(self.arrays["atlas"].tobytes())).convert("RGB")
 
     def picture(self, position: int) -> bytes:
-        """One image as a JPEG."""
+        """Return one image as a JPEG."""
         side = int(self.about["side"])
         row, column = divmod(int(position), columns_of(self.count))
         box = (column * side, row * side, (column + 1) * side, (row + 1) * side)
@@ -95,7 +95,7 @@ class Explored:
         return stream.getvalue()
 
     def shown(self) -> dict[str, Any]:
-        """Return what the page's script reads about the run."""
+        """Return the data that the page's script reads about the run."""
         points = self.arrays["points"].astype(np.float64)
         low, high = points.min(axis=0), points.max(axis=0)
         spots = np.round((points - low) / max(float((high - low).max()), 1e-9) * _STEPS)
@@ -116,7 +116,7 @@ def make_images(path: Path) -> None:
 
 
 def images_page(config: ImagesConfig) -> str:
-    """The page."""
+    """Render the page."""
     explored = [Explored.read(path) for path in config.explored]
     first = explored[0]
     for other, path in zip(explored, config.explored, strict=True):
@@ -142,7 +142,7 @@ def images_page(config: ImagesConfig) -> str:
 
 
 def pairs_of(audit: Path, explored: Path) -> list[dict[str, Any]]:
-    """Pairs of images that look alike, the most similar first; none if they are of other images."""
+    """Return pairs of images that look alike, the most similar first; [] if of other images."""
     if not audit.exists():
         return []
     found = read_record(audit)
@@ -152,7 +152,8 @@ def pairs_of(audit: Path, explored: Path) -> list[dict[str, Any]]:
     others: dict[str, set[str]] = {}
     for path in audit.parent.glob("shards/*/*/index.json"):  # several data sets may have the split
         others.setdefault(path.parent.name, set()).add(seek_record(path).get("digest", ""))
-    now, digests = others | shown, found["splits"]
+    now = others | shown
+    digests = found["splits"]
     changed = any(of not in now.get(split, {of}) for split, of in digests.items())
     if not about or not digests or changed:
         log.warning("%s: not of the images as they are now, so left out; maect audit again", audit)

@@ -43,11 +43,11 @@ class Metric:
 
     @property
     def source(self) -> str:
-        """Name of the value among the JSON's metrics."""
+        """Return the name of the value among the JSON's metrics."""
         return self.key or self.name
 
     def sources(self, method: str) -> tuple[str, ...]:
-        """Likewise, for a method: the first that an evaluation has."""
+        """Return the names of the value for a method; the first that an evaluation has counts."""
         best = (self.best,) if self.best and method in PUBLISHED else ()
         return (*best, self.source)
 
@@ -77,7 +77,7 @@ class Shown:
     """What it adds where the paper is compared with; empty: where it is in the paper."""
 
     def about(self, compare: bool) -> str:
-        """Return what the report says of it, `compare`: beside the paper's."""
+        """Return the caption. `compare`: mention the paper's numbers."""
         if not (compare and self.paper):
             return self.caption
         number = self.paper.partition(" ")[2]
@@ -118,7 +118,7 @@ class Table(Shown):
     """Beside one model of the paper's, show all that the paper prints, also those without a run."""
 
     def other(self, name: str) -> Metric | None:
-        """The column of a metric that stands in for the paper's, titled by its set."""
+        """Return the column of a metric that stands in for the paper's, titled by its set."""
         match = re.fullmatch(self.others, name) if self.others else None
         if match is None or name in {metric.name for metric in self.metrics}:
             return None
@@ -129,13 +129,13 @@ class Table(Shown):
         return Metric(name, title.replace("_", " "), self.metrics[0].evaluation)
 
     def evaluations_of(self, metric: Metric, method: str) -> tuple[str, ...]:
-        """The evaluations that may give a cell; the first that was run does."""
+        """Return the evaluations that may fill a cell; the first that was run does."""
         if method in self.evaluations:
             return self.evaluations[method]
         return (metric.evaluation, *metric.instead)
 
     def reads(self, method: str) -> tuple[str, ...]:
-        """Every evaluation that a row reads, without repetition."""
+        """Return every evaluation that a row reads, without repetition."""
         names = [name for m in self.metrics for name in self.evaluations_of(m, method)]
         return tuple(dict.fromkeys(names))
 
@@ -169,7 +169,7 @@ class Figure(Shown):
     """unless any row has this evaluation, which tells it."""
 
     def reads(self, method: str) -> tuple[str, ...]:
-        """Every evaluation that a row reads."""
+        """Return every evaluation that a row reads."""
         return (*self.needs, *self.besides)
 
 

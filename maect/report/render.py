@@ -8,7 +8,8 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from rich.text import Text
 
 from maect.core.errors import UserError, entry
 from maect.core.files import write_text
+from maect.evaluate.sampling import LEVEL, RESAMPLES
 from maect.records import EvaluationRecord, RunRecord, is_finished
 from maect.report.configs import Row, ShownConfig
 from maect.report.registry import TABLES, Detail, Metric, Table
@@ -31,6 +33,10 @@ from maect.report.titles import GLOSSARY, architecture_title, method_title
 Column = TypeVar("Column", Metric, Detail)
 MINUS = "\N{MINUS SIGN}"
 MISSING = "\N{EN DASH}"
+INTERVALS = (
+    f"Intervals are {LEVEL:g} % by the bootstrap over test images ({RESAMPLES:,} resamples); they "
+    "say nothing of other training images."
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Cell:
 
     @property
     def measured(self) -> str:
-        """Return what was measured, ± standard deviation."""
+        """Return the measured value, ± standard deviation."""
         return self.value + (f" ± {self.std}" if self.std else "") or MISSING
 
     def __str__(self) -> str:
@@ -87,12 +93,13 @@ class Printed:
 
 
 def cell(line: "pd.Series", metric: Metric, anchor: str = "") -> Cell:
-    """One cell, rounded to as many decimals as the paper prints."""
+    """Return one cell, rounded to as many decimals as the paper prints."""
 
     def text(number: float, form: str) -> str:
         return "" if math.isnan(number) else format(number, form)
 
-    value, paper = float(line[metric.name]), float(line[f"{metric.name}_paper"])
+    value = float(line[metric.name])
+    paper = float(line[f"{metric.name}_paper"])
     # The difference is of the printed numbers, so that a reader can check it.
     difference = round(value, metric.digits) - round(paper, metric.digits)
     return Cell(
@@ -105,13 +112,14 @@ def cell(line: "pd.Series", metric: Metric, anchor: str = "") -> Cell:
 
 
 def text_cell(line: "pd.Series", detail: Detail) -> Cell:
-    """One cell of text: what is known of the runs, and what the paper says."""
-    value, paper = line[detail.name], line[f"{detail.name}_paper"]
+    """Return a text cell: our value and the paper's."""
+    value = line[detail.name]
+    paper = line[f"{detail.name}_paper"]
     return Cell("" if pd.isna(value) else value, "", "" if pd.isna(paper) else paper, "")
 
 
 def _known(frame: pd.DataFrame, columns: Iterable[Column]) -> list[Column]:
-    """The columns in which anything was measured or printed; the others would only take room."""
+    """Return the columns in which anything was measured or printed."""
     parts = ((one, frame[[one.name, f"{one.name}_paper"]]) for one in columns)
     return [one for one, part in parts if part.notna().any(axis=None)]
 
@@ -123,7 +131,7 @@ def printed(
     evaluations: Path = Path(),
     compare: bool = True,
 ) -> Printed:
-    """A table as text.
+    """Return a table as text.
 
     With the rows it was built from it also has every result behind it, and each number leads to its
     own. With `compare` it says where it is in the paper.
@@ -175,7 +183,7 @@ def _legend(metrics: list[Metric], frame: pd.DataFrame) -> str:
 
 
 def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, list[RowSource]]:
-    """The files behind a table: each result with its settings and provenance, and each run."""
+    """Return the files behind a table: each result with settings and provenance, and each run."""
     results: dict[str, RowSource] = {}
     runs: dict[str, RowSource] = {}
     for row in rows:
@@ -200,7 +208,7 @@ def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, 
 
 
 def _by_architecture(lines: Iterable[Line]) -> Iterator[tuple[str, list[Line]]]:
-    """Lines that follow each other and have the same architecture."""
+    """Group consecutive lines of the same architecture."""
     for architecture, group in itertools.groupby(lines, lambda line: line.architecture):
         yield architecture, list(group)
 
@@ -230,47 +238,92 @@ def _environment() -> Environment:
 
 
 def render(table: Printed, form: str) -> str:
-    """A table as `md` (GitHub's Markdown), `tex` (LaTeX with the booktabs package) or `html`."""
+    """Render a table as `md` (GitHub's Markdown), `tex` (LaTeX with booktabs) or `html`."""
     return _environment().get_template(f"table.{form}").render(vars(table), MISSING=MISSING)
 
 
 def render_page(template: str, **values: Any) -> str:
-    """A page that needs no other file."""
+    """Render a page that needs no other file."""
     return _environment().get_template(template).render(**values)
 
 
 def verdicts(frame: pd.DataFrame) -> dict[str, Any]:
-    """Return a page of `claims_table`: a summary, what was measured, and what was not."""
-    counts = frame["verdict"].value_counts()
-    others = ("within noise", "not comparable", "not measured")
-    words = {"holds": "hold", "fails": "fail"} | dict.fromkeys(others)
-    notes = {"yes": "beyond chance", "one seed": "in one seed; others may differ"}
-    lines: list[dict[Any, Any]] = frame.to_dict("records")
-    for line in lines:
-        line["notes"] = [notes[line["significant"]]] if line["significant"] in notes else []
-        if line["paper_verdict"] not in ("", "holds"):
-            line["notes"].append(f"{line['paper_verdict']} by the paper's own numbers")
-        if line["plain_knn"] not in ("", line["verdict"]):
-            line["notes"].append(f"{line['plain_knn']} by k-NN on features as they are")
+    """Return the parts of the claims' page: summary, decided statements, open statements.
+
+    A verdict that rests on one seed says so, and is counted apart.
+    """
+    words = {
+        "holds": "hold",
+        "fails": "fail",
+        "holds in one seed": "hold in one seed",
+        "fails in one seed": "fail in one seed",
+        "within noise": "within noise",
+        "not comparable": "not comparable",
+    }
+    decided: list[dict[Any, Any]] = []
+    not_measured: list[dict[Any, Any]] = []
+    for line in frame.to_dict("records"):
+        if line["verdict"] == "not measured":
+            not_measured.append(line)
+        else:
+            decided.append(line)
+        by_paper, on_plain = line["paper_verdict"], line["plain_knn"]
+        notes = {"yes": ["beyond chance"], "one seed": ["others may differ"]}
+        line["notes"] = notes.get(line["significant"], [])
+        if by_paper not in ("", "holds"):
+            line["notes"].append(f"{by_paper} by the paper's own numbers")
+        if on_plain not in ("", line["verdict"]):
+            line["notes"].append(f"{on_plain} by k-NN on features as they are")
+        if line["significant"] == "one seed":
+            line["verdict"] += " in one seed"
+    counts = Counter(line["verdict"] for line in decided)
+    counted = [f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]]
     order = list(words)
-    decided = [line for line in lines if line["verdict"] != "not measured"]
-    del words["not measured"]
-    counted = (f"{counts[v]} {word or v}" for v, word in words.items() if v in counts)
     return {
-        "summary": f"{len(decided)} of {len(lines)} statements could be decided"
+        "summary": f"{len(decided)} of {len(frame)} statements could be decided"
         + (": " + ", ".join(counted) if decided else ""),
         "decided": sorted(decided, key=lambda line: order.index(line["verdict"])),
-        "open": [line for line in lines if line["verdict"] == "not measured"],
+        "open": not_measured,
     }
 
 
 def claims_page(frame: pd.DataFrame) -> str:
-    """The verdicts of `claims_table` as a page."""
+    """Render the verdicts of `claims_table` as a page."""
     return render_page("claims.html", **verdicts(frame))
 
 
+def matrices(
+    frame: pd.DataFrame,
+    titles: Mapping[str, str],
+    columns: str,
+    cell: Callable[[Any], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Return a table for each measure, rows encoders, of strings to show.
+
+    Args:
+        frame: a line for each number, with `encoder`, `measure` and the columns' name.
+        titles: of the measures, in order; one without a line has no table.
+        columns: `folder` or `dataset`, a column for each.
+        cell: what a line of the frame shows: `value`, `more`, and whether it is the `best`.
+    """
+    shown = []
+    for measure, title in titles.items():
+        part = frame[frame["measure"] == measure]
+        if part.empty:
+            continue
+        names = list(dict.fromkeys(part[columns]))
+        cells = {(line.encoder, getattr(line, columns)): cell(line) for line in part.itertuples()}
+        empty = {"value": "", "more": "", "best": False}
+        rows = [
+            {"encoder": name, "cells": [cells.get((name, of), empty) for of in names]}
+            for name in dict.fromkeys(part["encoder"])
+        ]
+        shown.append({"title": title, "columns": names, "rows": rows})
+    return shown
+
+
 def for_terminal(table: Printed) -> Group:
-    """A table to print with rich, which plain output shows without escapes."""
+    """Return a table to print with rich, which plain output shows without escapes."""
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("", ""):
         grid.add_column(column, overflow="fold")

@@ -36,7 +36,7 @@ def make_summary(path: Path) -> None:
 
 
 def summary_page(config: SummaryConfig) -> str:
-    """The page; it needs no other file."""
+    """Render the page; it needs no other file."""
     table = config.table and printed(read_table(config.table), config.table.stem)
     claims = None
     if config.claims is not None:
@@ -62,8 +62,9 @@ def summary_page(config: SummaryConfig) -> str:
 
 
 def equal_rows(table: Path) -> list[str]:
-    """A sentence for each model of a table with the very numbers of the one it was tuned from."""
-    frame, remarks = read_table(table), []
+    """Return a sentence for each model with the very numbers of the model it was tuned from."""
+    frame = read_table(table)
+    remarks = []
     shown = entry(table.stem, TABLES, "table").metrics
     columns = [metric.name for metric in shown if metric.name in frame]
     runs = {(row.architecture, row.method): row.runs for row in _rows(table)}
@@ -92,13 +93,13 @@ def equal_rows(table: Path) -> list[str]:
 
 
 def _rows(table: Path) -> list[Row]:
-    """The models of a table, by its resolved file; none where there is none."""
+    """Return the models of a table from its resolved file; [] if there is none."""
     config = table.with_suffix(".yaml")
     return ShownConfig.read(config).rows if config.exists() else []
 
 
 def _behind(table: Path, run: str) -> Iterator[RunRecord]:
-    """Records of a run and of all it started from, the run itself first, as far as they exist."""
+    """Return the records of a run and of all it started from, as far as they exist, it first."""
     return lineage(run, lambda name: RunRecord.find(table.parents[1] / "runs" / name))
 
 
@@ -118,7 +119,7 @@ def made(table: Path) -> str:
 
 
 def samples(shards: Path) -> list[str]:
-    """Some images of a split, as sources of `img`; none where they cannot be shown.
+    """Return some images of a split as sources of `img`; [] if they cannot be shown.
 
     Shards hold images in random order.
     """
@@ -138,7 +139,7 @@ def samples(shards: Path) -> list[str]:
 
 
 def _thumbnail(image: bytes) -> str | None:
-    """A small copy of an image; None if it is none, or of other values than 8 bits."""
+    """Return a small copy of an image; None if it is none, or not of 8 bits."""
     try:
         with Image.open(io.BytesIO(image)) as opened:
             if opened.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
@@ -153,7 +154,7 @@ def _thumbnail(image: bytes) -> str | None:
 
 
 def _groups(path: Path) -> list[dict[str, Any]]:
-    """The largest groups of images, with a few pictures of each."""
+    """Return the largest groups of images, with a few pictures of each."""
     explored = Explored.read(path)
     sizes = np.bincount(explored.arrays["clusters"])
     return [
@@ -170,7 +171,7 @@ def _groups(path: Path) -> list[dict[str, Any]]:
 
 
 def data_uri(image: bytes, kind: str) -> str:
-    """An image as the source of an `img`, in lines: docutils refuses those of 10,000 characters."""
+    """Return an image as the source of an `img`, in lines: docutils refuses 10,000 characters."""
     text = base64.b64encode(image).decode()
     lines = (text[start : start + 4000] for start in range(0, len(text), 4000))
     return f"data:image/{kind};base64," + "\n".join(lines)

@@ -34,18 +34,18 @@ log = logging.getLogger(__name__)
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
-    """The metrics of an evaluation's JSON."""
+    """Read the metrics of an evaluation's JSON."""
     return EvaluationRecord.read(path).metrics
 
 
 def result_of(evaluations: Path, run: str, names: Sequence[str], key: str) -> Path | None:
-    """The result of the first of these evaluations that was run and has the metric."""
+    """Return the result of the first of these evaluations that was run and has the metric."""
     files = filter(None, (result_file(evaluations, run, name) for name in names))
     return next((path for path in files if read_metrics(path).get(key) is not None), None)
 
 
 def result_file(evaluations: Path, run: str, name: str, ending: str = ".json") -> Path | None:
-    """A file that an evaluation left of the encoder that its run has now; None: there is none.
+    """Return a file that an evaluation wrote about its run's present encoder; None: no such file.
 
     A run that was trained again with other settings may have results that are not asked for again.
     """
@@ -77,7 +77,7 @@ def _finite(path: Path, key: str) -> float:
 def _of_models(
     table: Table, rows: Sequence[Row], evaluations: Path
 ) -> dict[str, dict[tuple[str, str], float]]:
-    """Return what results of any row's run say of many models, by metric."""
+    """Return the numbers that results of any row's run have of many models, by metric."""
     found: dict[str, dict[tuple[str, str], float]] = {}
     for metric in (metric for metric in table.metrics if metric.by_model):
         values = found.setdefault(metric.name, {})
@@ -98,7 +98,7 @@ def measured(
     part: int | None = None,
     seed: int | None = None,
 ) -> tuple[float | None, float | None]:
-    """Mean over the runs and sample standard deviation; None where there is nothing to compute.
+    """Return mean and sample standard deviation over the runs; None where there are no numbers.
 
     Args:
         names: evaluations that may give the metric: the first that any run has, of all of them.
@@ -107,7 +107,8 @@ def measured(
         seed: of the runs, that of this seed alone; the evaluation is chosen over all of them.
     """
     of_each = ([result_of(evaluations, run, (name,), key) for run in runs] for name in names)
-    paths = next((found for one in of_each if (found := [*filter(None, one)])), [])
+    made = ([path for path in one if path is not None] for one in of_each)
+    paths = next((found for found in made if found), [])
     if seed is not None:
         paths = [path for path in paths if seed_of(path.parent.name) == seed]
     if part is not None:
@@ -125,7 +126,7 @@ def measured(
 
 @cache
 def paper_table(name: str) -> pd.DataFrame:
-    """The paper's numbers of a table, indexed by architecture and method; not to be changed."""
+    """Read the paper's numbers of a table, indexed by architecture and method. Do not change it."""
     entry(name, TABLES, "table")
     text = FOLDER / f"{name}.csv"
     if not text.is_file():
@@ -134,13 +135,13 @@ def paper_table(name: str) -> pd.DataFrame:
 
 
 def paper_value(name: str, architecture: str, method: str, column: str) -> float | None:
-    """One number of the paper, or None where it prints none."""
+    """Return one number of the paper, or None if it prints none."""
     value = _paper_cell(name, architecture, method, column)
     return None if value is None else float(value)
 
 
 def _paper_cell(name: str, architecture: str, method: str, column: str) -> Any:
-    """Return what the paper prints, a number or a text, or None."""
+    """Return a number or a text of the paper, or None."""
     table = paper_table(name)
     known = (architecture, method) in table.index and column in table.columns
     value: Any = table.at[(architecture, method), column] if known else None
@@ -148,12 +149,12 @@ def _paper_cell(name: str, architecture: str, method: str, column: str) -> Any:
 
 
 def _texts(table: Table) -> list[str]:
-    """The columns of text."""
+    """Return the columns of text."""
     return [f"{detail.name}{part}" for detail in table.details for part in ("", "_paper")]
 
 
 def _others(table: Table, rows: Iterable[Row], evaluations: Path) -> list[Metric]:
-    """Columns for what was evaluated beside the paper's sets, where the table takes such."""
+    """Return columns for sets beyond the paper's, if the table takes such."""
     columns: dict[str, Metric] = {}
     for row in rows if table.others else ():
         for run, protocol in itertools.product(row.runs, table.reads(row.method)):
@@ -176,7 +177,7 @@ def build_table(
     part: int | None = None,
     seed: int | None = None,
 ) -> pd.DataFrame:
-    """A table of the registry.
+    """Build a table of the registry.
 
     Args:
         paper: whether to put the paper's numbers beside them.
@@ -190,7 +191,8 @@ def build_table(
         known, and `M`, `M_std`, `M_paper` for every metric M, in the paper's units. NaN where
         nothing was run, where there is one seed, where the paper has no number.
     """
-    table, rows = entry(name, TABLES, "table"), list(rows)
+    table = entry(name, TABLES, "table")
+    rows = list(rows)
     own = rows if seed is None else [row.of_seed(seed) for row in rows]
     of_models = _of_models(table, own, evaluations)
     source = table.printed or name
@@ -213,7 +215,8 @@ def build_table(
         for metric in metrics:
             names = table.evaluations_of(metric, row.method)
             if metric.by_model:
-                mean, std = of_models[metric.name].get((row.architecture, row.method)), None
+                mean = of_models[metric.name].get((row.architecture, row.method))
+                std = None
             for value in () if metric.by_model else metric.sources(row.method):
                 mean, std = measured(
                     evaluations, row.runs, names, value, metric.std, part=part, seed=seed
@@ -221,7 +224,8 @@ def build_table(
                 if mean is not None:
                     break
             line[metric.name], line[f"{metric.name}_std"] = mean, std
-            method, column = row.method, metric.paper or metric.name
+            method = row.method
+            column = metric.paper or metric.name
             if not as_printed and column in table.of_public.get(row.architecture, ()):
                 method = {"mae": "", "mae_public": "mae"}.get(method, method)
             number = paper_value(source, row.architecture, method, column) if paper else None
@@ -233,7 +237,7 @@ def build_table(
 
 
 def printed_tables() -> dict[str, pd.DataFrame]:
-    """All of the paper's tables as `build_table` makes them, with nothing measured."""
+    """Build all of the paper's tables with nothing measured."""
     return {
         name: build_table(
             name,
@@ -247,7 +251,7 @@ def printed_tables() -> dict[str, pd.DataFrame]:
 
 
 def write_table(frame: pd.DataFrame, path: Path) -> None:
-    """Write a table as CSV; what was not run is an empty cell."""
+    """Write a table as CSV; numbers that were not run are empty cells."""
     write_table_text(path, frame.to_csv(index=False, lineterminator="\n"))
 
 
@@ -268,7 +272,7 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def trained_with(setting: str, row: Row, runs: Path) -> str | None:
-    """A setting of the stages behind a row's first run that trained its encoder, as `800; 20`.
+    """Return a setting of the stages that trained a row's first encoder, such as `800; 20`.
 
     Once if it is the same in all; an en dash for imported weights, if they were trained on; None
     if nothing is known.
@@ -287,23 +291,25 @@ def trained_with(setting: str, row: Row, runs: Path) -> str | None:
 
 
 def chain(run: str, runs: Path) -> list[RunRecord]:
-    """Records of a run and of all it started from, the run itself first."""
+    """Return the records of a run and of all it started from, the run itself first."""
     records = list(lineage(run, lambda name: RunRecord.of(runs / name)))
-    if again := records[-1].source:
+    again = records[-1].source
+    if again:
         raise UserError(f"{RunRecord.path(runs / again)}: run {again} starts from itself")
     return records
 
 
 def flops_of_step(record: RunRecord) -> float:
-    """Operations of one update of a finished run, counted from its settings."""
-    stage, encoder = recorded(record), record.encoder
+    """Count the operations of one update of a finished run, from its settings."""
+    stage = recorded(record)
+    encoder = record.encoder
     if encoder is None or not isinstance(stage, Training):
         raise UserError(f"run {record.run}: trained nothing; run it again")
     return stage.flops_per_image(encoder) * stage.batch_size
 
 
 def hours_of(records: list[RunRecord]) -> tuple[float, float]:
-    """Device hours of all training in a chain, and what comes after pre-training in percent of it.
+    """Return a chain's device hours of training, and those after pre-training in percent of it.
 
     NaN where a part was not trained here: what public weights cost is not known.
     """
@@ -317,7 +323,7 @@ def hours_of(records: list[RunRecord]) -> tuple[float, float]:
 
 
 def cost_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
-    """Device hours behind each model.
+    """Build a table of the device hours behind each model.
 
     Returns:
         `architecture`, `method`, then `hours` (all training behind the model) and `overhead`
@@ -329,7 +335,7 @@ def cost_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
 
 
 def trained_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
-    """Device hours of each model's own training alone, also if it began with imported weights.
+    """Build a table of each model's own training, also if it began with imported weights.
 
     Returns:
         As `cost_table`, with `hours` and `pretraining_epochs`, of the training that the model
@@ -347,7 +353,7 @@ def trained_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
 
 
 def pretraining_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
-    """The NNCLR loss at the start of the pre-training that each model begins with.
+    """Build a table of the NNCLR loss at the start of each model's pre-training.
 
     Returns:
         As `cost_table`, with `nnclr_loss`: the mean over the first tenth of the epochs. Rows of

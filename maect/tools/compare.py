@@ -20,10 +20,15 @@ from maect.core.errors import UserError, counted
 from maect.core.settings import digest
 from maect.data.sources import open_source
 from maect.data.sources.base import Entry
+from maect.evaluate.comparison_scores import (
+    Score,
+    measure_corrections,
+    measure_with_labels,
+    measure_without_labels,
+)
 from maect.evaluate.real import Real, RealLabels, is_imagenets
-from maect.evaluate.sampling import held_out
+from maect.evaluate.sampling import held_out_mask
 from maect.evaluate.store import Array
-from maect.evaluate.training_free import Score, corrected, with_labels, without_labels
 from maect.tools.own_images import Images, check_same_classes, find_splits, inspect_images
 
 log = logging.getLogger(__name__)
@@ -103,7 +108,7 @@ def open_folder(name: str, path: Path) -> ImageFolder:
         entries = [entry for part in parts for entry in part.entries]
         raise UserError(f"{path}: {entries[row].name} has no class, but others have; leave it out")
     if val is None:
-        test = held_out(labels, contents, ONE_IN)
+        test = held_out_mask(labels, contents, ONE_IN)
         remarks.append(f"One image in {ONE_IN} of each class is tested on, chosen by content")
     else:
         test = np.arange(n) >= len(parts[0].entries)
@@ -272,7 +277,7 @@ def _names(folder: ImageFolder, which: NDArray[np.bool_]) -> list[str]:
 def real_of(folder: ImageFolder, which: NDArray[np.bool_], labels: RealLabels) -> Real | None:
     """ReaL's labels of some images of a folder; UserError if these are not ImageNet's."""
     own = None if folder.labels is None else folder.labels[which]
-    return labels.reassessed(lambda: _names(folder, which), folder.parts[0].class_names, own)
+    return labels.real_labels_of(lambda: _names(folder, which), folder.parts[0].class_names, own)
 
 
 def measured(
@@ -292,18 +297,18 @@ def measured(
         geometry: also behind corrections without training.
     """
     order = sorted(np.flatnonzero(good).tolist(), key=lambda row: folder.contents[row])
-    spread = without_labels(features[order])
+    spread = measure_without_labels(features[order])
     if folder.labels is None:
         return spread
     train = good & ~folder.test
     test = good & folder.test
     contents = [folder.contents[row] for row in np.flatnonzero(train)]
     given = features[train], folder.labels[train], contents, features[test], folder.labels[test]
-    scores = with_labels(*given, threads, real) | spread
+    scores = measure_with_labels(*given, threads, real) | spread
     if not geometry:
         return scores
     x, known, _, y, wanted = given
-    return scores | corrected(x, known, y, wanted, threads)
+    return scores | measure_corrections(x, known, y, wanted, threads)
 
 
 def _write_scores(file: Path, scores: dict[str, Score]) -> None:

@@ -7,8 +7,7 @@ import numpy as np
 import pandas as pd
 
 from maect.core.files import write_table_text, write_text
-from maect.evaluate.sampling import accuracy_intervals, intervals
-from maect.evaluate.training_free import (
+from maect.evaluate.comparison_scores import (
     GEOMETRY,
     KNN_HELD_OUT,
     LABEL_SETS,
@@ -17,8 +16,8 @@ from maect.evaluate.training_free import (
     RANK_ME,
     WITHOUT_LABELS,
 )
-from maect.report.matrix import INTERVALS, matrices
-from maect.report.render import render_page
+from maect.evaluate.sampling import accuracy_intervals, intervals
+from maect.report.render import INTERVALS, matrices, render_page
 from maect.tools.compare import Matrix
 
 COLUMNS = (

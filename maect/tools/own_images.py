@@ -380,7 +380,7 @@ def held_out(images: Images) -> set[str]:
     for near in (True, False) if len(names) <= MOST_NEAR else (False,):
         contents = contents_of(images, near)
         for part in HELD_OUT:
-            chosen = set(compress(names, sampling.held_out(labels, contents, part)))
+            chosen = set(compress(names, sampling.held_out_mask(labels, contents, part)))
             if len(chosen) >= FEWEST_VAL:
                 return chosen
         if near:

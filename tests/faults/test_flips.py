@@ -27,7 +27,7 @@ from maect.data.pixels import open_pixels
 from maect.data.shard_plan import image_names
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.evaluation import Completion, evaluate
-from maect.evaluate.trained import STATE
+from maect.evaluate.probe_training import STATE
 from maect.records import RunRecord
 from maect.train.checkpoint import check_files, saved, state_record
 from maect.train.run_folder import check_weights, is_finished, take_over_folder

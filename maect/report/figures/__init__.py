@@ -36,12 +36,12 @@ STYLE = Path(__file__).with_name("figures.mplstyle")
 
 
 def styled() -> AbstractContextManager[None]:
-    """Context in which figures are made; nothing of the user's own style gets in."""
+    """Return a context in which figures are drawn in the project's style alone."""
     return matplotlib.rc_context(matplotlib.rc_params_from_file(STYLE))
 
 
 def panels(rows: int, columns: int, height: float) -> tuple[Figure, list[Axes]]:
-    """A figure of `rows` x `columns` axes, `height` inches a row; the axes row by row.
+    """Return a figure of `rows` x `columns` axes, `height` inches a row, and its axes row by row.
 
     Not through pyplot: no window system, no state shared with the caller.
     """
@@ -61,13 +61,13 @@ def save(figure: Figure, pdf: Path, png: Path) -> None:
 
 
 def class_style(number: int) -> dict[str, Any]:
-    """Colour and marker of a class, as matplotlib takes them; 40 classes before one repeats."""
+    """Return a class's colour and marker for matplotlib; 40 classes before one repeats."""
     turn, place = divmod(number, len(CLASS_COLORS))
     return {"color": CLASS_COLORS[place], "marker": MARKERS[turn % len(MARKERS)]}
 
 
 def method_style(number: int) -> dict[str, Any]:
-    """Colour, marker and line of a method, likewise; 32 methods before all three repeat."""
+    """Return a method's colour, marker and line; 32 methods before all three repeat."""
     turn = number + number // len(COLORS)
     color, marker = COLORS[number % len(COLORS)], MARKERS[turn % len(MARKERS)]
     return {"color": color, "marker": marker, "linestyle": LINES[turn % len(LINES)]}

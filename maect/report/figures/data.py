@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 from maect.core.errors import UserError, entry
 from maect.core.files import read_record
 from maect.records import RunRecord, checked_sha256, is_finished
-from maect.report.configs import Row, ShownConfig
-from maect.report.groups import group_names, group_numbers
+from maect.report.configs import Row, ShownConfig, group_names, group_numbers
 from maect.report.registry import FIGURES
 from maect.report.tables import chain, result_file
 from maect.report.titles import architecture_title, method_title
@@ -34,7 +33,7 @@ def row_title(row: Row, rows: Sequence[Row]) -> str:
 
 
 def result_files(shown: ShownConfig) -> dict[str, Path]:
-    """The arrays of each row's first run, by the row's title, where there are any.
+    """Return the files of arrays of each row's first run, by the row's title.
 
     Of the evaluations that the figure's entry needs, the first that any row has; a UserError if no
     row has one.
@@ -46,13 +45,14 @@ def result_files(shown: ShownConfig) -> dict[str, Path]:
             title: result_file(shown.evaluations, run, name, ".safetensors")
             for title, run in runs.items()
         }
-        if files := {title: path for title, path in found.items() if path is not None}:
+        files = {title: path for title, path in found.items() if path is not None}
+        if files:
             return files
     raise UserError(f"{shown.name} figure: no run has the evaluation {' or '.join(needs)}")
 
 
 def setting(result: Path, key: str) -> Any:
-    """A setting of an evaluation, from its result; None if it was not made."""
+    """Read a setting of an evaluation from its result; None without a result."""
     return read_record(result).get("settings", {}).get(key) if result.exists() else None
 
 
@@ -73,7 +73,7 @@ def read_tensors(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 @cache
 def _lemmas() -> dict[str, str]:
-    """WordNet id -> its words, from the file that comes with timm (read without importing it)."""
+    """Read words by WordNet id from the file that comes with timm, without importing timm."""
     spec = find_spec("timm")
     if spec is None or not spec.submodule_search_locations:
         return {}
@@ -122,7 +122,7 @@ def stage_title(stage: str) -> str:
 
 
 def finished_runs(shown: ShownConfig) -> list[RunRecord]:
-    """The rows' first finished runs and all they started from, sources first."""
+    """Return the rows' first finished runs and all they started from, sources first."""
     found: dict[str, RunRecord] = {}
     for row in shown.rows:
         for run in row.runs[:1]:

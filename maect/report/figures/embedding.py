@@ -43,7 +43,8 @@ def read_points(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scatter(axes: Axes, points: np.ndarray, labels: np.ndarray, known: Sequence[int]) -> None:
-    dense, size = len(points) > DENSE, float(np.clip(9000 / max(len(points), 1), 0.4, 14))
+    dense = len(points) > DENSE
+    size = float(np.clip(9000 / max(len(points), 1), 0.4, 14))
     options: dict[str, Any] = {"s": size, "linewidths": 0, "alpha": 0.75, "rasterized": dense}
     order = np.random.default_rng(0).permutation(len(points))
     x, y = points[order].T
@@ -65,7 +66,7 @@ def _scatter(axes: Axes, points: np.ndarray, labels: np.ndarray, known: Sequence
 def _names(
     axes: Axes, points: np.ndarray, labels: np.ndarray, names: dict[int, str], inches: float
 ) -> None:
-    """Names are written where the classes are, so that nobody needs the colours.
+    """Write names where the classes are, so that nobody needs the colours.
 
     Those that would overlap are moved apart; where they would cover much of the panel there is only
     the legend.
@@ -89,7 +90,7 @@ def _names(
 
 
 def moved_apart(centers: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Centres of boxes in the unit square, moved up and down until none overlaps another.
+    """Move centres of boxes in the unit square up and down until none overlaps another.
 
     Args:
         centers: where they should be, [n, 2].
@@ -113,7 +114,7 @@ def moved_apart(centers: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def _square(axes: Axes, points: np.ndarray) -> None:
-    """Limits that fill a square panel with one scale for both axes."""
+    """Set limits that fill a square panel with one scale for both axes."""
     low, high = points.min(axis=0), points.max(axis=0)
     half = 0.53 * max(float((high - low).max()), 1e-9)
     x, y = (low + high) / 2
@@ -122,7 +123,7 @@ def _square(axes: Axes, points: np.ndarray) -> None:
 
 
 def umap(shown: ShownConfig) -> Figure:
-    """UMAP embeddings side by side, with the accuracy of k-means on the features."""
+    """Draw UMAP embeddings side by side, with the accuracy of k-means on the features."""
     rows = {row_title(row, shown.rows): row for row in shown.rows}
     files, classes = result_files(shown), Classes(shown)
     read = [read_points(path) for path in files.values()]
@@ -141,7 +142,8 @@ def umap(shown: ShownConfig) -> Figure:
         ax.spines[:].set_color("#BBBBBB")
         ax.set_title(title + _accuracy(shown, rows[title], path))
     if names:
-        styles, titles = [class_style(n) for n in range(len(known))], [*names.values()]
+        styles = [class_style(n) for n in range(len(known))]
+        titles = [*names.values()]
         if classes.are_groups and any((labels < 0).any() for _, labels in data):
             styles.append(MISSING)
             titles.append("others")
@@ -158,7 +160,7 @@ def umap(shown: ShownConfig) -> Figure:
 
 
 def _accuracy(shown: ShownConfig, row: Row, points: Path) -> str:
-    """A line with the accuracy of k-means on the classes that are embedded, if it was evaluated."""
+    """Return a line with the k-means accuracy on the embedded classes; "" if not evaluated."""
     (clustering,) = entry(shown.name, FIGURES, "figure").besides
     classes = setting(points.with_suffix(".json"), "classes") or []
     subsets = setting(points.with_name(f"{clustering}.json"), "subsets") or {}
@@ -169,7 +171,8 @@ def _accuracy(shown: ShownConfig, row: Row, points: Path) -> str:
     accuracy = measured(shown.evaluations, row.runs[:1], [clustering], key)[0]
     if accuracy is None:
         return ""
-    table, paper = {"": "clustering_best", "dogs15": "dogs15_best"}.get(names[0]), None
+    table = {"": "clustering_best", "dogs15": "dogs15_best"}.get(names[0])
+    paper = None
     if table and shown.compare_with_paper:
         paper = paper_value(table, row.architecture, row.method, "accuracy")
     beside = "" if paper is None else f" (paper {paper:.1f} %)"
@@ -177,7 +180,7 @@ def _accuracy(shown: ShownConfig, row: Row, points: Path) -> str:
 
 
 def cluster_formation(shown: ShownConfig) -> Figure:
-    """The largest MAE and the same after tuning with minimal augmentation, all classes embedded."""
+    """Draw all classes by the largest MAE before and after tuning with minimal augmentation."""
     tuned = [row.architecture for row in shown.rows if row.method == "ct_min"]
     if not tuned:
         raise UserError("cluster_formation figure: no row has the method ct_min")

@@ -21,7 +21,7 @@ NOT_EVALUATED = "No run was evaluated while it trained: add `online_evaluation` 
 
 
 def confusion(shown: ShownConfig) -> Figure:
-    """Clusters against classes, in percent of each class, one panel a model.
+    """Draw clusters against classes, in percent of each class, one panel a model.
 
     Of all classes if they are few, else of the first subset there is. Reads
     `clustering.safetensors`: `confusion` int64 [k, k], rows classes, columns the cluster that each
@@ -83,7 +83,7 @@ def _frame(axes: Axes, x: float, y: float, size: int) -> None:
 
 
 def cluster_retrieval(shown: ShownConfig) -> Figure:
-    """The images nearest to each cluster's centre, one row a cluster, two models beside each other.
+    """Draw the images nearest to each cluster's centre, one row a cluster, two models abreast.
 
     Reads `retrieval.safetensors`: `cluster_images` uint8 [k, n, S, S, 3], `cluster_labels` int64
     [k, n] and `cluster_classes` int64 [k], the class that a cluster was matched to, -1 for none.
@@ -119,7 +119,7 @@ def cluster_retrieval(shown: ShownConfig) -> Figure:
 
 
 def neighbor_retrieval(shown: ShownConfig) -> Figure:
-    """Images and their nearest neighbours, one row a model below each other.
+    """Draw images and their nearest neighbours, one row a model.
 
     Reads `retrieval.safetensors`: `query_images` uint8 [q, S, S, 3], `query_labels` int64 [q],
     `neighbor_images` uint8 [q, n, S, S, 3] and `neighbor_labels` int64 [q, n], nearest first, of
@@ -135,7 +135,8 @@ def neighbor_retrieval(shown: ShownConfig) -> Figure:
                 f"{results[title]}: other queries than the first file's; evaluate again"
             )
     count = min(arrays["neighbor_labels"].shape[1] for arrays in read.values())
-    rows, columns = len(queries) * len(read), 1 + count
+    rows = len(queries) * len(read)
+    columns = 1 + count
     figure, axes = panels(rows, columns, height=WIDTH / (columns + 1) + 0.1)
     for query in range(len(queries)):
         for number, (title, arrays) in enumerate(read.items()):
@@ -155,7 +156,7 @@ def neighbor_retrieval(shown: ShownConfig) -> Figure:
 
 
 def online_pictures(shown: ShownConfig) -> Figure:
-    """First, middle and last pictures of online evaluation of every run behind the rows, if any.
+    """Draw the first, middle and last pictures of online evaluation of every run behind the rows.
 
     Of each pre-training `reconstructions`: visible patches, what is made of them, and the image. Of
     each training `neighbors_in_training`: images (left) and the nearest others.

@@ -57,7 +57,7 @@ _ONLINE = Line2D([], [], color="#777777", linewidth=0.9, label="while training, 
 
 
 def points_of(table: pd.DataFrame, cost: pd.DataFrame) -> pd.DataFrame:
-    """Models whose probing accuracy (table `gpu_hours`) and cost (also `cost_table`) are known.
+    """Return models whose probing accuracy (table `gpu_hours`) and cost are known.
 
     Returns:
         A line a model, with `architecture`, `method`, `hours` (by the benchmark, or as recorded
@@ -73,7 +73,7 @@ def points_of(table: pd.DataFrame, cost: pd.DataFrame) -> pd.DataFrame:
 
 
 def gpu_hours(shown: ShownConfig) -> Figure:
-    """Linear probing accuracy against device hours (log scale), one line a method."""
+    """Draw linear probing accuracy against device hours (log scale), one line a method."""
     asked = shown.rows, shown.evaluations, shown.compare_with_paper
     points = points_of(build_table("gpu_hours", *asked), tables.cost_table(shown.rows, shown.runs))
     if points.empty:
@@ -83,7 +83,8 @@ def gpu_hours(shown: ShownConfig) -> Figure:
     few = points["method"].nunique() <= 4
     figure, (ax,) = panels(1, 1, height=3.2 if few else 3.8)
     for number, (method, of_it) in enumerate(points.groupby("method", sort=False)):
-        line, style = of_it.sort_values("hours", kind="stable"), method_style(number)
+        line = of_it.sort_values("hours", kind="stable")
+        style = method_style(number)
         look = style | {"capsize": 2, "label": method_title(str(method))}
         ax.errorbar(line["hours"], line["accuracy"], line["std"].fillna(0), **look)
         ax.plot(line["hours"], line["paper"], **style | PRINTED)
@@ -113,17 +114,19 @@ def gpu_hours(shown: ShownConfig) -> Figure:
 
 
 def knn_compute(shown: ShownConfig) -> Figure:
-    """k-NN accuracy against operations: of finished models, and of the first seed on its way."""
+    """Draw k-NN accuracy against operations: of finished models, and while they trained."""
     frame = build_table("low_shot", shown.rows, shown.evaluations)[[*KEYS, "knn", "knn_std"]]
     known = {line[:2]: line[2:] for line in frame.itertuples(index=False, name=None)}
     figure, (ax,) = panels(1, 1, height=3.2)
-    drawn, online = set[str](), False
+    drawn = set[str]()
+    online = False
     for number, row in enumerate(shown.rows):
         done = [run for run in row.runs if is_finished(shown.runs / run)]
         accuracy, std = known[row.architecture, row.method]
         if not done or math.isnan(accuracy):
             continue
-        style, before = method_style(number), 0.0
+        style = method_style(number)
+        before = 0.0
         line = list[tuple[float, float]]()
         for record in reversed(chain(done[0], shown.runs)):
             steps = finished_entries(shown.runs / record.run, record.logged_epochs)
@@ -141,7 +144,8 @@ def knn_compute(shown: ShownConfig) -> Figure:
             online = True
             marker = "." if len(line) == 1 else ""
             ax.plot(*zip(*line, strict=True), color=style["color"], linewidth=0.9, marker=marker)
-        std, name = np.nan_to_num(std), row_title(row, shown.rows)
+        std = np.nan_to_num(std)
+        name = row_title(row, shown.rows)
         ax.errorbar([before], [accuracy], [std], **style | ALONE, capsize=2, label=name)
     if not drawn:
         raise UserError("knn_compute figure: no run has both a k-NN and a completion record")
@@ -153,18 +157,19 @@ def knn_compute(shown: ShownConfig) -> Figure:
 
 
 def gain_by_precision(shown: ShownConfig) -> Figure:
-    """k-NN accuracy that tuning adds, against how often its lookup was right while it trained."""
+    """Draw the k-NN accuracy that tuning adds against the precision of its lookups."""
     figure, (ax,) = panels(1, 1, height=3.2)
     lines = dict[str, list[tuple[float, float, float]]]()
     points = list[tuple[str, str, tuple[float, float, float]]]()
     for row in shown.rows:
-        found = [one for run in row.runs if (one := _gain(shown, run)) is not None]
+        gains = [_gain(shown, run) for run in row.runs]
+        found = [one for one in gains if one is not None]
         if not found:
             continue
         augmentation, lookup = found[0][:2]
-        right, gains = np.array([one[2:] for one in found]).T
-        std = float(gains.std(ddof=1)) if len(gains) > 1 else 0.0
-        point = float(right.mean()), float(gains.mean()), std
+        right, gained = np.array([one[2:] for one in found]).T
+        std = float(gained.std(ddof=1)) if len(gained) > 1 else 0.0
+        point = float(right.mean()), float(gained.mean()), std
         if lookup == "oracle":
             lines.setdefault(augmentation, []).append(point)
         else:
@@ -191,7 +196,7 @@ def gain_by_precision(shown: ShownConfig) -> Figure:
 
 
 def _gain(shown: ShownConfig, run: str) -> tuple[str, str, float, float] | None:
-    """Augmentation, kind of lookup, percent of lookups that were right, and points of k-NN.
+    """Return augmentation, lookup, percent of right lookups and points of k-NN gained.
 
     None of a run that is not tuned with neighbours, or that has no k-NN or whose MAE has none.
     """
@@ -217,7 +222,7 @@ def _gain(shown: ShownConfig, run: str) -> tuple[str, str, float, float] | None:
 
 
 def label_efficiency(shown: ShownConfig) -> Figure:
-    """Accuracy against the number of labels, a panel an architecture, a colour a method.
+    """Draw accuracy against the number of labels, a panel an architecture, a colour a method.
 
     Only numbers of one protocol, and either per class or of fractions of all labels, are joined.
     """
@@ -293,7 +298,7 @@ def _is_fine_tuned(shown: ShownConfig, row: Row, name: str) -> bool:
 
 
 def by_block(shown: ShownConfig) -> Figure:
-    """A value after each block, one line a model: the mean over its runs, and the deviation.
+    """Draw a value after each block, one line a model: mean and deviation over its runs.
 
     Reads the evaluation of the figure's name, whose metric (`BY_BLOCK`) is a list, one value a
     block from the first to the last.
@@ -319,7 +324,8 @@ def by_block(shown: ShownConfig) -> Figure:
         most = max(most, blocks)
         style = method_style(number) | {"capsize": 2, "markersize": 3}
         spread = np.std(lines, axis=0, ddof=1) if len(lines) > 1 else None
-        x, title = range(1, blocks + 1), row_title(row, shown.rows)
+        x = range(1, blocks + 1)
+        title = row_title(row, shown.rows)
         ax.errorbar(x, np.mean(lines, axis=0), spread, **style, label=title)
     if not most:
         raise UserError(f"{shown.name} figure: no run has this evaluation")
@@ -330,7 +336,7 @@ def by_block(shown: ShownConfig) -> Figure:
 
 
 def curve(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
-    """The series `y` over `x`, averaged to at most `POINTS` points of equally many steps."""
+    """Return the series `y` over `x`, averaged to at most `POINTS` points."""
     pairs = [(line[x], line[y]) for line in lines if x in line and y in line]
     pairs = [pair for pair in pairs if all(math.isfinite(number) for number in pair)]
     values = np.array(sorted(pairs), dtype=np.float64).reshape(-1, 2)
@@ -340,7 +346,7 @@ def curve(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> tuple[np.ndarra
 
 
 def shortened(name: str, letters: int) -> str:
-    """A name with its middle left out where it is longer: names of runs differ at their ends."""
+    """Shorten a name in its middle: names of runs differ at their ends."""
     if len(name) <= letters:
         return name
     end = (letters - 1) // 2
@@ -348,7 +354,7 @@ def shortened(name: str, letters: int) -> str:
 
 
 def training_curves(shown: ShownConfig) -> Figure:
-    """Loss over epochs of every run behind the rows, one panel a stage.
+    """Draw the loss over epochs of every run behind the rows, one panel a stage.
 
     Losses of different stages are not comparable. Where a pre-training has two, MAE's is beside
     that of others, and NNCLR's has a panel of its own. So has what was found where encoders were
@@ -361,7 +367,8 @@ def training_curves(shown: ShownConfig) -> Figure:
     for node in finished_runs(shown):
         path = shown.runs / node.run / "metrics.jsonl"
         lines = finished_entries(path.parent, node.logged_epochs)
-        title, parts = stage_title(node.stage), curve(lines, "epoch", "loss_mae")
+        title = stage_title(node.stage)
+        parts = curve(lines, "epoch", "loss_mae")
         line = parts if len(parts[0]) else curve(lines, "epoch", "loss")
         if lines and not len(line[0]):
             raise UserError(f"{path}: no line has both 'epoch' and 'loss'")

@@ -21,7 +21,7 @@ ROW = 0.24
 
 
 def columns_of(nodes: Sequence[RunRecord]) -> dict[str, int]:
-    """Column of each run, sources first: one further right than what it starts from."""
+    """Return each run's column: one further right than the run it starts from."""
     depth: dict[str, int] = {}
     for node in nodes:
         if node.source is not None and node.source not in depth:
@@ -31,7 +31,7 @@ def columns_of(nodes: Sequence[RunRecord]) -> dict[str, int]:
 
 
 def rows_of(nodes: Sequence[RunRecord]) -> tuple[dict[str, float], float]:
-    """Height of each run, its descendants side by side below one another, and the total."""
+    """Return each run's row, descendants below one another, and the number of rows."""
     children: dict[str | None, list[str]] = {}
     for node in nodes:
         children.setdefault(node.source, []).append(node.run)
@@ -42,7 +42,8 @@ def rows_of(nodes: Sequence[RunRecord]) -> tuple[dict[str, float], float]:
         nonlocal used
         below = [set_row(child) for child in children.get(name, [])]
         if not below:
-            below, used = [used], used + 1
+            below = [used]
+            used = used + 1
         rows[name] = (below[0] + below[-1]) / 2
         return rows[name]
 
@@ -52,13 +53,13 @@ def rows_of(nodes: Sequence[RunRecord]) -> tuple[dict[str, float], float]:
 
 
 def fills() -> dict[str, str]:
-    """Colour of each stage."""
+    """Return the colour of each stage."""
     trained = [name for name, stage in STAGES.items() if stage.trains]
     return dict.fromkeys(STAGES, NOT_TRAINED) | dict(zip(trained, cycle(FILLS), strict=False))
 
 
 def pipeline(shown: ShownConfig) -> Figure:
-    """The finished runs behind the rows, from left (nothing) to right (tuned)."""
+    """Draw the finished runs behind the rows, from left (nothing) to right (tuned)."""
     nodes = finished_runs(shown)
     if not nodes:
         raise UserError("pipeline figure: the experiment has no run")
@@ -77,7 +78,8 @@ def pipeline(shown: ShownConfig) -> Figure:
         title = " / ".join(sorted(titles))
         ax.text(column + 0.5, -0.85, title, ha="center", va="center", weight="bold")
     for node in nodes:
-        x, y = depth[node.run] + 0.5, rows[node.run]
+        x = depth[node.run] + 0.5
+        y = rows[node.run]
         ax.add_patch(
             FancyBboxPatch(
                 (x - half, y - 0.3), 2 * half, 0.6, boxstyle="round,pad=0,rounding_size=0.05",

@@ -14,7 +14,7 @@ from maect.answers.encoder import ImageEncoder
 from maect.cli import main
 from maect.core.arrays import read_arrays, write_kept
 from maect.core.files import sha256_file
-from maect.evaluate.training_free import GEOMETRY
+from maect.evaluate.comparison_scores import GEOMETRY
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.records import RunRecord
 from maect.tools.compare import named, open_folder

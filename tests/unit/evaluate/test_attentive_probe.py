@@ -19,7 +19,7 @@ from maect.evaluate.attentive_probe import AttentiveProbe, Classifiers, Probes
 from maect.evaluate.base import Interrupted
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.trained import Trial
+from maect.evaluate.probe_training import ProbeTask
 
 from .by_hand import all_images
 from .conftest import Rank, resolved
@@ -102,10 +102,10 @@ def test_classifiers_learn_as_modules_with_torchs_adamw(
 ) -> None:
     encoding = Encoding(images / "runs/mae/encoder.safetensors", CPU)
     train, test = (open_index(images / "shards" / split) for split in ("train", "val"))
-    trial = Trial(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
+    task = ProbeTask(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
     torch.set_default_dtype(torch.float64)
     try:
-        probes = Probes(trial, SETTINGS)
+        probes = Probes(task, SETTINGS)
         modules, groups = {}, []
         for name, group in probes.groups.items():
             for head, (rate, decay) in enumerate(probes.pairs):
@@ -151,9 +151,9 @@ def test_classifiers_learn_as_modules_with_torchs_adamw(
 def test_initial_values_differ_and_are_those_of_the_code(images: Path, tmp_path: Path) -> None:
     encoding = Encoding(images / "runs/mae/encoder.safetensors", CPU)
     train, test = (open_index(images / "shards" / split) for split in ("train", "val"))
-    trial = Trial(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
+    task = ProbeTask(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
     many = SETTINGS.model_copy(update={"learning_rates": tuple(0.1 * i for i in range(1, 21))})
-    for group in Probes(trial, many).groups.values():
+    for group in Probes(task, many).groups.values():
         for name in group.names:
             value = getattr(group, name).detach()
             if "bias" in name:
@@ -173,8 +173,8 @@ def test_held_out_images_choose_and_nothing_learns_from_them(images: Path, tmp_p
     assert metrics == whole
     encoding = Encoding(job.run / "encoder.safetensors", CPU)
     train, test = open_index(job.path("train")), open_index(job.path("test"))
-    probes = Probes(Trial(Rank(), job, encoding, train, test, ""), SETTINGS)
-    held, learnt = probes.choosing, probes.learnt
+    probes = Probes(ProbeTask(Rank(), job, encoding, train, test, ""), SETTINGS)
+    held, learnt = probes.choosing, probes.training_images
     assert held.n == 30 and not np.isin(held.rows[:, ID], learnt.rows[:, ID]).any()
     assert held.n + learnt.n == train.n
     assert {*metrics["chosen"]} == {"cls", "mean", "cls_mean", "patches"}
@@ -196,12 +196,12 @@ def test_held_out_images_choose_and_nothing_learns_from_them(images: Path, tmp_p
     rows = train.rows.copy()
     mine = np.isin(rows[:, ID], held.rows[:, ID])
     assert mine.sum() == 30
-    other = Probes(Trial(Rank(), job, encoding, replace(train, rows=rows), test, ""), SETTINGS)
-    assert np.array_equal(other.learnt.rows, learnt.rows)
+    other = Probes(ProbeTask(Rank(), job, encoding, replace(train, rows=rows), test, ""), SETTINGS)
+    assert np.array_equal(other.training_images.rows, learnt.rows)
 
 
 def test_rates_rise_and_fall_as_there() -> None:
-    plan = SETTINGS.plan(None)  # type: ignore[arg-type]  # of any number of images
+    plan = SETTINGS.schedule(None)  # type: ignore[arg-type]  # of any number of images
     assert (plan.steps, plan.ends, plan.warmup) == (12, [5, 10, 12], 3)
     rates = [SETTINGS.rate(step, plan) for step in range(12)]
     assert rates[:3] == [0.25, 0.5, 0.75] and rates[3] == 1.0

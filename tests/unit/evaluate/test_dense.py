@@ -20,12 +20,17 @@ from maect.data.index import WIDTH, Index, open_index
 from maect.data.shapes import draw, write_shapes
 from maect.data.shards import shard
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.dense import MaskSplit, PatchClassifier, Patches, miou, most_frequent
+from maect.evaluate.dense import MaskSplit, miou
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.knn import nearest
-from maect.evaluate.patch_knn import PatchKnn
+from maect.evaluate.patch_classifiers import (
+    PatchClassifier,
+    Patches,
+    PatchKnn,
+    PatchLogistic,
+    most_frequent,
+)
 from maect.evaluate.patch_linear import PatchLinear
-from maect.evaluate.patch_logistic import PatchLogistic
 from maect.evaluate.segments import picture
 from maect.evaluate.store import in_memory
 from maect.recipes import Pixels
@@ -147,12 +152,12 @@ def test_most_frequent_of_several_is_the_smallest():
 def test_ignored_patches_teach_nothing():
     features = np.arange(8, dtype=np.float32).reshape(1, 4, 2)
     classes = np.array([[[0, 0], [1, 1], [255, 255], [2, 0]]], np.uint8)
-    rows, pixels = PatchKnn(ignore=(0, 255)).learnt(Patches(features, classes))
+    rows, pixels = PatchKnn(ignore=(0, 255)).training_patches(Patches(features, classes))
     assert rows.tolist() == [[2, 3]]  # of 2 and 0 the smaller is the patch's
     assert pixels.tolist() == [[1, 1]]
-    assert len(PatchKnn(ignore=(255,)).learnt(Patches(features, classes))[0]) == 3
+    assert len(PatchKnn(ignore=(255,)).training_patches(Patches(features, classes))[0]) == 3
     half = PatchKnn(ignore=(255,), patches_one_in=2)
-    assert half.learnt(Patches(features, classes))[0].tolist() == [[0, 1]]
+    assert half.training_patches(Patches(features, classes))[0].tolist() == [[0, 1]]
 
 
 class Fixed(PatchClassifier):

@@ -9,12 +9,11 @@ from safetensors.torch import load_file
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.transforms import normalize
-from maect.evaluate import trained
+from maect.evaluate import probe_training
 from maect.evaluate.base import Interrupted
-from maect.evaluate.efficient_probe import EfficientProbe, Probe
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.lars import lars
-from maect.evaluate.trained import Trial
+from maect.evaluate.lars_probes import EfficientProbe, MultiQueryProbe, lars
+from maect.evaluate.probe_training import ProbeTask
 
 from .by_hand import Plain, all_images, blocks_of, crops
 from .conftest import Rank
@@ -35,11 +34,11 @@ CPU = torch.device("cpu")
 NAMES = ("queries", "values", "weight", "bias")
 
 
-def probe_of(width: int, classes: int, settings: EfficientProbe = SETTINGS) -> Probe:
+def probe_of(width: int, classes: int, settings: EfficientProbe = SETTINGS) -> MultiQueryProbe:
     encoding = SimpleNamespace(settings=SimpleNamespace(width=width), device=CPU)
     train = SimpleNamespace(class_names=tuple(map(str, range(classes))), labels=None)
-    trial = Trial(Rank(), None, encoding, train, train, "")  # type: ignore[arg-type]
-    return Probe(trial, settings, "queries", "values")
+    task = ProbeTask(Rank(), None, encoding, train, train, "")  # type: ignore[arg-type]
+    return MultiQueryProbe(task, settings, "queries", "values")
 
 
 class PlainAttention(Plain):
@@ -167,7 +166,7 @@ def test_a_restart_ends_with_the_same_bits(
     assert SETTINGS.evaluate(again, job) == whole
     kept = [tmp_path / f"{name}.safetensors" for name in ("whole", "efficient_probe")]
     assert kept[0].read_bytes() == kept[1].read_bytes()
-    states = [tmp_path / f".{n}.state" / trained.STATE for n in ("whole", "efficient_probe")]
+    states = [tmp_path / f".{n}.state" / probe_training.STATE for n in ("whole", "efficient_probe")]
     assert states[0].read_bytes() == states[1].read_bytes()
     assert all(report["step"] > patience for report in again.reports)
 

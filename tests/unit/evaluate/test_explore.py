@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.explore import ATLAS_BYTES, Explore, atlas, columns_of, in_common
+from maect.evaluate.explore import ATLAS_BYTES, Explore, atlas, columns_of, common_classes
 from maect.evaluate.features import extract
 from maect.evaluate.store import open_features
 
@@ -87,10 +87,10 @@ def test_splits_with_other_classes_keep_their_names(job: EvaluationJob) -> None:
     some = replace(val, labels=val.labels % 2, record=val.record | {"class_names": names[7:9]})
     none = replace(train, labels=train.labels * 0 - 1, record=train.record | {"class_names": []})
     rows = np.arange(20)
-    classes, labels = in_common([(whole, rows), (some, rows)])
+    classes, labels = common_classes([(whole, rows), (some, rows)])
     assert classes == names
     assert labels.tolist() == [*train.labels[:20], *(7 + some.labels[:20])]
-    classes, labels = in_common([(none, rows), (some, rows)])
+    classes, labels = common_classes([(none, rows), (some, rows)])
     assert classes == names[7:9]
     assert labels.tolist() == [*([-1] * 20), *some.labels[:20]]
 

@@ -15,7 +15,7 @@ from maect.data.subsets import class_view, fraction_rows, fraction_rows_of, subs
 from maect.evaluate.accuracy import Accuracy, FineTuned
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.features import extract
-from maect.evaluate.low_shot import LowShot, choose, labelled
+from maect.evaluate.low_shot import LowShot, as_split, choose_samples
 from maect.evaluate.store import open_features
 from maect.recipes.computing import Computing, separate
 from maect.records import RunRecord
@@ -42,12 +42,15 @@ def test_the_images_are_those_of_logistic_regression(
     for number, (stage, seed) in enumerate(plan.values()):
         shots, split = 1 + number // 3, 1 + number % 3
         chosen = stage.training_images(index)
-        assert rows_of(index, chosen) == choose(features, shots, split, LowShot(seed=4)).tolist()
+        assert (
+            rows_of(index, chosen)
+            == choose_samples(features, shots, split, LowShot(seed=4)).tolist()
+        )
         assert np.bincount(chosen.labels).tolist() == [shots] * 10 and seed == 4
     tenth = Accuracy(fraction=0.1, seed=4, seeds=2, **FEW).trainings()
     assert [seed for _, seed in tenth.values()] == [4, 5]
     ten, again = (stage.training_images(index) for stage, _ in tenth.values())
-    assert rows_of(index, ten) == fraction_rows_of(labelled(features), 0.1, 4, None).tolist()
+    assert rows_of(index, ten) == fraction_rows_of(as_split(features), 0.1, 4, None).tolist()
     assert rows_of(index, again) == rows_of(index, ten)
     names = index.keys()
     listed = [f"{names[row].split('/')[1]}.JPEG\n" for row in rows_of(index, ten)[::-1]]

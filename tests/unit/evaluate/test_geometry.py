@@ -10,9 +10,9 @@ from sklearn.metrics import normalized_mutual_info_score
 
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.geometry import Geometry, corrections, spread
+from maect.evaluate.geometry import Geometry, corrections, mean_and_covariance
 from maect.evaluate.knn import Knn
-from maect.evaluate.low_shot import LowShot, choose
+from maect.evaluate.low_shot import LowShot, choose_samples
 from maect.evaluate.store import Rows, in_memory, open_features
 
 from .conftest import Rank, given, store
@@ -109,7 +109,7 @@ def test_every_measure_agrees(digits: EvaluationJob, rank: Rank) -> None:
         for shots in (1, 2, 5):
             found = []
             for split in (1, 2, 3):
-                ids = choose(train, shots, split, LowShot())
+                ids = choose_samples(train, shots, split, LowShot())
                 assert np.bincount(train.labels[ids]).tolist() == [shots] * CLASSES
                 centred = [unit(part - part.mean(1, keepdims=True)) for part in (x[ids], y)]
                 model = LogisticRegression(
@@ -154,9 +154,9 @@ def test_test_images_fit_nothing() -> None:
 
 def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, _ = hidden_classes(240, 0)
-    whole = spread(in_memory(rows))
+    whole = mean_and_covariance(in_memory(rows))
     monkeypatch.setattr("maect.evaluate.geometry._CHUNK", 7)
-    parts = spread(Rows(240, WIDTH, lambda start, stop: rows[start:stop]))
+    parts = mean_and_covariance(Rows(240, WIDTH, lambda start, stop: rows[start:stop]))
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-9)
     np.testing.assert_allclose(whole[1], np.cov(rows.astype(np.float64), rowvar=False, bias=True))

@@ -8,10 +8,10 @@ from sklearn.preprocessing import StandardScaler
 from maect.core.errors import UserError
 from maect.evaluate import knn
 from maect.evaluate.base import EvaluationJob
+from maect.evaluate.comparison_scores import measure_with_labels
 from maect.evaluate.knn import Knn
-from maect.evaluate.sampling import held_out, intervals
+from maect.evaluate.sampling import held_out_mask, intervals
 from maect.evaluate.store import moments, open_features, standardize
-from maect.evaluate.training_free import with_labels
 from maect.measures import vote
 
 from .conftest import Rank, blobs, given, store
@@ -211,7 +211,7 @@ def test_held_out_training_images_choose(
 ) -> None:
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     metrics = Knn().evaluate(rank, job)
-    held = held_out(train.labels, train.contents())
+    held = held_out_mask(train.labels, train.contents())
     assert 15 < held.sum() < 45
     x, y = train.all() + 0, test.all() + 0
     if standardized:
@@ -242,14 +242,14 @@ def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path: Path, ra
     test = store(tmp_path / "test.safetensors", queries, others)
     file = open_features(train)
     assert file.contents() == contents.tolist()
-    held = held_out(labels, file.contents())
+    held = held_out_mask(labels, file.contents())
     assert np.array_equal(held[1::4], held[::4]) and 20 < held.sum() < 60
     for label in range(4):
         places = np.flatnonzero(held[labels == label])
         assert places.max() > (labels == label).sum() / 2  # not the first of its class
     job = EvaluationJob(tmp_path / "run", tmp_path / "out.json", {"train": train, "test": test})
     metrics = Knn().evaluate(rank, job)
-    scores = with_labels(features, labels, contents.tolist(), queries, others)
+    scores = measure_with_labels(features, labels, contents.tolist(), queries, others)
     assert metrics["knn_held_out"] == pytest.approx(scores["knn_held_out"].value)
     tried = {(r["k"], r["temperature"]): r for r in metrics["sweep"] if not r["standardized"]}
     k, temperature = scores["knn_held_out"].chosen.removeprefix("k ").split(", T ")
@@ -260,7 +260,7 @@ def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path: Path, ra
 def test_features_of_an_earlier_version_have_digests_of_names(tmp_path: Path) -> None:
     features, labels = blobs(60, 4, 2, 0)
     file = open_features(store(tmp_path / "x.safetensors", features, labels))
-    held = held_out(labels, file.contents())
+    held = held_out_mask(labels, file.contents())
     by_name = np.argsort(file.names())[: held.sum()]
     assert not np.array_equal(np.flatnonzero(held), np.sort(by_name))
 

@@ -10,12 +10,11 @@ from safetensors.torch import load_file
 
 from maect.data.index import open_index
 from maect.data.transforms import normalize
-from maect.evaluate import load_evaluation, trained
+from maect.evaluate import load_evaluation, probe_training
 from maect.evaluate.base import Interrupted
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.lars import LarsProbe
-from maect.evaluate.lars_linear_probe import LarsLinearProbe
-from maect.evaluate.trained import Trial
+from maect.evaluate.lars_probes import LarsLinearProbe, LarsProbe
+from maect.evaluate.probe_training import ProbeTask
 
 from .by_hand import Plain, all_images, blocks_of, crops
 from .conftest import Rank
@@ -36,7 +35,7 @@ CPU = torch.device("cpu")
 def probe_of(width: int, classes: int, settings: LarsLinearProbe = SETTINGS) -> LarsProbe:
     encoding = SimpleNamespace(settings=SimpleNamespace(width=width), device=CPU)
     train = SimpleNamespace(class_names=tuple(map(str, range(classes))), labels=None)
-    return LarsProbe(Trial(Rank(), None, encoding, train, train, ""), settings)  # type: ignore[arg-type]
+    return LarsProbe(ProbeTask(Rank(), None, encoding, train, train, ""), settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
@@ -83,7 +82,7 @@ def test_protocol_reads_cls_before_the_norm_and_survives_a_kill(
     assert metrics["by_epoch"] == pytest.approx(history, abs=100 / 70 + 1e-6)
     assert metrics["lars_linear_probe"] == max(metrics["by_epoch"])
     assert metrics["lars_linear_probe_last"] == metrics["by_epoch"][-1]
-    states = load_file(job.state / trained.STATE)
+    states = load_file(job.state / probe_training.STATE)
     weight = plain.parts["weight"].detach()
     torch.testing.assert_close(states["probe.weight"].double(), weight, rtol=1e-3, atol=1e-4)
     assert set(load_file(job.out.with_suffix(".safetensors"))) == {"weight", "bias", "mean", "var"}
@@ -119,8 +118,8 @@ def test_the_twin_learns_as_if_held_out_images_were_not_there(images: Path, tmp_
     settings = SETTINGS.model_copy(update={"held_out": 0.25})
     train, test = (open_index(images / "shards" / split) for split in ("train", "val"))
     encoding = Encoding(images / "runs/mae/encoder.safetensors", CPU)
-    trial = Trial(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
-    both = LarsProbe(trial, settings)
+    task = ProbeTask(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
+    both = LarsProbe(task, settings)
     width, classes = encoding.settings.width, len(train.class_names)
     plain, alone = probe_of(width, classes), probe_of(width, classes)
     rng = torch.Generator().manual_seed(0)

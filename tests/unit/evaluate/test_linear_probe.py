@@ -13,13 +13,13 @@ from maect.core import distributed
 from maect.core.errors import UserError
 from maect.data.index import ID, open_index
 from maect.data.transforms import normalize
-from maect.evaluate import load_evaluation, trained
+from maect.evaluate import load_evaluation, probe_training
 from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.linear_probe import LinearProbe, refiner_forms, representations
+from maect.evaluate.probe_training import ProbeTask, epoch_ends
 from maect.evaluate.stacked_heads import Heads
-from maect.evaluate.trained import Trial, updates
 from maect.train.optimizer import schedule
 
 from .by_hand import all_images, blocks_of, crops
@@ -101,7 +101,7 @@ def test_a_restart_ends_with_the_same_numbers(
     kept = [tmp_path / f"{name}.safetensors" for name in ("whole", "linear_probe")]
     assert kept[0].read_bytes() == kept[1].read_bytes()
     first, second = (
-        tmp_path / f".{name}.state" / trained.STATE for name in ("whole", "linear_probe")
+        tmp_path / f".{name}.state" / probe_training.STATE for name in ("whole", "linear_probe")
     )
     assert first.read_bytes() == second.read_bytes()
     steps = [report["step"] for report in again.reports]
@@ -120,7 +120,7 @@ def test_a_restart_ends_with_the_same_numbers(
     ],
 )
 def test_an_epoch_ends_with_the_update_that_completes_it(images, batch, epochs) -> None:
-    steps, ends = updates(images, batch, epochs)
+    steps, ends = epoch_ends(images, batch, epochs)
     assert steps * batch <= epochs * images < (steps + 1) * batch
     assert len(ends) == epochs and ends[-1] == steps and ends[0] > 0
     for epoch, end in enumerate(ends, 1):
@@ -148,7 +148,7 @@ def test_a_kill_loses_what_follows_the_last_save(
     whole = SETTINGS.evaluate(rank, job_of(images, tmp_path / "whole.json"))
     job = job_of(images, tmp_path / "linear_probe.json")
     plain, steps = Heads.step, []
-    monkeypatch.setattr(trained, "monotonic", lambda: seconds * len(steps))
+    monkeypatch.setattr(probe_training, "monotonic", lambda: seconds * len(steps))
 
     def killed(self, *arguments):
         steps.append(arguments)
@@ -171,7 +171,7 @@ def refuses_broken_features(job: EvaluationJob, settings, monkeypatch: pytest.Mo
     """From the second training batch on one image's features are not finite: nothing is saved."""
     with pytest.raises(Interrupted):
         settings.evaluate(Rank(patience=6), job)
-    state = job.state / trained.STATE
+    state = job.state / probe_training.STATE
     saved, seen = state.read_bytes(), []
 
     def broken(plain):
@@ -223,9 +223,9 @@ def test_another_probes_state_is_not_taken(
     assert not caplog.messages
     assert other.evaluate(rank, job) == fresh
     with monkeypatch.context() as newer:
-        newer.setattr(trained, "FORMAT", trained.FORMAT + 1)
+        newer.setattr(probe_training, "FORMAT", probe_training.FORMAT + 1)
         other.evaluate(rank, job)
-    (job.state / trained.STATE).write_bytes(b"half")
+    (job.state / probe_training.STATE).write_bytes(b"half")
     assert other.evaluate(rank, job) == fresh
     reasons = ["of another encoder", "saved by another version", "damaged"]
     for message, reason in zip(caplog.messages, reasons, strict=True):
@@ -343,8 +343,8 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
         pictures, labels = all_images(index)
         return inputs(normalize(pictures, encoding.settings.pixels)), labels
 
-    trial = Trial(rank, job, encoding, train, test, "")
-    held = trial.held_out(0.2, 0)
+    task = ProbeTask(rank, job, encoding, train, test, "")
+    held = task.draw_held_out(0.2, 0)
     assert held.n == 30 and np.isin(held.rows[:, ID], train.rows[:, ID]).all()
     scored = {"": centre(test), "held": centre(held)}
     probes = {}
@@ -380,7 +380,7 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
                 logits = model.eval()(read_[key[1]]).detach()
                 right = (logits.argmax(1) == labels).sum()
                 history[key].append(100 * int(right) / len(labels))
-    forms, state = list(scored[""][0]), job.state / trained.STATE
+    forms, state = list(scored[""][0]), job.state / probe_training.STATE
     tensors = load_file(state)
     with safe_open(state, "pt") as file:
         own = json.loads(file.metadata()["record"])["own"]

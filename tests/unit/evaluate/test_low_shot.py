@@ -29,7 +29,7 @@ def objective(features: np.ndarray, labels: np.ndarray, weights: np.ndarray, pen
 
 def problem(n: int = 60, width: int = 10, classes: int = 4, seed: int = 0):
     features, labels = blobs(n, width, classes, seed, spread=1.5)
-    return low_shot.prepare(features), labels
+    return low_shot.center_and_scale(features), labels
 
 
 def scikit(features, labels, penalty: float):
@@ -58,7 +58,7 @@ def test_test_rows_may_stay_as_they_are() -> None:
     weights, _ = low_shot.fit(train, labels, 4, 1e-3)
     plain = (1e3 * (1 + blobs(40, 10, 4, 1, spread=1.5)[0])).astype(np.float64)
     clear(plain @ weights, 1e-3)
-    prepared = low_shot.prepare(plain.astype(np.float32))
+    prepared = low_shot.center_and_scale(plain.astype(np.float32))
     assert np.abs(weights.sum(axis=0)).max() < 1e-9
     assert np.array_equal(low_shot.predict(plain, weights), low_shot.predict(prepared, weights))
 
@@ -83,7 +83,7 @@ def test_two_classes_with_gaps_between() -> None:
 
 
 def test_duplicates_and_constant_features_are_no_problem() -> None:
-    same = low_shot.prepare(np.full((6, 5), 0.1, np.float32))
+    same = low_shot.center_and_scale(np.full((6, 5), 0.1, np.float32))
     assert not same.any()
     weights, _ = low_shot.fit(same, np.array([0, 1, 2] * 2), 3, 1e-3)
     assert np.array_equal(weights, np.zeros((5, 3)))
@@ -106,7 +106,7 @@ def test_rows_are_centred_and_of_length_1() -> None:
     for row in features.astype(np.float64):
         centred = row - sum(row) / len(row)
         expected.append(centred / sum(value**2 for value in centred) ** 0.5)
-    np.testing.assert_allclose(low_shot.prepare(features), expected, atol=1e-12)
+    np.testing.assert_allclose(low_shot.center_and_scale(features), expected, atol=1e-12)
 
 
 def test_whole_protocol_agrees_with_scikit_learn(job: EvaluationJob, rank: Rank) -> None:
@@ -116,12 +116,12 @@ def test_whole_protocol_agrees_with_scikit_learn(job: EvaluationJob, rank: Rank)
     for shots in (1, 2, 5):
         expected = []
         for split in (1, 2, 3):
-            ids = low_shot.choose(train, shots, split, settings)
+            ids = low_shot.choose_samples(train, shots, split, settings)
             rows = train.take(ids) - train.take(ids).mean(1, keepdims=True)
             rows /= np.linalg.norm(rows, axis=1, keepdims=True)
             weights = scikit(rows.astype(np.float64), train.labels[ids], 0.05 / len(ids))
             # The authors preprocess only the train rows: the classes found are the same.
-            clear(low_shot.prepare(test.all()) @ weights, 1e-5)
+            clear(low_shot.center_and_scale(test.all()) @ weights, 1e-5)
             expected.append(100 * np.mean((test.all() @ weights).argmax(1) == test.labels))
         assert metrics[f"low_shot_{shots}_splits"] == pytest.approx(expected)
         assert metrics[f"low_shot_{shots}"] == pytest.approx(np.mean(expected))
@@ -136,8 +136,10 @@ def test_fractions_of_the_labels(job: EvaluationJob, rank: Rank) -> None:
         ("low_shot_10pct", fraction_rows(train.labels, 0.1, 0)),
         ("low_shot_100pct", np.arange(train.n)),
     ):
-        weights = scikit(low_shot.prepare(train.take(ids)), train.labels[ids], 0.05 / len(ids))
-        scores = low_shot.prepare(test.all()) @ weights
+        weights = scikit(
+            low_shot.center_and_scale(train.take(ids)), train.labels[ids], 0.05 / len(ids)
+        )
+        scores = low_shot.center_and_scale(test.all()) @ weights
         clear(scores, 1e-5)
         assert metrics[name] == pytest.approx(100 * np.mean(scores.argmax(1) == test.labels))
         assert metrics[f"{name}_converged"]
@@ -166,7 +168,7 @@ def test_a_fit_has_one_thread_of_blas(job: EvaluationJob, monkeypatch: pytest.Mo
 def test_seeded_subsets(job: EvaluationJob) -> None:
     train = open_features(job.path("train"))
     chosen = {
-        (shots, split): low_shot.choose(train, shots, split, LowShot())
+        (shots, split): low_shot.choose_samples(train, shots, split, LowShot())
         for shots in (1, 2, 5)
         for split in (1, 2, 3)
     }
@@ -175,16 +177,16 @@ def test_seeded_subsets(job: EvaluationJob) -> None:
         assert np.all(np.diff(ids) > 0)
         assert set(chosen[1, split]) <= set(ids)
     assert len({tuple(chosen[2, split]) for split in (1, 2, 3)}) == 3
-    other = low_shot.choose(train, 2, 1, LowShot(seed=1))
+    other = low_shot.choose_samples(train, 2, 1, LowShot(seed=1))
     assert not np.array_equal(other, chosen[2, 1])
 
 
 def test_too_few_samples_of_a_class(tmp_path: Path) -> None:
     path = store(tmp_path / "a.safetensors", blobs(12, 4, 2, 0)[0], [0] * 8 + [2] * 4)
     train = open_features(path)
-    assert len(low_shot.choose(train, 4, 1, LowShot())) == 8
+    assert len(low_shot.choose_samples(train, 4, 1, LowShot())) == 8
     with pytest.raises(UserError, match="class 2: 4 samples, 5 wanted"):
-        low_shot.choose(train, 5, 1, LowShot())
+        low_shot.choose_samples(train, 5, 1, LowShot())
 
 
 def test_a_named_class_without_samples_is_an_error(
@@ -217,16 +219,16 @@ def test_lists_name_the_samples(tmp_path: Path, job: EvaluationJob, rank: Rank) 
     path = tmp_path / "msn_1shot_split1.txt"
     path.write_text("".join(f"{keys[i].split('/')[1]}.JPEG\n" for i in reversed(ids)))
     settings = LowShot(shots=(1,), splits=1, subsets=str(tmp_path)).read_lists()
-    found = low_shot.choose(open_features(train), 1, 1, settings)
+    found = low_shot.choose_samples(open_features(train), 1, 1, settings)
     assert found.tolist() == sorted(ids)
     test = store(tmp_path / "u.safetensors", *blobs(30, 6, 3, 1))
     metrics = settings.evaluate(rank, given(job, train=train, test=test))
     assert metrics["low_shot_1"] > 50
     path.write_text("n1_77.JPEG\n")
     with pytest.raises(UserError, match=r"split1\.txt: .* lacks 1 listed images, n1_77"):
-        low_shot.choose(open_features(train), 1, 1, settings)
+        low_shot.choose_samples(open_features(train), 1, 1, settings)
     with pytest.raises(UserError, match=r"split2\.txt: No such file"):
-        low_shot.choose(open_features(train), 1, 2, settings)
+        low_shot.choose_samples(open_features(train), 1, 2, settings)
 
 
 @pytest.mark.skipif("MAECT_TEST_DATA" not in os.environ, reason="MAECT_TEST_DATA is not set")
@@ -240,5 +242,5 @@ def test_official_lists_fit_imagenets_names(tmp_path: Path) -> None:
     train = open_features(path)
     for shots in (1, 2, 5):
         for split in (1, 2, 3):
-            ids = low_shot.choose(train, shots, split, LowShot(subsets=str(folder)))
+            ids = low_shot.choose_samples(train, shots, split, LowShot(subsets=str(folder)))
             assert np.array_equal(np.bincount(train.labels[ids]), np.full(1000, shots))

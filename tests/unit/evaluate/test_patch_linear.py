@@ -19,8 +19,9 @@ from maect.evaluate.base import Interrupted
 from maect.evaluate.dense import MaskSplit, miou
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.patch_linear import PatchHead, PatchLinear, Segmenter
+from maect.evaluate.probe_training import ProbeTask
 from maect.evaluate.segments import (
-    NOTHING,
+    IGNORED,
     crop,
     crops,
     distorted,
@@ -29,7 +30,6 @@ from maect.evaluate.segments import (
     resized_mask,
     windows,
 )
-from maect.evaluate.trained import Trial
 
 from .conftest import Rank
 from .test_dense import drawn, job_of, result
@@ -59,7 +59,7 @@ def test_the_settings_are_those_of_dinov3s_configuration():
 
 def test_rates_are_those_of_its_schedule():
     settings = PatchLinear(updates=50, warmup_updates=8)
-    plan = settings.plan(None)
+    plan = settings.schedule(None)
     assert plan.ends == [50]
     number, theirs = 0, []
     for update in range(50):
@@ -138,10 +138,10 @@ def test_crops_show_more_than_one_class_if_that_can_be_found():
     mirrored, other = crop(image, mask, draws, settings.model_copy(update={"flip": 1.0}))
     assert np.array_equal(mirrored[:, ::-1], pixels) and np.array_equal(other[:, ::-1], part)
     # Never found: the last try. What does not count is no class.
-    mask[:] = np.where(mask == 7, NOTHING, mask)
+    mask[:] = np.where(mask == 7, IGNORED, mask)
     draws[1 + 2 * 10 :][:2] = 0.999
     _, part = crop(image, mask, draws, settings)
-    assert (part[10:, 10:] == NOTHING).all()
+    assert (part[10:, 10:] == IGNORED).all()
 
 
 def test_small_images_are_padded_and_draws_do_not_depend_on_ranks(drawn):
@@ -169,7 +169,7 @@ def test_small_images_are_padded_and_draws_do_not_depend_on_ranks(drawn):
     assert padded
     for out, number in padded:
         height, width = out.sides[number]
-        assert (out.targets[number, height:] == NOTHING).all()
+        assert (out.targets[number, height:] == IGNORED).all()
         assert not out.images[number, :, :, width:].any()
 
 
@@ -188,16 +188,16 @@ def test_the_head_learns_as_modules_of_torch():
         for step in range(5):
             tokens = 2 * torch.randn(4, 16, 12, generator=rng) + 1
             targets = torch.randint(0, 4, (4, 32, 32), generator=rng)
-            targets[targets == 3] = NOTHING
+            targets[targets == 3] = IGNORED
             image = tokens.transpose(1, 2).unflatten(2, (4, 4))
             pred = F.interpolate(model(image), size=(32, 32), mode="bilinear", align_corners=False)
             # Averaged over all pixels, also those that do not count.
-            loss = F.cross_entropy(pred, targets, reduction="none", ignore_index=NOTHING).mean()
+            loss = F.cross_entropy(pred, targets, reduction="none", ignore_index=IGNORED).mean()
             optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            own = head.learn(tokens, targets, 1 / (1 + step))
+            own = head.update(tokens, targets, 1 / (1 + step))
             assert own.item() == pytest.approx(loss.item(), rel=1e-9)
         torch.testing.assert_close(head.weight.detach(), conv.weight.detach()[:, :, 0, 0])
         torch.testing.assert_close(head.offset, conv.bias)
@@ -217,7 +217,7 @@ def segmenter_of(drawn, tmp_path, settings=SETTINGS):
     job = job_of(drawn, tmp_path / "a.json")
     encoding = Encoding(job.run / "encoder.safetensors", CPU)
     train, test = open_index(job.path("train")), open_index(job.path("test"))
-    return Segmenter(Trial(Rank(), job, encoding, train, test, ""), settings)
+    return Segmenter(ProbeTask(Rank(), job, encoding, train, test, ""), settings)
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (32, 70), (53, 32), (40, 90)])
@@ -241,7 +241,7 @@ def test_images_are_segmented_by_windows(drawn, tmp_path):
     head = probe.groups["head"]
     rng = torch.Generator().manual_seed(0)
     head.weight.data = torch.randn(head.weight.shape, generator=rng)
-    row, encoder = 3, probe.trial.encoding
+    row, encoder = 3, probe.task.encoding
     truth = probe.test.read(row)
     found = probe.segmented(head, probe.test, row, truth.shape)
     image = np.asarray(resized(picture(probe.test, row), 16)).copy()
@@ -294,15 +294,15 @@ def test_it_learns_shapes_and_survives_a_kill(drawn, tmp_path):
 
 def test_the_twin_learns_nothing_of_held_out_images(drawn, tmp_path):
     probe = segmenter_of(drawn, tmp_path, SETTINGS.model_copy(update={"held_out": 0.2}))
-    held = probe.held.rows[:, ID]
-    everything = probe.trial.train.rows[:, ID]
+    held = probe.held_out_images.rows[:, ID]
+    everything = probe.task.train.rows[:, ID]
     ids, epochs = np.array([held[0], everything[~np.isin(everything, held)][0]]), np.zeros(2, int)
-    probe.drawn(epochs, ids)
-    width = probe.trial.encoding.settings.width
+    probe.draw_batch(epochs, ids)
+    width = probe.task.encoding.settings.width
     features, targets = torch.randn(2, 64, width), torch.zeros(2, 32, 32)
     probe.step(features, targets, 1.0)
     alone = segmenter_of(drawn, tmp_path, SETTINGS)
-    alone.drawn(epochs[1:], ids[1:])
+    alone.draw_batch(epochs[1:], ids[1:])
     alone.step(features[1:], targets[1:], 1.0)
     twin, other = probe.groups["twin"], alone.groups["head"]
     for name in (*PatchHead.NAMES, "mean", "var"):

@@ -34,29 +34,31 @@ def test_any_of_the_labels_is_right_and_none_does_not_count(tmp_path):
     settings = write(tmp_path / "real.json", [[1, 2], [], [0], [5], [2]])
     keys = [f"ILSVRC2012_val_{number:08d}" for number in (4, 1, 2, 3)]
     # 5 is right, 2 is right, the third has no label, 1 is wrong.
-    real = settings.reassessed(lambda: keys)
+    real = settings.real_labels_of(lambda: keys)
     assert real is not None and real.accuracy(np.array([5, 2, 0, 1])) == pytest.approx(200 / 3)
-    assert RealLabels().reassessed(lambda: ["x"]) is None
+    assert RealLabels().real_labels_of(lambda: ["x"]) is None
 
 
 def test_what_does_not_fit_is_said(tmp_path):
     settings = write(tmp_path / "real.json", [[1]])
     with pytest.raises(UserError, match="'b/c' is none of the 1 images"):
-        settings.reassessed(lambda: ["b/c"])
+        settings.real_labels_of(lambda: ["b/c"])
     with pytest.raises(UserError, match="is none of the 1 images"):
-        settings.reassessed(lambda: ["ILSVRC2012_val_00000002"])
+        settings.real_labels_of(lambda: ["ILSVRC2012_val_00000002"])
     settings = write(tmp_path / "real.json", [[]])
     with pytest.raises(UserError, match="gives no label"):
-        settings.reassessed(lambda: ["ILSVRC2012_val_00000001"])
+        settings.real_labels_of(lambda: ["ILSVRC2012_val_00000001"])
     with pytest.raises(UserError, match="maect retrieve imagenet_real"):
         read_real(tmp_path / "none.json")
     with pytest.raises(UserError, match="labels of 8 classes, the images have 2"):
-        write(tmp_path / "real.json", [[7]]).reassessed(lambda: KEYS[:1], ["a", "b"])
+        write(tmp_path / "real.json", [[7]]).real_labels_of(lambda: KEYS[:1], ["a", "b"])
     settings = write(tmp_path / "real.json", [[0], [1], [2]])
     own = np.array([2, 0, 1])  # classes in another order
     with pytest.raises(UserError, match="only 0 % of the images' own labels are among ReaL's"):
-        settings.reassessed(lambda: KEYS[:3], ["bird", "cat", "ant"], own)
-    assert settings.reassessed(lambda: KEYS[:3], ["n00", "n01", "n02"], np.arange(3)) is not None
+        settings.real_labels_of(lambda: KEYS[:3], ["bird", "cat", "ant"], own)
+    assert (
+        settings.real_labels_of(lambda: KEYS[:3], ["n00", "n01", "n02"], np.arange(3)) is not None
+    )
     for text in ("[[1], 2]", "{}", "no", '[["a"]]', "[[-1]]"):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(UserError, match="not"):

@@ -17,11 +17,10 @@ from maect.core.errors import UserError
 from maect.data import random
 from maect.data.index import open_index
 from maect.data.shards import shard
-from maect.evaluate import effective_invariance
+from maect.evaluate import trained_probe
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.effective_invariance import EffectiveInvariance
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.robustness import Robustness
+from maect.evaluate.trained_probe import EffectiveInvariance, Robustness
 from maect.models.weights import load_tensors, save_tensors
 
 from .conftest import Rank, given
@@ -81,7 +80,9 @@ def test_only_the_classes_that_occur_take_part(
 ) -> None:
     index = open_index(probed.path("val"))
     rows = index.rows[np.isin(index.labels, [1, 3, 7])]
-    monkeypatch.setattr("maect.evaluate.robustness.open_index", lambda _: replace(index, rows=rows))
+    monkeypatch.setattr(
+        "maect.evaluate.trained_probe.open_index", lambda _: replace(index, rows=rows)
+    )
     metrics = Robustness(splits=("val",), **FULL).evaluate(rank, probed)
     p, labels = plain(probed, replace(index, rows=rows))
     clear(np.log(p[:, [1, 3, 7]]), 1e-4)
@@ -91,7 +92,7 @@ def test_only_the_classes_that_occur_take_part(
     assert metrics["classes"] == {"val": 3}
     single = index.rows[index.labels == 7]
     monkeypatch.setattr(
-        "maect.evaluate.robustness.open_index", lambda _: replace(index, rows=single)
+        "maect.evaluate.trained_probe.open_index", lambda _: replace(index, rows=single)
     )
     with pytest.raises(UserError, match="val: images of one class"):
         Robustness(splits=("val",), **FULL).evaluate(rank, probed)
@@ -171,9 +172,9 @@ def test_effective_invariance(probed: EvaluationJob, rank: Rank) -> None:
 
 def test_invariance_of_equal_and_opposite_predictions() -> None:
     logits = torch.tensor([[50.0, 0.0], [0.0, 50.0], [0.0, 0.0]])
-    code, paper, agree = effective_invariance.invariance(logits, logits.clone())
+    code, paper, agree = trained_probe.invariance(logits, logits.clone())
     torch.testing.assert_close(code, torch.tensor([1.0, 1.0, 0.5**0.5]))
     torch.testing.assert_close(paper, torch.tensor([1.0, 1.0, 0.5]))
     assert agree.tolist() == [1, 1, 1]
-    code, paper, agree = effective_invariance.invariance(logits[:2], logits[:2].flip(0))
+    code, paper, agree = trained_probe.invariance(logits[:2], logits[:2].flip(0))
     assert code.tolist() == paper.tolist() == agree.tolist() == [0, 0]

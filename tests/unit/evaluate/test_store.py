@@ -5,7 +5,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from maect.core.errors import MissingFileError, UserError
-from maect.evaluate.store import check, open_features, open_record, same_encoder, write_features
+from maect.evaluate.store import (
+    check_features,
+    check_same_encoder,
+    open_features,
+    open_record,
+    write_features,
+)
 
 from .conftest import RECORD, blobs, store
 
@@ -84,12 +90,12 @@ def test_not_finite_or_unlabelled_is_named(tmp_path: Path) -> None:
     features[13, 1] = np.nan
     found = open_features(store(tmp_path / "a.safetensors", features, labels))
     with pytest.raises(UserError, match="features of sample 13 are not finite"):
-        check(found)
+        check_features(found)
     labels[4] = -1
     found = open_features(store(tmp_path / "b.safetensors", np.ones((20, 3)), labels))
-    check(found, labelled=False)
+    check_features(found, labelled=False)
     with pytest.raises(UserError, match="sample 4 has no label"):
-        check(found)
+        check_features(found)
 
 
 def test_features_of_two_encoders_do_not_mix(tmp_path: Path) -> None:
@@ -97,9 +103,9 @@ def test_features_of_two_encoders_do_not_mix(tmp_path: Path) -> None:
     b = open_features(
         store(tmp_path / "b.safetensors", *blobs(20, 3, 2, 0), encoder_sha256="f" * 64)
     )
-    same_encoder(a, a)
+    check_same_encoder(a, a)
     with pytest.raises(UserError, match="encoder_sha256 differs"):
-        same_encoder(a, b)
+        check_same_encoder(a, b)
     other = store(tmp_path / "c.safetensors", *blobs(20, 3, 2, 0), resize=99)
     with pytest.raises(UserError, match="resize differs"):
-        same_encoder(a, open_features(other))
+        check_same_encoder(a, open_features(other))

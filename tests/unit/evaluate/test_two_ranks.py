@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.effective_invariance import EffectiveInvariance
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import extract
-from maect.evaluate.knn import Knn
-from maect.evaluate.knn_per_block import KnnPerBlock
-from maect.evaluate.robustness import Robustness
+from maect.evaluate.knn import Knn, KnnPerBlock
 from maect.evaluate.store import open_features
+from maect.evaluate.trained_probe import EffectiveInvariance, Robustness
 
 from .conftest import Rank, resolved
 from .test_attentive_probe import SETTINGS as ATTENTIVE

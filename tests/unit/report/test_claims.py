@@ -644,9 +644,19 @@ def test_the_table_of_claims(tables, tmp_path):
     assert "&gt;" in page and "39.00 > " not in page  # escaped
 
 
-def test_a_verdict_of_one_seed_does_not_contradict_itself() -> None:
+def test_a_verdict_of_one_seed_says_so_and_is_counted_apart() -> None:
     """`holds: one seed, which cannot tell` said both that it can be told and that it cannot."""
-    known = dict.fromkeys(claims_table({}).columns, "")
-    line = known | {"verdict": "holds", "significant": "one seed", "paper_verdict": "holds"}
-    (shown,) = verdicts(pd.DataFrame([line]))["decided"]
-    assert shown["notes"] == ["in one seed; others may differ"]
+    known = dict.fromkeys(claims_table({}).columns, "") | {"paper_verdict": "holds"}
+    lines = [
+        known | {"verdict": verdict, "significant": significant}
+        for verdict in ("fails", "holds")
+        for significant in ("one seed", "yes")
+    ]
+    shown = verdicts(pd.DataFrame(lines))
+    assert [(line["verdict"], line["notes"]) for line in shown["decided"]] == [
+        ("holds", ["beyond chance"]),
+        ("fails", ["beyond chance"]),
+        ("holds in one seed", ["others may differ"]),
+        ("fails in one seed", ["others may differ"]),
+    ]
+    assert shown["summary"].endswith(": 1 hold, 1 fail, 1 hold in one seed, 1 fail in one seed")

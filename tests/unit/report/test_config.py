@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from maect.core.errors import UserError
+from maect.core.files import read_record
+from maect.core.stamps import is_current, stamp_path
+from maect.experiment.pages import make_page
 from maect.records import RunRecord
 from maect.report.claims import make_claims
-from maect.report.configs import ClaimsConfig, Row, ShownConfig
+from maect.report.configs import ClaimsConfig, ReportConfig, Row, ShownConfig, SummaryConfig
 from maect.report.figures import make_figure
 from maect.report.render import make_table
 
@@ -97,3 +100,29 @@ def test_what_the_commands_leave(config, result, tmp_path):
     make_claims(tmp_path / "claims.yaml")
     assert "silhouette" in (tmp_path / "claims.csv").read_text()
     assert (tmp_path / "claims.html").exists()
+
+
+def test_pages_and_claims_record_what_they_were_made_of(config, result, tmp_path):
+    """A table kept old numbers: a page is out of date once a file that it was made of changes."""
+    evaluated = result("mae_tiny", "clustering", accuracy=50.0, silhouette=-2.0)
+    csv = tmp_path / "tables/clustering.csv"
+    told = {"tables": [csv], "rows": config.rows, "runs": config.runs, "images": {}}
+    asked = {
+        csv.with_suffix(".yaml"): config.model_copy(update={"reads": (evaluated,)}),
+        tmp_path / "claims.yaml": ClaimsConfig(**told, reads=(csv,)),
+        tmp_path / "summary.yaml": SummaryConfig(name="mine", table=csv, reads=(csv,)),
+        tmp_path / "report.yaml": ReportConfig(reads=(csv, tmp_path / "claims.csv")),
+    }
+    for path, page in asked.items():
+        page.write(path)
+        assert not is_current(path, page)
+        make_page(path)
+        made_of = read_record(stamp_path(path))["made_of"]
+        assert set(made_of) == {os.path.relpath(file, path.parent) for file in page.reads}
+        assert all(made_of.values()) and is_current(path, page), path
+    table, *others = asked.items()
+    result("mae_tiny", "clustering", accuracy=60.0, silhouette=-2.0)
+    assert not is_current(*table)
+    assert all(is_current(*other) for other in others), "the table is as it was"
+    make_page(table[0])
+    assert is_current(*table) and not any(is_current(*other) for other in others)

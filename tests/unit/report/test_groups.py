@@ -4,7 +4,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from maect.core.errors import UserError
-from maect.report.groups import Groups, group_names, group_numbers
+from maect.report.configs import Groups, group_names, group_numbers
 
 
 def test_classes_of_imagenet_are_in_the_group_of_their_ancestor():

@@ -1,7 +1,12 @@
-"""Scores of a frozen encoder on a folder of images; nothing but a regression is trained.
+"""Scores of a frozen encoder on a folder of images, which `maect compare` shows.
 
-k-NN, logistic regression on few and on all labels, and what can be said without labels. Each
-measure is the mean of a score per test image, so that intervals and differences follow from it.
+k-NN, logistic regression on few and on all labels, RankMe and uniformity. Each measure is the mean
+of a score per test image, so that intervals and differences follow from it.
+
+k-NN votes as in the protocol `knn` (`maect.evaluate.knn`). Four things differ, so its numbers do,
+too: features are never standardised, while the report judges by `knn_standardized`; the split is
+the folder's own, and without one a fifth of the images is tested on; images that one encoder cannot
+read are left out for all; and products are in float32 (`maect features` may use TF32 on GPUs).
 """
 
 import warnings
@@ -13,15 +18,15 @@ import torch
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.data.subsets import balanced_rows
 from maect.evaluate.clusters import unit
 from maect.evaluate.geometry import RAW, REMOVED, SHRINKAGES, FeatureTask, corrections
-from maect.evaluate.knn import Knn, swept
-from maect.evaluate.logistic import best, choose, fitted
-from maect.evaluate.low_shot import LowShot, fit, predict, prepare
+from maect.evaluate.knn import Knn, votes_by_setting
+from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
+from maect.evaluate.low_shot import LowShot, center_and_scale, fit, predict
 from maect.evaluate.real import Real
-from maect.evaluate.sampling import held_out, held_out_share
+from maect.evaluate.sampling import held_out_mask, held_out_share
 from maect.evaluate.store import Array, in_memory
 from maect.measures import rank_me, uniformity
 from maect.recipes import KNN_K, KNN_TEMPERATURE
@@ -35,7 +40,7 @@ MEASURES = {
     KNN: f"k-NN (k {KNN_K}, T {KNN_TEMPERATURE})",
     KNN_HELD_OUT: "k-NN, k and T chosen on held-out training images",
     KNN_BEST: "k-NN, k and T chosen on the test images",
-    **{f"shots_{n}": f"{n} label{'s'[: n > 1]} per class, logistic regression" for n in SHOTS},
+    **{f"shots_{n}": f"{counted(n, 'label')} per class, logistic regression" for n in SHOTS},
     LOGISTIC: "logistic regression on all labels, C chosen on held-out training images",
     KNN + REAL: f"k-NN (k {KNN_K}, T {KNN_TEMPERATURE}), by ImageNet-ReaL's labels",
     LOGISTIC + REAL: "logistic regression on all labels, by ImageNet-ReaL's labels",
@@ -48,7 +53,7 @@ CORRECTIONS = {
     "centred": "centred",
     "standardized": "standardised",
     **{f"whitened_{s:g}": f"whitened with shrinkage {s:g}" for s in SHRINKAGES},
-    **{f"without_{n}": f"without the first {n} component{'s'[: n > 1]}" for n in REMOVED},
+    **{f"without_{n}": f"without the first {counted(n, 'component')}" for n in REMOVED},
 }
 """What features are corrected by, and how tables call it."""
 GEOMETRY = {
@@ -89,7 +94,7 @@ class Score:
         return float(np.std(self.sets, ddof=1)) if len(self.sets) > 1 else None
 
 
-def with_labels(
+def measure_with_labels(
     train: Array,
     labels: NDArray[np.int64],
     contents: Sequence[str],
@@ -98,7 +103,7 @@ def with_labels(
     threads: int = 1,
     real: Real | None = None,
 ) -> dict[str, Score]:
-    """Measure what labelled images allow; shots are left out where a class has too few images.
+    """Measure k-NN and logistic regressions; shots with too few images per class are left out.
 
     Args:
         contents: digest of each training image.
@@ -108,20 +113,22 @@ def with_labels(
     Raises:
         UserError: fewer training images than k-NN compares with, or one class only.
     """
-    held = held_out(labels, contents, held_out_share(len(labels), len(test)))
+    held = held_out_mask(labels, contents, held_out_share(len(labels), len(test)))
     if (~held).sum() < KNN_K:
         raise UserError(f"{len(labels)} training images, too few for k-NN with k {KNN_K}")
     if len(np.unique(labels[~held])) < 2:
         raise UserError("all training images are of one class")
     own = Knn()
-    pairs = own.pairs(int((~held).sum()))
-    voted = swept(in_memory(train), labels, test, pairs, None, threads)
+    grid = own.grid(int((~held).sum()))
+    voted = votes_by_setting(in_memory(train), labels, test, grid, None, threads)
     outer = {pair: _percent(classes, test_labels) for pair, classes in voted.items()}
-    others = swept(in_memory(train[~held]), labels[~held], train[held], pairs, None, threads)
+    others = votes_by_setting(
+        in_memory(train[~held]), labels[~held], train[held], grid, None, threads
+    )
     inner = {pair: _percent(classes, labels[held]) for pair, classes in others.items()}
     scores = {KNN: Score(outer[own.k, own.temperature])}
     for name, by in ((KNN_HELD_OUT, inner), (KNN_BEST, outer)):
-        pair = max(pairs, key=lambda pair: by[pair].mean())
+        pair = max(grid, key=lambda pair: by[pair].mean())
         scores[name] = Score(outer[pair], f"k {pair[0]}, T {pair[1]:g}")
     counts = np.bincount(labels)
     # A weak penalty may not converge, nor need to.
@@ -129,8 +136,8 @@ def with_labels(
         for shots in SHOTS:
             if shots <= counts[counts > 0].min():
                 scores[f"shots_{shots}"] = _shots(train, labels, test, test_labels, shots)
-        c = best(choose(train, labels, held, threads=threads))
-        classes = fitted(train, labels, c)(test)
+        c = best_penalty(try_penalties(train, labels, held, threads=threads))
+        classes = fit_logistic(train, labels, c)(test)
     scores[LOGISTIC] = Score(_percent(classes, test_labels), f"C {c:.3g}")
     if real is not None:
         for name, predicted in ((KNN, voted[own.k, own.temperature]), (LOGISTIC, classes)):
@@ -138,7 +145,7 @@ def with_labels(
     return scores
 
 
-def corrected(
+def measure_corrections(
     train: Array,
     labels: NDArray[np.int64],
     test: Array,
@@ -168,7 +175,7 @@ def corrected(
     return scores
 
 
-def without_labels(features: Array) -> dict[str, Score]:
+def measure_without_labels(features: Array) -> dict[str, Score]:
     """Measure how features [n, d] spread; the first 2,048 are compared for uniformity."""
     some = torch.from_numpy(unit(features[:_PAIRS_OF]))
     return {
@@ -188,9 +195,9 @@ def _shots(
     test_labels: NDArray[np.int64],
     shots: int,
 ) -> Score:
-    """Logistic regression on few labels, as the protocol `low_shot`, of several label sets."""
+    """Score logistic regression on few labels, as the protocol `low_shot`, over label sets."""
     present, dense = np.unique(labels, return_inverse=True)
-    queries, rows = prepare(test), prepare(train)
+    queries, rows = center_and_scale(test), center_and_scale(train)
     correct = []
     for number in range(1, LABEL_SETS + 1):
         ids = balanced_rows(dense, shots, number, [str(x) for x in present])

@@ -1,21 +1,29 @@
-"""Base of the probes of billpsomas/efficient-probing: BatchNorm, classifier and LARS.
+"""Probes of billpsomas/efficient-probing, trained with LARS: linear, and with attention.
 
-A BatchNorm without parameters and one linear layer, on what may be pooled by trained tensors; LARS
-(You et al. 2017) with the rate of MAE's linear probe.
+A BatchNorm without parameters and one linear layer, trained with LARS (You et al. 2017) at the rate
+of MAE's linear probe. The linear probe reads one vector of each image. Efficient probing (Psomas et
+al. 2026) puts attention in front: Q queries attend to the frozen patch tokens, which are their own
+keys, and query q sums up its own D / Q of the D value channels. docs/reference/authors_code.md
+compares each setting with the authors' code.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from maect.core.errors import UserError
 from maect.data.index import Index
+from maect.evaluate.probe_training import ByEpochs, HeadGroup, Probe, ProbeTask
 from maect.evaluate.real import Real, RealLabels
-from maect.evaluate.trained import ByEpochs, Group, Trainee, Trial
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from maect.evaluate.encoding import Encoding
 
 BN_EPS, BN_MOMENTUM = 1e-6, 0.1
 MOMENTUM, TRUST = 0.9, 0.001
@@ -39,7 +47,7 @@ class TrainsByLars(RealLabels, ByEpochs):
     on them."""
 
 
-class LarsProbe(Trainee, Group):
+class LarsProbe(Probe, HeadGroup):
     """BatchNorm and classifier on pooled features, the same on every rank.
 
     With `held_out` a twin is trained beside it, on the same batches without the held-out images.
@@ -52,7 +60,7 @@ class LarsProbe(Trainee, Group):
     weight: Tensor
     bias: Tensor
 
-    def __init__(self, trial: Trial, settings: TrainsByLars, *pooling: str) -> None:
+    def __init__(self, task: ProbeTask, settings: TrainsByLars, *pooling: str) -> None:
         """Initialise as the authors' modules are, from `settings.seed`.
 
         `pooling` names the trained tensors in front of the BatchNorm, if any.
@@ -61,20 +69,22 @@ class LarsProbe(Trainee, Group):
 
         from maect.models.vit import seeded
 
-        super().__init__(trial)
+        super().__init__(task)
         self.groups: dict[str, LarsProbe] = {"probe": self}
         self.name = settings.name
-        self.real = trial.reassessed(settings)
+        self.real = task.real_labels_of(settings)
         if settings.held_out:
-            self.held = trial.held_out(settings.held_out, settings.seed)
+            self.held_out_images = task.draw_held_out(settings.held_out, settings.seed)
             without = settings.model_copy(update={"held_out": 0.0, "real_labels": None})
-            self.groups["twin"] = type(self)(trial, without, *pooling)
-        self.pooling, self.trained = pooling, (*pooling, *CLASSIFIER)
+            self.groups["twin"] = type(self)(task, without, *pooling)
+        self.pooling = pooling
+        self.trained = (*pooling, *CLASSIFIER)
         momenta = (f"{name}_momentum" for name in self.trained)
         self.SHARED = (*self.trained, *momenta, "mean", "var")
-        width, device = trial.encoding.settings.width, trial.encoding.device
+        width = task.encoding.settings.width
+        device = task.encoding.device
         with seeded(settings.seed):
-            self.initialize(width, len(trial.train.class_names), settings)
+            self.initialize(width, len(task.train.class_names), settings)
         for name in self.trained:
             tensor = getattr(self, name).detach().to(device)
             setattr(self, f"{name}_momentum", torch.zeros_like(tensor))
@@ -96,15 +106,16 @@ class LarsProbe(Trainee, Group):
         return features
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
-        """One update on the global batch; the loss is the mean cross-entropy, [1]."""
+        """Update once on the global batch; return the mean cross-entropy, [1] (with a twin [2])."""
         import torch
 
         from maect.core import distributed
 
         targets = distributed.gather_rows(targets)
-        if self.held is None:
+        if self.held_out_images is None:
             return self.update(features, targets, lr_multiplier)
-        labels, others = targets[:, 0], targets[:, 1] == 0
+        labels = targets[:, 0]
+        others = targets[:, 1] == 0
         loss = self.update(features, labels, lr_multiplier)
         return torch.cat(
             [loss, self.groups["twin"].update(features, labels, lr_multiplier, others)]
@@ -150,7 +161,7 @@ class LarsProbe(Trainee, Group):
         return loss.detach()[None]
 
     def predict(self, features: Tensor) -> Tensor:
-        """Class of each image, with the running statistics: int64 [n]."""
+        """Predict each image's class by the running statistics, int64 [n]."""
         import torch
         from torch.nn import functional as F
 
@@ -160,27 +171,27 @@ class LarsProbe(Trainee, Group):
 
     def score(self) -> None:
         """Encode the test images each time: the tokens of all would not fit into memory."""
-        if self.add_scores("accuracies", self._accuracy(self, self.trial.test, self.real)):
-            self.keep(self, (*self.trained, "mean", "var"))
-        if self.held is not None:
-            self.add_scores("held_out", self._accuracy(self.groups["twin"], self.held))
+        if self.add_scores("accuracies", self._accuracy(self, self.task.test, self.real)):
+            self.store_best(self, (*self.trained, "mean", "var"))
+        if self.held_out_images is not None:
+            self.add_scores("held_out", self._accuracy(self.groups["twin"], self.held_out_images))
 
     def _accuracy(self, probe: LarsProbe, index: Index, real: Real | None = None) -> float:
-        """In percent; that by ReaL's labels is recorded beside it."""
-        found = self.trial.predicted(probe._class_of, index)
+        """Return the accuracy in percent; record that by ReaL's labels beside it."""
+        found = self.task.predicted(probe._class_of, index)
         if real is not None:
             self.record.setdefault("real", []).append(real.accuracy(found))
         return 100 * int((found == index.labels).sum()) / index.n
 
     def _class_of(self, images: Tensor) -> Tensor:
-        return self.predict(self.trial.checked(self.read(images)))
+        return self.predict(self.task.check_finite(self.read(images)))
 
     def metrics(self) -> dict[str, Any]:
         """Return the accuracies of the best epoch, the last one and all; by ReaL likewise."""
         history = self.record["accuracies"]
         epochs = {self.name: history.index(max(history)), f"{self.name}_last": -1}
         about: dict[str, Any] = {"best_epoch": epochs[self.name] + 1, "by_epoch": history}
-        if self.held is not None:
+        if self.held_out_images is not None:
             scores = self.record["held_out"]
             epoch = epochs[f"{self.name}_held_out"] = scores.index(max(scores))
             about |= {"held_out_epoch": epoch + 1, "held_out_accuracy": scores[epoch]}
@@ -192,7 +203,7 @@ class LarsProbe(Trainee, Group):
 
 
 def lars(parameter: Tensor, momentum: Tensor, rate: float, weight_decay: float) -> None:
-    """One step of LARS (You et al. 2017), in place; the gradient is used up.
+    """Take one step of LARS (You et al. 2017), in place, and clear the gradient.
 
     As in MAE's code: weights over decayed gradient, vectors neither scaled nor decayed. timm's
     `Lars` adds the lengths of gradient and decay (without decay its bits are the same), scales
@@ -211,3 +222,89 @@ def lars(parameter: Tensor, momentum: Tensor, rate: float, weight_decay: float) 
         momentum.mul_(MOMENTUM).add_(update)
         parameter.sub_(momentum, alpha=rate)
         parameter.grad = None
+
+
+class EfficientProbe(TrainsByLars):
+    """Attentive probe on the patch tokens: multi-query cross-attention, trained with LARS."""
+
+    name: ClassVar[str] = "efficient_probe"
+    title: ClassVar[str] = "efficient probe"
+    test_data: ClassVar[str | None] = (
+        "efficient_probe is the best epoch on the test split, as the authors report it; "
+        "efficient_probe_last is the last one"
+    )
+
+    queries: int = Field(default=32, gt=0)
+
+    def build_probe(self, task: ProbeTask) -> Probe:
+        """Accuracies in percent: `efficient_probe` (best epoch), `efficient_probe_last`, and all.
+
+        The probe of the best epoch is kept.
+        """
+        width = task.encoding.settings.width
+        if width % self.queries:
+            raise UserError(
+                f"{task.job.out.stem}: queries {self.queries} do not divide the encoder's width "
+                f"{width}"
+            )
+        return MultiQueryProbe(task, self, "queries", "values")
+
+
+class MultiQueryProbe(LarsProbe):
+    """Attentive pooling in front of BatchNorm and classifier.
+
+    Attributes:
+        queries: [Q, D]; values: [D, D], rows q D / Q to (q + 1) D / Q are query q's.
+    """
+
+    queries: Tensor
+    values: Tensor
+
+    def initialize(self, width: int, classes: int, settings: EfficientProbe) -> None:
+        """Set the initial values, in the authors' order."""
+        import torch
+        from torch import nn
+
+        self.values = nn.Linear(width, width, bias=False).weight
+        super().initialize(width, classes, settings)
+        self.queries = 0.02 * torch.randn(settings.queries, width)
+
+    def read(self, images: Tensor) -> Tensor:
+        """Return the patch tokens, float32 [b, N, D]."""
+        return self.task.encoding.output(images).patch_tokens().float()
+
+    def pool(self, tokens: Tensor) -> Tensor:
+        """Pool tokens [b, N, D] by the queries: [b, D]."""
+        count, width = self.queries.shape
+        attention = (tokens @ (self.queries.T * width**-0.5)).softmax(dim=1)  # [b, N, Q]
+        seen = attention.transpose(1, 2) @ tokens  # [b, Q, D]
+        # For each query a product of its own: [Q, b, D] with [Q, D, D / Q].
+        values = self.values.view(count, -1, width).transpose(1, 2)
+        return (seen.transpose(0, 1) @ values).transpose(0, 1).flatten(1)
+
+
+class LarsLinearProbe(TrainsByLars):
+    """Linear probe trained with LARS, of the leaderboard for frozen encoders."""
+
+    name: ClassVar[str] = "lars_linear_probe"
+    title: ClassVar[str] = "linear probe by LARS"
+    test_data: ClassVar[str | None] = (
+        "lars_linear_probe is the best epoch on the test split, as the leaderboard reports it; "
+        "lars_linear_probe_last is the last one"
+    )
+
+    def encoding(self, path: Path, device: torch.device) -> Encoding:
+        """Return the encoder, read by [CLS] token or patch mean, without the final norm."""
+        from maect.evaluate.base import encoder_settings
+        from maect.evaluate.encoding import Encoding
+
+        token = encoder_settings(path.parent).class_token
+        pooling: Literal["cls", "mean"] = "cls" if token else "mean"
+        return Encoding(path, device, self.precision, pooling=pooling, norm=False)
+
+    def build_probe(self, task: ProbeTask) -> Probe:
+        """Accuracies in percent: `lars_linear_probe` (best epoch), its `_last`, and all.
+
+        The probe of the best epoch is kept.
+        """
+        return LarsProbe(task, self)

@@ -1,6 +1,6 @@
 """Protocols that train a probe on a frozen encoder: settings, data, training, resume, best epoch.
 
-Such a protocol is its settings, what it reads of the encoder, and a `Trainee`: tensors, an update
+Such a protocol is its settings, what it reads of the encoder, and a `Probe`: tensors, an update
 and a score. The encoder runs once per image. Every rank encodes its share of the batch; what the
 ranks exchange is up to the heads. State is saved after every epoch, every two minutes like that of
 a training, and when the job is asked to stop.
@@ -23,7 +23,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.settings import digest
 from maect.data.index import ID, Index, open_index
-from maect.evaluate.base import Encodes, EvaluationJob, Images, Interrupted, encoder_checksum
+from maect.evaluate.base import Encodes, EvaluationJob, ImageCount, Interrupted, encoder_checksum
 from maect.evaluate.real import Real, RealLabels
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ SAVE_SECONDS = 120.0
 
 
 class TrainsProbe(Encodes):
-    """Base of the protocols that train a probe on what the frozen encoder gives."""
+    """Base of the protocols that train a probe on a frozen encoder."""
 
     writes_tensors: ClassVar[bool] = True
 
@@ -52,33 +52,33 @@ class TrainsProbe(Encodes):
     seed: int = 0
 
     @abstractmethod
-    def plan(self, train: Index) -> Course:
+    def schedule(self, train: Index) -> Schedule:
         """Return how many updates there are of the images learnt from; a UserError if too few."""
 
     @abstractmethod
     def batches(
-        self, trial: Trial, probe: Trainee, start: int, steps: int
+        self, task: ProbeTask, probe: Probe, start: int, steps: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's images, normalized float32 [b, C, S, S], and what is learnt of them."""
+        """Yield this rank's images, normalized float32 [b, C, S, S], and their targets."""
 
-    def rate(self, step: int, plan: Course) -> float:
+    def rate(self, step: int, schedule: Schedule) -> float:
         """Return the fraction of the peak learning rates in an update, from 0."""
-        from maect.train.optimizer import schedule
+        from maect.train import optimizer
 
-        return schedule(step, plan.steps, plan.warmup)
+        return optimizer.schedule(step, schedule.steps, schedule.warmup)
 
     def encoding(self, path: Path, device: torch.device) -> Encoding:
-        """Return the encoder with what is read of it."""
+        """Return the encoder, read as this probe needs it."""
         from maect.evaluate.encoding import Encoding
 
         return Encoding(path, device, self.precision)
 
     @abstractmethod
-    def probe(self, trial: Trial) -> Trainee:
+    def build_probe(self, task: ProbeTask) -> Probe:
         """Return the probe with its initial values, on every rank; else a UserError says why."""
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Train the probe, leave what it keeps beside the JSON, and return its metrics."""
+        """Train the probe, write its best tensors beside the JSON, and return its metrics."""
         from maect.core import distributed
         from maect.models.weights import save_tensors
 
@@ -86,23 +86,26 @@ class TrainsProbe(Encodes):
         check_splits(train, test, labelled=self.labelled)
         encoding = self.encoding(job.run / "encoder.safetensors", distributed.device_of(context))
         sha256 = encoder_checksum(job.run)
-        trial = Trial(context, job, encoding, train, test, sha256)
+        task = ProbeTask(context, job, encoding, train, test, sha256)
         with distributed.process_group(context):
-            probe = self.probe(trial)
+            probe = self.build_probe(task)
             images = (train.digest, test.digest, str(job.resize))
-            labels = [real] if isinstance(self, RealLabels) and (real := self.real_sha256()) else []
-            identity = digest(self, sha256, *images, *probe.forms, *labels)
-            for _ in Probing(trial, self, probe, identity).epochs():
+            labels = self.real_sha256() if isinstance(self, RealLabels) else None
+            more = [] if labels is None else [labels]
+            identity = digest(self, sha256, *images, *probe.forms, *more)
+            for _ in ProbeTrainer(task, self, probe, identity).epochs():
                 probe.score()
             metrics = probe.metrics()
             if context.rank == 0:
                 job.check_current()
-                save_tensors(job.out.with_suffix(".safetensors"), probe.kept, probe.texts())
+                save_tensors(
+                    job.out.with_suffix(".safetensors"), probe.best_tensors, probe.metadata()
+                )
         return metrics
 
 
 @dataclass(frozen=True)
-class Course:
+class Schedule:
     """Number of updates.
 
     Attributes:
@@ -117,13 +120,13 @@ class Course:
 
 
 class OnCrops(TrainsProbe):
-    """Settings of what learns from crops of the training images, flipped or not."""
+    """Settings of probes that learn from crops of the training images, flipped or not."""
 
     crop_scale: tuple[float, float] = (0.08, 1.0)
     flip: float = Field(default=0.5, ge=0, le=1)
 
     def batches(
-        self, trial: Trial, probe: Trainee, start: int, steps: int
+        self, task: ProbeTask, probe: Probe, start: int, steps: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield augmented images and their targets, as `TrainsProbe.batches`."""
         from maect.core import distributed
@@ -132,18 +135,18 @@ class OnCrops(TrainsProbe):
         from maect.recipes import View
 
         view = View(crop_scale=self.crop_scale, flip=self.flip)
-        encoder, device = trial.encoding.settings, trial.encoding.device
+        encoder, device = task.encoding.settings, task.encoding.device
         for batch in train_batches(
-            probe.learnt,
+            probe.training_images,
             global_batch=self.batch_size,
-            rank=trial.context.rank,
-            world_size=trial.context.world_size,
+            rank=task.context.rank,
+            world_size=task.context.world_size,
             seed=self.seed,
             views=[view],
             image_size=encoder.image_size,
             start_step=start,
             steps=steps,
-            threads=trial.context.cpus,
+            threads=task.context.cpus,
         ):
             images = distributed.to_device_async(batch.images[0][0], device)
             x = augment(images, view, 0, self.seed, batch.epochs, batch.ids, encoder.pixels)
@@ -151,7 +154,7 @@ class OnCrops(TrainsProbe):
 
 
 class ByEpochs(OnCrops):
-    """Settings of what is trained for a number of epochs."""
+    """Settings of probes that train for a number of epochs."""
 
     encodes_every_epoch: ClassVar[bool] = False
     """Whether the test images are encoded after each epoch, and not once."""
@@ -159,24 +162,24 @@ class ByEpochs(OnCrops):
     epochs: int = Field(default=50, gt=0)
     warmup_epochs: float = Field(default=5, ge=0)
 
-    def encoded(self, images: Images) -> float:
+    def encoded(self, images: ImageCount) -> float:
         """Count the training images once an epoch; and the test images, or those once."""
         tests = self.epochs if self.encodes_every_epoch else 1
         return self.epochs * images(self.train_split) + tests * images(self.test_split)
 
-    def plan(self, train: Index) -> Course:
+    def schedule(self, train: Index) -> Schedule:
         """Return the updates of whole batches; a UserError if all epochs are less than one."""
         if self.epochs * train.n < self.batch_size:
             raise UserError(
                 f"{train.directory}: {self.epochs} epochs of {train.n} images are less than one "
                 f"batch of {self.batch_size}; lower batch_size"
             )
-        steps, ends = updates(train.n, self.batch_size, self.epochs)
-        return Course(steps, ends, self.warmup_epochs * train.n / self.batch_size)
+        steps, ends = epoch_ends(train.n, self.batch_size, self.epochs)
+        return Schedule(steps, ends, self.warmup_epochs * train.n / self.batch_size)
 
 
 class ByUpdates(TrainsProbe):
-    """Settings of what is trained for a number of updates, whatever the number of images."""
+    """Settings of probes that train for a number of updates, whatever the number of images."""
 
     updates: int = Field(gt=0)
     warmup_updates: int = Field(ge=0)
@@ -189,14 +192,14 @@ class ByUpdates(TrainsProbe):
             raise ValueError(f"warmup_updates {self.warmup_updates} of {self.updates} updates")
         return self
 
-    def plan(self, train: Index) -> Course:
+    def schedule(self, train: Index) -> Schedule:
         """Return the updates, an end after each period and after the last."""
         ends = [*range(self.period, self.updates, self.period), self.updates]
-        return Course(self.updates, ends, self.warmup_updates)
+        return Schedule(self.updates, ends, self.warmup_updates)
 
 
-def updates(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
-    """Number of updates, and after how many each epoch is complete.
+def epoch_ends(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
+    """Return the number of updates, and after how many each epoch is complete.
 
     Batches run on over the end of an epoch, so the update that completes it has begun the next
     one; the last epoch ends with the last full batch.
@@ -206,7 +209,7 @@ def updates(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class ProbeTask:
     """Inputs of a probe: this rank's encoder, and images of two splits."""
 
     context: Context
@@ -220,7 +223,8 @@ class Trial:
         """Yield this rank's test images, or other ones: uint8 [b, C, S, S] on the device."""
         from maect.train.scores import share
 
-        size, device = self.encoding.settings.image_size, self.encoding.device
+        size = self.encoding.settings.image_size
+        device = self.encoding.device
         for images, _, _ in share(self.context, index or self.test, device, size, self.job.resize):
             yield images
 
@@ -231,16 +235,18 @@ class Trial:
         from maect.core import distributed
         from maect.train.scores import BATCH
 
-        index, device, start = index or self.test, self.encoding.device, 0
+        index = index or self.test
+        device = self.encoding.device
+        start = 0
         largest = -(-index.n // (self.context.world_size * BATCH)) * BATCH
         out = torch.zeros(largest, self.encoding.width, device=device)
         for images in self.images(index):
             out[start : start + len(images)] = self.encoding(images)
             start += len(images)
-        features = self.checked(distributed.gather_rows(out)[: index.n])
+        features = self.check_finite(distributed.gather_rows(out)[: index.n])
         return features, torch.tensor(index.labels, device=device)
 
-    def held_out(self, part: float, seed: int) -> Index:
+    def draw_held_out(self, part: float, seed: int) -> Index:
         """Return the drawn part of the training images, the same ones for every encoder."""
         from maect.data.subsets import drawn
 
@@ -256,21 +262,22 @@ class Trial:
         """Return the class of every test image, or others, int64 [n, *columns], on every rank."""
         from maect.train.scores import predicted
 
-        size, device = self.encoding.settings.image_size, self.encoding.device
+        size = self.encoding.settings.image_size
+        device = self.encoding.device
         index = index or self.test
         resize = self.job.resize
         return predicted(self.context, index, device, size, resize, predict, columns)
 
-    def reassessed(self, settings: RealLabels) -> Real | None:
+    def real_labels_of(self, settings: RealLabels) -> Real | None:
         """Return ReaL's labels of the test images; None if the settings ask for none."""
         test = self.test
-        return settings.reassessed(lambda: test.keys(), test.class_names, test.labels)
+        return settings.real_labels_of(lambda: test.keys(), test.class_names, test.labels)
 
-    def checked(self, features: Tensor) -> Tensor:
+    def check_finite(self, features: Tensor) -> Tensor:
         """Return the features, or raise a UserError if one is not finite."""
-        from maect.evaluate.encoding import finite
+        from maect.evaluate.encoding import check_finite
 
-        finite(features, self.job.run)
+        check_finite(features, self.job.run)
         return features
 
     def share_of(self, total: int) -> slice:
@@ -279,7 +286,7 @@ class Trial:
         return slice(total * rank // ranks, total * (rank + 1) // ranks)
 
 
-class Group:
+class HeadGroup:
     """Heads that are trained together, this rank's part of them; by default every rank has all."""
 
     SPLIT: tuple[str, ...] = ()
@@ -291,7 +298,7 @@ class Group:
     """This rank's share of this many rows."""
 
 
-class Trainee(ABC):
+class Probe(ABC):
     """Tensors that are trained on the encoder, on one rank.
 
     Attributes:
@@ -302,27 +309,27 @@ class Trainee(ABC):
         held: images that a twin of the probe does not learn from, if there is one.
     """
 
-    held: Index | None = None
-    groups: Mapping[str, Group]
+    held_out_images: Index | None = None
+    groups: Mapping[str, HeadGroup]
     forms: tuple[str, ...] = ()
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, task: ProbeTask) -> None:
         """Begin with nothing scored."""
-        self.trial = trial
+        self.task = task
         self.record: dict[str, Any] = {}
-        self.kept: dict[str, Tensor] = {}
+        self.best_tensors: dict[str, Tensor] = {}
 
     @property
-    def learnt(self) -> Index:
+    def training_images(self) -> Index:
         """The images that are learnt from."""
-        return self.trial.train
+        return self.task.train
 
     def read(self, images: Tensor) -> Tensor:
-        """Return what the encoder gives of images, normalized float32 [b, C, S, S]."""
-        return self.trial.encoding(images)
+        """Encode normalized images, float32 [b, C, S, S], as this probe reads them."""
+        return self.task.encoding(images)
 
     def targets(self, batch: Batch, images: Tensor) -> Tensor:
-        """Return what is learnt of a batch and its images, uint8 [b, C, S, S]: its labels [b].
+        """Return the targets of a batch and its images, uint8 [b, C, S, S]: its labels [b].
 
         With held-out images [b, 2], whether each is one of them beside its label.
         """
@@ -330,9 +337,9 @@ class Trainee(ABC):
         import torch
 
         labels = torch.from_numpy(batch.labels)
-        if self.held is None:
+        if self.held_out_images is None:
             return labels
-        held = np.isin(batch.ids, self.held.rows[:, ID])
+        held = np.isin(batch.ids, self.held_out_images.rows[:, ID])
         return torch.stack([labels, torch.from_numpy(held).long()], 1)
 
     @abstractmethod
@@ -355,36 +362,40 @@ class Trainee(ABC):
         history.append(scores)
         return bool(np.max(scores) > np.max(history[:-1], initial=-1.0))
 
-    def keep(self, group: Any, names: tuple[str, ...]) -> None:
-        """Keep some tensors of a group as they are now."""
-        self.kept = {name: getattr(group, name).detach().clone() for name in names}
+    def store_best(self, group: Any, names: tuple[str, ...]) -> None:
+        """Store some tensors of a group as they are now."""
+        self.best_tensors = {name: getattr(group, name).detach().clone() for name in names}
 
     @abstractmethod
     def metrics(self) -> dict[str, Any]:
         """Return the result after the last epoch; called on every rank."""
 
-    def texts(self) -> dict[str, str]:
-        """Return what is said beside the tensors that are kept."""
-        names = json.dumps(self.trial.train.class_names)
-        return {"class_names": names, "encoder_sha256": self.trial.sha256}
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata of the best tensors' file."""
+        names = json.dumps(self.task.train.class_names)
+        return {"class_names": names, "encoder_sha256": self.task.sha256}
 
 
-class Probing:
-    """One rank's part of training a probe on what the encoder gives."""
+class ProbeTrainer:
+    """Trains a probe on a frozen encoder, on one rank."""
 
-    def __init__(self, trial: Trial, settings: TrainsProbe, probe: Trainee, identity: str) -> None:
+    def __init__(self, task: ProbeTask, settings: TrainsProbe, probe: Probe, identity: str) -> None:
         """Resume from a saved state, if there is one of this very training.
 
         Raises:
             UserError: all epochs together are less than a batch.
         """
-        self.context, self.settings, self.trial = trial.context, settings, trial
+        self.context = task.context
+        self.settings = settings
+        self.task = task
         self.probe, self.identity = probe, identity
-        self.file, self.run = trial.job.state / STATE, trial.job.run
-        self.plan = settings.plan(probe.learnt)
-        self.steps, self.ends = self.plan.steps, self.plan.ends
+        self.file = task.job.state / STATE
+        self.run = task.job.run
+        self.schedule = settings.schedule(probe.training_images)
+        self.steps, self.ends = self.schedule.steps, self.schedule.ends
         self.step, self.done = 0, 0
-        self._saved_at, self._save_took = monotonic(), 0.0
+        self._saved_at = monotonic()
+        self._save_took = 0.0
         self._load()
 
     def epochs(self) -> Iterator[int]:
@@ -396,20 +407,21 @@ class Probing:
         """
         from maect.core import distributed
 
-        yield from self._finished()
-        started, first = monotonic(), self.step
+        yield from self._complete_epochs()
+        started = monotonic()
+        first = self.step
         left = self.steps - self.step
-        for images, targets in self.settings.batches(self.trial, self.probe, self.step, left):
-            rate = self.settings.rate(self.step, self.plan)
+        for images, targets in self.settings.batches(self.task, self.probe, self.step, left):
+            rate = self.settings.rate(self.step, self.schedule)
             loss = self.probe.step(self.probe.read(images), targets, rate)
             self.step += 1
             stop = self.context.stop_requested()
             save = distributed.any_rank(stop or self._is_due())
             reported = self.step % 10 == 0 or self.step == self.steps
             # Not in every step: to look at a loss is to wait for the GPU.
-            if save or reported or self._at_end():
-                self._finite(loss)
-            yield from self._finished()
+            if save or reported or self._epoch_is_complete():
+                self._check_loss(loss)
+            yield from self._complete_epochs()
             if reported:
                 seconds = monotonic() - started
                 self._report(loss, (self.step - first) * self.settings.batch_size / seconds)
@@ -423,28 +435,28 @@ class Probing:
         pause = max(SAVE_SECONDS, 20 * self._save_took)
         return self.context.rank == 0 and monotonic() - self._saved_at > pause
 
-    def _at_end(self) -> bool:
+    def _epoch_is_complete(self) -> bool:
         return self.done < len(self.ends) and self.ends[self.done] <= self.step
 
-    def _finite(self, loss: Tensor) -> None:
+    def _check_loss(self, loss: Tensor) -> None:
         """Refuse broken heads of any rank before they are scored or saved."""
         from maect.core import distributed
 
         if distributed.any_rank(not bool(loss.isfinite().all())):
             raise UserError(
-                f"{self.run}: after {self.step} updates on {self.trial.train.directory} the probe "
+                f"{self.run}: after {self.step} updates on {self.task.train.directory} the probe "
                 "is not finite; the encoder diverged or its weights are damaged, or the rate is "
                 "too high"
             )
 
-    def _finished(self) -> Iterator[int]:
-        while self._at_end():
+    def _complete_epochs(self) -> Iterator[int]:
+        while self._epoch_is_complete():
             yield self.done
             self.done += 1
             self._save()
 
     def _report(self, loss: Tensor, speed: float) -> None:
-        images = self.probe.learnt.n
+        images = self.probe.training_images.n
         self.context.report(
             {
                 "epoch": self.step * self.settings.batch_size // images,
@@ -457,13 +469,13 @@ class Probing:
         )
 
     def _save(self) -> None:
-        """All heads in one file: a restart may have another number of ranks."""
+        """Save all heads in one file: a restart may have another number of ranks."""
         from maect.core.arrays import write_arrays
 
         started = monotonic()
-        tensors = {f"kept.{name}": value for name, value in self.probe.kept.items()}
+        tensors = {f"kept.{name}": value for name, value in self.probe.best_tensors.items()}
         for name, group in self.probe.groups.items():
-            tensors |= {f"{name}.{key}": full(group, key) for key in group.SPLIT}
+            tensors |= {f"{name}.{key}": all_rows(group, key) for key in group.SPLIT}
             tensors |= {f"{name}.{key}": getattr(group, key) for key in group.SHARED}
         if self.context.rank:
             return
@@ -491,12 +503,12 @@ class Probing:
             for key in group.SHARED:
                 getattr(group, key).data.copy_(tensors[f"{name}.{key}"])
         own = {name for name in tensors if name.startswith("kept.")}
-        self.probe.kept = {name.removeprefix("kept."): tensors[name] for name in own}
+        self.probe.best_tensors = {name.removeprefix("kept."): tensors[name] for name in own}
         self.step, self.done, self.probe.record = record["step"], record["done"], record["own"]
 
 
-def full(group: Group, key: str, rows: slice = slice(None)) -> Tensor:
-    """Rows of a group's split tensor, those of all ranks together; called on every rank."""
+def all_rows(group: HeadGroup, key: str, rows: slice = slice(None)) -> Tensor:
+    """Gather rows of a group's split tensor from all ranks; called on every rank."""
     from maect.core import distributed
 
     mine: Tensor = getattr(group, key).detach()
@@ -521,7 +533,7 @@ def check_splits(train: Index, test: Index, *, labelled: bool = True) -> None:
 
 
 def _record(file: Path, identity: str) -> tuple[dict[str, Any] | None, str]:
-    """Return what a state file says about itself, or why a training cannot resume from it."""
+    """Return a state file's record, or None and the reason why it cannot be resumed."""
     from maect.core.arrays import read_arrays
 
     if not file.exists():

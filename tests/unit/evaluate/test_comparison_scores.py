@@ -11,9 +11,14 @@ from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.logistic import PENALTIES, Logistic, best, choose, fitted
-from maect.evaluate.sampling import ends, held_out, intervals
-from maect.evaluate.training_free import KNN_BEST, KNN_HELD_OUT, with_labels, without_labels
+from maect.evaluate.comparison_scores import (
+    KNN_BEST,
+    KNN_HELD_OUT,
+    measure_with_labels,
+    measure_without_labels,
+)
+from maect.evaluate.logistic import PENALTIES, Logistic, best_penalty, fit_logistic, try_penalties
+from maect.evaluate.sampling import held_out_mask, interval_metrics, intervals
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 from .conftest import blobs, given, store
@@ -32,11 +37,11 @@ def test_held_out_images_depend_on_content_alone() -> None:
     labels = np.array([0] * 30 + [1] * 12 + [2] * 2 + [3])
     contents = [f"{17 * i % 101:03d}" for i in range(len(labels))]
     contents[5] = contents[7]  # the same image twice
-    chosen = held_out(labels, contents, 5)
+    chosen = held_out_mask(labels, contents, 5)
     assert [int(chosen[labels == label].sum()) for label in (1, 2, 3)] == [2, 1, 0]
     assert 5 <= chosen[labels == 0].sum() <= 6 and chosen[5] == chosen[7]
     order = np.random.default_rng(0).permutation(len(labels))
-    again = held_out(labels[order], [contents[i] for i in order], 5)
+    again = held_out_mask(labels[order], [contents[i] for i in order], 5)
     np.testing.assert_array_equal(again, chosen[order])
 
 
@@ -56,7 +61,7 @@ def test_intervals_are_those_of_scipy() -> None:
 
 def test_where_all_are_right_the_interval_is_wilsons() -> None:
     right = np.arange(20) < 13
-    found = ends({"all": np.ones(20, bool), "none": np.zeros(20, bool), "some": right})
+    found = interval_metrics({"all": np.ones(20, bool), "none": np.zeros(20, bool), "some": right})
     for name, count in (("all", 20), ("none", 0)):
         theirs = stats.binomtest(count, 20).proportion_ci(method="wilson")
         mine = found[f"{name}_low"], found[f"{name}_high"]
@@ -68,7 +73,7 @@ def test_where_all_are_right_the_interval_is_wilsons() -> None:
 def test_measures_are_those_of_a_second_implementation() -> None:
     (train, labels), (test, wanted) = clouds(200, 1), clouds(120, 2)
     contents = [f"{i:04d}" for i in range(len(train))]
-    scores = with_labels(train, labels, contents, test, wanted, threads=1)
+    scores = measure_with_labels(train, labels, contents, test, wanted, threads=1)
 
     unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (train.astype("f8"), test)]
     cosines = unit[1] @ unit[0].T
@@ -80,7 +85,7 @@ def test_measures_are_those_of_a_second_implementation() -> None:
     assert (first - second > 1e-4 * first).all() and (near - far).min() > 1e-6  # no near tie
     np.testing.assert_array_equal(scores["knn"].per_image, 100.0 * (votes.argmax(1) == wanted))
 
-    held = held_out(labels, contents)
+    held = held_out_mask(labels, contents)
     assert held.sum() == 20
     c = float(scores["logistic"].chosen.split()[1])
     assert min(abs(c / p - 1) for p in PENALTIES) < 0.01
@@ -96,17 +101,17 @@ def test_measures_are_those_of_a_second_implementation() -> None:
 
 def test_the_penalty_is_chosen_on_what_is_held_out() -> None:
     train, labels = clouds(80, 4, spread=2.0)
-    held = held_out(labels, [f"{i:03d}" for i in range(80)], 4)
-    tried = choose(train, labels, held)
-    c, accuracies = best(tried), {one["c"]: one["accuracy"] for one in tried}
+    held = held_out_mask(labels, [f"{i:03d}" for i in range(80)], 4)
+    tried = try_penalties(train, labels, held)
+    c, accuracies = best_penalty(tried), {one["c"]: one["accuracy"] for one in tried}
     assert len(tried) == 8 and accuracies[c] == max(accuracies.values())
-    predict = fitted(train[~held], labels[~held], c)
+    predict = fit_logistic(train[~held], labels[~held], c)
     assert accuracies[c] == pytest.approx(
         100 * float((predict(train[held]) == labels[held]).mean())
     )
     wrong = labels.copy()
     wrong[held] = (labels[held] + 1) % 4
-    others = choose(train, wrong, held)
+    others = try_penalties(train, wrong, held)
     assert max(one["accuracy"] for one in others) < max(accuracies.values())
 
 
@@ -115,18 +120,18 @@ def test_what_is_too_little_is_refused_or_left_out() -> None:
     contents = [str(i) for i in range(40)]
     labels = np.where(labels == 3, 2, labels)
     labels[[0, 1, 2]] = 3  # three images of a class
-    scores = with_labels(train, labels, contents, test, wanted)
+    scores = measure_with_labels(train, labels, contents, test, wanted)
     assert "shots_2" in scores and "shots_5" not in scores
     with pytest.raises(UserError, match="10 training images, too few"):
-        with_labels(train[:10], labels[:10], contents[:10], test, wanted)
+        measure_with_labels(train[:10], labels[:10], contents[:10], test, wanted)
     with pytest.raises(UserError, match="one class"):
-        with_labels(train, np.zeros(40, int), contents, test, wanted)
+        measure_with_labels(train, np.zeros(40, int), contents, test, wanted)
 
 
 def test_spread_needs_no_labels() -> None:
     values, _ = clouds(300, 5)
     line = values[:, :1] @ np.ones((1, 8), np.float32)
-    spread, flat = without_labels(values), without_labels(line)
+    spread, flat = measure_without_labels(values), measure_without_labels(line)
     assert flat["rank_me"].value < 1.1 < spread["rank_me"].value <= 8.01
     assert spread["uniformity"].value < flat["uniformity"].value
 
@@ -155,5 +160,5 @@ def test_all_penalties_share_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LogisticRegression, "fit", watched)
     features, labels = blobs(60, 8, 3, 0)
     held = np.arange(60) % 10 == 0
-    choose(features, labels, held, PENALTIES[:3], 100, threads=2)
+    try_penalties(features, labels, held, PENALTIES[:3], 100, threads=2)
     assert len(seen) == 3 and all(one is seen[0] for one in seen)
