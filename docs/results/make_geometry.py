@@ -33,7 +33,7 @@ from maect.core.files import write_text
 from maect.data.digits import write_digits
 from maect.evaluate.geometry import FeatureTask, corrections
 from maect.evaluate.store import in_memory
-from maect.report.figures import method_style, panels, save
+from maect.report.figures import method_style, panels, save, styled
 
 HERE = Path(__file__).parent
 OUT = HERE / "geometry"
@@ -146,6 +146,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+@styled()
 def draw(rows: list[dict[str, Any]]) -> None:
     """Gain over the MAE as it is: by a matrix, by tuning, by both."""
     data = list(dict.fromkeys(row["data"] for row in rows))

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from maect.core.seeds import seedless
-from maect.report.figures import method_style, panels, save
+from maect.report.figures import method_style, panels, save, styled
 
 HERE = Path(__file__).parent
 DATA_SETS = {"digits_law": "digits", "cifar10_law": "CIFAR-10", "tiny_imagenet": "Tiny-ImageNet"}
@@ -91,6 +91,7 @@ def draw(axes: Sequence[Axes], metric: str) -> None:
         ax.set_ylim(lowest, highest)
 
 
+@styled()
 def main() -> None:
     """Draw the figure."""
     figure, axes = panels(len(MEASURES), len(VIEWS), height=2.8)

@@ -25,7 +25,7 @@ from paired import (
 )
 
 from maect.core.files import write_text
-from maect.report.figures import method_style, panels, save
+from maect.report.figures import method_style, panels, save, styled
 
 HERE = Path(__file__).parent
 OUT = HERE / "no_lookup"
@@ -78,6 +78,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+@styled()
 def draw() -> None:
     """Gain over the MAE of each kind, in k-NN and in clusters."""
     every = published(list(DATA), HERE)

@@ -53,7 +53,7 @@ class VectorClassifier:
 
     def probabilities(self, vectors: Array) -> NDArray[np.float64]:
         """Softmax of the logits, float64 [n, classes]; 0 of classes without examples."""
-        rows = prepare(vectors) if self.prepared else vectors.astype(np.float64)
+        rows = center_and_scale(vectors) if self.prepared else vectors.astype(np.float64)
         logits = rows @ self.weight + self.bias
         return softmax(np.where(np.isnan(logits), -np.inf, logits), axis=1)
 

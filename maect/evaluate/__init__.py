@@ -174,7 +174,9 @@ class EvaluationConfig(StampedFile):
         """Return the checksums of the encoder and of all that the protocol reads."""
         found = {RunRecord.path(self.run): _encoder_sha256(self.run)}
         for name, kind in self.settings.inputs().items():
-            for path in self.paths(name) if name in self.inputs else ():
+            if name not in self.inputs:
+                continue
+            for path in self.paths(name):
                 if isinstance(kind, Features):
                     found[path] = features_identity(path)
                 elif isinstance(kind, Shards):

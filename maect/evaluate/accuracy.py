@@ -171,8 +171,12 @@ class Accuracy(RealLabels, Supervised, Protocol):
                 by_real = [result["real"] for result in group]
                 metrics |= self._mean(f"{of_last}_real", by_real)
             metrics |= self._mean(metric, scored)
-        keys = ["losses", "weights_sha256", *(["accuracies"] if self.epoch == "best" else [])]
-        for key in keys + (["held_out"] if self.held_out else []):
+        keys = ["losses", "weights_sha256"]
+        if self.epoch == "best":
+            keys.append("accuracies")
+        if self.held_out:
+            keys.append("held_out")
+        for key in keys:
             metrics[key] = {name: result[key] for name, result in named.items()}
         return metrics
 

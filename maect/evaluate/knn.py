@@ -283,8 +283,10 @@ class KnnPerBlock(Encodes):
                     near, ids = nearest(others, queries, self.k, scales[1], max(1, context.cpus))
                     votes = vote(near, labels[~held][ids], self.temperature)
                     inner[number] = 100 * (votes == labels[held]).mean()
-                for kind, scale in enumerate(scales) if len(truth) else ():
-                    threads = max(1, context.cpus)
+                if not len(truth):
+                    continue
+                threads = max(1, context.cpus)
+                for kind, scale in enumerate(scales):
                     near, ids = nearest(rows, asked[number, : len(share)], self.k, scale, threads)
                     votes = vote(near, labels[ids], self.temperature)
                     hits[kind, number] = int((votes == truth).sum())

@@ -122,8 +122,11 @@ class _Forms(Probe):
         self.rates = list(settings.learning_rates)
         encoding = task.encoding
         self.columns = {PLAIN: slice(None)}
-        if settings.concat or settings.refiner:
-            self.columns = (refiner_forms if settings.refiner else representations)(encoding)
+        if settings.refiner:
+            self.columns = refiner_forms(encoding)
+        elif settings.concat:
+            self.columns = representations(encoding)
+        if settings.refiner or settings.concat:
             self.forms = tuple(self.columns)
         self.mine = task.share_of(len(self.rates))
         peaks = [rate * settings.batch_size / 256 for rate in self.rates]

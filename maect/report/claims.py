@@ -17,7 +17,7 @@ from maect.report.comparisons import (
     PRETRAINING,
     TRAINED,
     Comparison,
-    Measured,
+    MeasuredModels,
     Tables,
     compare,
 )
@@ -90,8 +90,10 @@ class Verdict:
             decide = [one for one in self._failing if not self._by_chance(one)]
         if all(one.exact for one in decide):
             return ""
-        known = [one.significant or one.exact for one in decide]  # one is enough to fail
-        return "yes" if (all if self.result == HOLDS else any)(known) else "one seed"
+        known = [one.significant or one.exact for one in decide]
+        # One is enough to fail.
+        is_sure = all(known) if self.result == HOLDS else any(known)
+        return "yes" if is_sure else "one seed"
 
     @property
     def numbers(self) -> str:
@@ -130,7 +132,7 @@ def judge(
     tables: Tables, statements: Iterable[Statement] = STATEMENTS, suffix: str = "", **more: Any
 ) -> list[Verdict]:
     """Decide every statement, in the paper's order; `more` are keyword arguments of `compare`."""
-    measured = Measured(tables)
+    measured = MeasuredModels(tables)
     return [
         Verdict(one, tuple(compare(b, tables, suffix, **more) for b in one.bounds(measured)))
         for one in statements
@@ -200,7 +202,9 @@ def tables_of_seeds(
     rows = list(rows)
     seeds = sorted({seed_of(run) for row in rows for run in row.runs})
     made: dict[int, dict[str, pd.DataFrame]] = {}
-    for seed in seeds if len(seeds) > 1 else ():
+    if len(seeds) < 2:
+        return made
+    for seed in seeds:
         made[seed] = tables_of_runs([row.of_seed(seed) for row in rows], runs)
         for one in shown:
             made[seed][one.name] = build_table(

@@ -160,7 +160,7 @@ class Model(NamedTuple):
         return value(self.table, architecture, self.method, metric)
 
 
-class Measured:
+class MeasuredModels:
     """The models and test sets of tables, which statements compare."""
 
     def __init__(self, tables: Tables) -> None:
@@ -182,7 +182,7 @@ class Measured:
         return others if others and not set(SHIFTED) & set(measured) else SHIFTED
 
 
-class AnySize(Measured):
+class AnySize(MeasuredModels):
     """Stands for all tables: a statement is printed once for all sizes and shifted test sets."""
 
     def __init__(self) -> None:
@@ -289,7 +289,7 @@ def compare(
         chance = chance_of(differences)
     elif not suffix:
         errors = {
-            key: _error(varying.get(key, math.nan), _error_of_images(key, number, images))
+            key: _error(varying.get(key, math.nan), error_of_images(key, number, images))
             for key, number in values.items()
         }
         if any(errors.values()):
@@ -421,7 +421,7 @@ def _propagated(asked: Bound, values: Mapping[Key, float], errors: Mapping[Key, 
     return float(std_dev(left - right))
 
 
-def _error_of_images(key: Key, number: float, images: Mapping[str, int]) -> float:
+def error_of_images(key: Key, number: float, images: Mapping[str, int]) -> float:
     """Return the standard deviation of an accuracy over other images, in percent; NaN: unknown."""
     counts = key.table in ACCURACIES or (key.table in CLUSTERED and key.metric == "accuracy")
     n = images.get(split_of(key.table, key.metric))

@@ -1,4 +1,4 @@
-"""The headline of a report: the largest difference from the MAE, with its error."""
+"""The headline of a report: the largest difference from the MAE, and the table behind it."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -10,8 +10,18 @@ import pandas as pd
 
 from maect.core.yaml_files import read_yaml
 from maect.report.claims import evidence
-from maect.report.comparisons import Comparison, Tables, bound, compare, value
+from maect.report.comparisons import (
+    LEVEL,
+    Comparison,
+    Key,
+    Tables,
+    bound,
+    compare,
+    error_of_images,
+    value,
+)
 from maect.report.configs import ShownConfig, SummaryConfig
+from maect.report.registry import TABLES
 from maect.report.tables import KEYS
 from maect.report.titles import PUBLISHED, architecture_title, method_title
 
@@ -20,6 +30,8 @@ BEFORE = ("mae", "mae_public")
 """What the other models are compared with: the encoder before tuning."""
 NOT_FOUND = frozenset({*BEFORE, "oracle", *PUBLISHED})
 """Methods whose numbers are no finding: the MAE, labels as input, other groups' checkpoints."""
+CHOSEN_ON_TEST = frozenset({"linear_probe"})
+"""Measures whose settings are chosen on the test images, as in the paper."""
 Model = tuple[str, str]
 """Architecture and method."""
 
@@ -45,19 +57,110 @@ class GainOverMae:
         return size / std if std else math.inf
 
 
-def headline_of(config: SummaryConfig) -> str:
-    """Return the headline of a first page; "" if its tables have nothing to state."""
+@dataclass(frozen=True)
+class MainResult:
+    """The sentence of the first page, and the table of measures behind it.
+
+    Attributes:
+        text: the sentence; "" if its tables have nothing to state.
+        columns: titles of the measures.
+        lines: title of each model, and its cells: text, and whether it is bold.
+        legend: how to read the table.
+    """
+
+    text: str = ""
+    columns: tuple[str, ...] = ()
+    lines: tuple[tuple[str, tuple[tuple[str, bool], ...]], ...] = ()
+    legend: str = ""
+
+
+def main_result_of(config: SummaryConfig) -> MainResult:
+    """Return the finding of a first page."""
     files = [file for file in config.tables if file.with_suffix(".yaml").exists()]
     shown = [ShownConfig.read(file.with_suffix(".yaml")) for file in files]
     if not shown:
-        return ""
+        return MainResult()
     rows = list(dict.fromkeys(row for one in shown for row in one.rows))
     indices = {"val": config.tested} if config.tested is not None else {}
     tables, more = evidence(files, rows, shown[0].runs, indices)
     figure = config.figure.with_suffix(".yaml") if config.figure else None
     drawn = ShownConfig.read(figure).rows if figure and figure.exists() else []
     asked = {name: tables[name] for name in (file.stem for file in files)}
-    return headline(asked, {(row.architecture, row.method) for row in drawn}, tables, more)
+    text = headline(asked, {(row.architecture, row.method) for row in drawn}, tables, more)
+    return table_of_measures(text, asked, tables, more)
+
+
+def table_of_measures(
+    text: str, asked: Tables, tables: Tables, more: Mapping[str, Any]
+) -> MainResult:
+    """Return a finding with its table: every model by every measure, with errors.
+
+    The best of a column is bold, with those that are not distinguishable from it.
+
+    Args:
+        text: the headline.
+        asked: tables to show, by name.
+        tables: these, and those of the runs behind them (`claims.evidence`).
+        more: keyword arguments of `claims.compare`.
+    """
+    models = list(
+        dict.fromkeys(
+            model
+            for one in asked.values()
+            for model in one[KEYS].itertuples(index=False, name=None)
+        )
+    )
+    images = more["images"].get("val")
+    columns, cells = [], dict[Model, list[tuple[str, bool]]]()
+    for measure in MEASURES:
+        name = next((name for name, frame in asked.items() if measure in frame), None)
+        if name is None:
+            continue
+        known = {model: _number(asked[name], model, measure) for model in models}
+        numbers = {model: number for model, number in known.items() if number is not None}
+        if not numbers:
+            continue
+        title = next(one.title for one in TABLES[name].metrics if one.name == measure)
+        columns.append(title + (" †" if measure in CHOSEN_ON_TEST else ""))
+        equal = _not_below_best(name, measure, numbers, tables, more)
+        for model in models:
+            if model not in numbers:
+                cells.setdefault(model, []).append(("", False))
+                continue
+            error = _number(asked[name], model, f"{measure}_std")
+            if error is None:
+                key = Key(name, model[0], model[1], measure)
+                error = error_of_images(key, numbers[model], more["images"])
+            spread = "" if math.isnan(error) else f" ± {error:.1f}"
+            cells.setdefault(model, []).append((f"{numbers[model]:.1f}{spread}", model in equal))
+    if not columns:
+        return MainResult(text)
+    of_images = f"standard error of {images:,} test images" if images else ""
+    errors = f" ± {of_images}" if images else ""
+    if len(more["seeds"]) > 1:
+        errors = " ± standard deviation over seeds"
+        errors += f" (with one seed, {of_images})" if images else ""
+    legend = f"Accuracy in %{errors}. Bold: the best of a column, and all that are not "
+    legend += f"distinguishable from it (p > {LEVEL})."
+    if any(column.endswith("†") for column in columns):
+        legend += " †: learning rate and epoch chosen on the test images."
+    lines = tuple((_title(model, asked), tuple(cells[model])) for model in models)
+    return MainResult(text, tuple(columns), lines, legend)
+
+
+def _not_below_best(
+    name: str, measure: str, numbers: Mapping[Model, float], tables: Tables, more: Mapping[str, Any]
+) -> set[Model]:
+    """Return the best model of a column, and those that are not distinguishable from it."""
+    best = max(numbers, key=lambda model: numbers[model])
+    equal = {best}
+    for model in numbers:
+        better = bound(
+            value(name, best[0], best[1], measure), ">", value(name, model[0], model[1], measure)
+        )
+        if model != best and compare(better, tables, **more).chance > LEVEL:
+            equal.add(model)
+    return equal
 
 
 def headline(

@@ -274,7 +274,7 @@ def verdicts(frame: pd.DataFrame) -> dict[str, Any]:
             line["notes"].append(f"{by_paper} by the paper's own numbers")
         if on_plain not in ("", line["verdict"]):
             line["notes"].append(f"{on_plain} by k-NN on features as they are")
-        if line["significant"] == "one seed":
+        if line["significant"] == "one seed" and line["verdict"] in ("holds", "fails"):
             line["verdict"] += " in one seed"
     counts = Counter(line["verdict"] for line in decided)
     counted = [f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]]

@@ -12,7 +12,7 @@ from maect.report.comparisons import (
     SHIFTED,
     AnySize,
     Bound,
-    Measured,
+    MeasuredModels,
     Model,
     Quantity,
     bound,
@@ -20,7 +20,7 @@ from maect.report.comparisons import (
 )
 
 Bounds = Iterable[Bound]
-Decides = Callable[[Measured], Bounds]
+Decides = Callable[[MeasuredModels], Bounds]
 SHOTS = ("low_shot_1", "low_shot_2", "low_shot_5")
 FEW_LABELS = (*SHOTS, "low_shot_1pct", "low_shot_10pct")
 FEATURES = ("linear_probe", "knn_standardized")
@@ -73,14 +73,14 @@ def higher_at(
 
 
 def higher(
-    measured: Measured, better: Model, worse: Model, metrics: Iterable[str]
+    measured: MeasuredModels, better: Model, worse: Model, metrics: Iterable[str]
 ) -> Iterator[Bound]:
     """Say that one model exceeds another in each metric, at every size that has both."""
     return higher_at(measured.sizes(better, worse), better, worse, metrics)
 
 
 @statement("abstract, figure 2")
-def overhead(measured: Measured) -> Bounds:
+def overhead(measured: MeasuredModels) -> Bounds:
     """Head initialisation and tuning with minimal augmentation cost at most a tenth of the
     pre-training."""
     tuned = Model("cost", "ct_min")
@@ -89,7 +89,7 @@ def overhead(measured: Measured) -> Bounds:
 
 
 @statement("introduction, figure 2")
-def less_compute_than_others(measured: Measured) -> Bounds:
+def less_compute_than_others(measured: MeasuredModels) -> Bounds:
     """At ViT-L tuned models take less compute, pre-training included, than MoCo v3, iBOT, Layer
     Grafting and the best MSN (ViT-L/7)."""
     others = (
@@ -102,7 +102,7 @@ def less_compute_than_others(measured: Measured) -> Bounds:
 
 
 @statement("section 2")
-def layer_grafting_costs_more(measured: Measured) -> Bounds:
+def layer_grafting_costs_more(measured: MeasuredModels) -> Bounds:
     """At ViT-L what Layer Grafting takes after MAE is at least ten times what head initialisation
     and tuning take (in the paper 15 times)."""
     yield bound(value("gpu_hours", "large", "mae", "grafting_ratio"), ">=", 10)
@@ -114,66 +114,66 @@ def gain(size: str, metric: str) -> Quantity:
 
 
 @statement("section 4.3, table 1")
-def probe_gain(measured: Measured) -> Bounds:
+def probe_gain(measured: MeasuredModels) -> Bounds:
     """Tuning with minimal augmentation raises linear probing accuracy at every size."""
     return higher(measured, MINIMAL, MAE, ["linear_probe"])
 
 
 @statement("section 4.3, table 1")
-def knn_gain(measured: Measured) -> Bounds:
+def knn_gain(measured: MeasuredModels) -> Bounds:
     """Tuning with minimal augmentation raises k-NN accuracy at every size."""
     return higher(measured, MINIMAL, MAE, ["knn_standardized"])
 
 
 @statement("section 4.3, table 1")
-def knn_gains_most(measured: Measured) -> Bounds:
+def knn_gains_most(measured: MeasuredModels) -> Bounds:
     """k-NN accuracy gains more than linear probing accuracy."""
     for size in measured.sizes(MINIMAL, MAE):
         yield bound(gain(size, "knn_standardized"), ">", gain(size, "linear_probe"))
 
 
 @statement("section 4.3, table 1")
-def aug_gain(measured: Measured) -> Bounds:
+def aug_gain(measured: MeasuredModels) -> Bounds:
     """Tuning with extensive augmentation improves every low-shot and every feature evaluation at
     every size."""
     return higher(measured, EXTENSIVE, MAE, (*FEW_LABELS, *FEATURES))
 
 
 @statement("section 4.3, table 1")
-def low_shot_gain(measured: Measured) -> Bounds:
+def low_shot_gain(measured: MeasuredModels) -> Bounds:
     """With one, two or five labels a class, tuning improves on MAE at every size."""
     return higher(measured, MINIMAL, MAE, SHOTS)
 
 
 @statement("introduction and section 4.3, table 1")
-def fewest_labels_gain_most(measured: Measured) -> Bounds:
+def fewest_labels_gain_most(measured: MeasuredModels) -> Bounds:
     """The fewer the labels, the larger the gain: one label a class gains more than five."""
     for size in measured.sizes(MINIMAL, MAE):
         yield bound(gain(size, "low_shot_1"), ">", gain(size, "low_shot_5"))
 
 
 @statement("introduction and section 4.3, table 1")
-def many_labels_gain_least(measured: Measured) -> Bounds:
+def many_labels_gain_least(measured: MeasuredModels) -> Bounds:
     """With a tenth of the labels the gain is smaller than with five labels a class."""
     for size in measured.sizes(MINIMAL, MAE):
         yield bound(gain(size, "low_shot_10pct"), "<", gain(size, "low_shot_5"))
 
 
 @statement("section 4.3, table 1")
-def scaling(measured: Measured) -> Bounds:
+def scaling(measured: MeasuredModels) -> Bounds:
     """The k-NN gain of tuning grows with the size of the encoder."""
     for smaller, larger in pairwise(SIZES):
         yield bound(gain(larger, "knn_standardized"), ">", gain(smaller, "knn_standardized"))
 
 
 @statement("section 4.3, table 1")
-def base_is_too_small(measured: Measured) -> Bounds:
+def base_is_too_small(measured: MeasuredModels) -> Bounds:
     """At ViT-B the best instance-discrimination model stays ahead in both feature evaluations."""
     return higher_at(["base"], Model("low_shot", "ibot"), EXTENSIVE, FEATURES)
 
 
 @statement("section 4.3, table 1")
-def large_beats_others(measured: Measured) -> Bounds:
+def large_beats_others(measured: MeasuredModels) -> Bounds:
     """At ViT-L the tuned model with extensive augmentation is ahead of iBOT, MSN and Layer Grafting
     in both feature evaluations."""
     for metric in FEATURES:
@@ -182,14 +182,14 @@ def large_beats_others(measured: Measured) -> Bounds:
 
 
 @statement("section 4.3, table 1")
-def large_beats_ibot_with_few_labels(measured: Measured) -> Bounds:
+def large_beats_ibot_with_few_labels(measured: MeasuredModels) -> Bounds:
     """At ViT-L the tuned model with extensive augmentation is ahead of iBOT with any number of
     labels, from one a class to a tenth of them."""
     return higher_at(["large"], EXTENSIVE, Model("low_shot", "ibot"), FEW_LABELS)
 
 
 @statement("section 4.3, table 1")
-def min_wins_extreme_low_shot(measured: Measured) -> Bounds:
+def min_wins_extreme_low_shot(measured: MeasuredModels) -> Bounds:
     """At ViT-L, with one or two labels a class, minimal augmentation beats every model with
     extensive augmentation."""
     for metric in ("low_shot_1", "low_shot_2"):
@@ -198,7 +198,7 @@ def min_wins_extreme_low_shot(measured: Measured) -> Bounds:
 
 
 @statement("section 4.3, table 1")
-def min_matches_aug_at_huge(measured: Measured) -> Bounds:
+def min_matches_aug_at_huge(measured: MeasuredModels) -> Bounds:
     """At ViT-H minimal augmentation is at least as good as extensive on every low-shot
     benchmark."""
     for metric in FEW_LABELS:
@@ -206,20 +206,20 @@ def min_matches_aug_at_huge(measured: Measured) -> Bounds:
 
 
 @statement("section 4.3, table 1")
-def aug_helps_small_models(measured: Measured) -> Bounds:
+def aug_helps_small_models(measured: MeasuredModels) -> Bounds:
     """At ViT-B extensive augmentation beats minimal on every benchmark."""
     return higher_at(["base"], EXTENSIVE, MINIMAL, (*FEW_LABELS, *FEATURES))
 
 
 @statement("abstract, section 4.3, table 17")
-def best_probe(measured: Measured) -> Bounds:
+def best_probe(measured: MeasuredModels) -> Bounds:
     """ViT-H with extensive augmentation exceeds the best linear probing accuracy published before,
     81.1, that of a model at twice the resolution."""
     yield bound(EXTENSIVE.value("huge", "linear_probe"), ">", 81.1)
 
 
 @statement("section 4.3, table 2")
-def cluster_gain(measured: Measured) -> Bounds:
+def cluster_gain(measured: MeasuredModels) -> Bounds:
     """Tuning raises k-means cluster accuracy at every size."""
     for method in ("ct_min", "ct_aug"):
         tuned = Model("clustering", method)
@@ -228,7 +228,7 @@ def cluster_gain(measured: Measured) -> Bounds:
 
 
 @statement("section 4.3, table 2")
-def silhouette(measured: Measured) -> Bounds:
+def silhouette(measured: MeasuredModels) -> Bounds:
     """Before tuning the classes overlap (silhouette below zero), afterwards they are apart (above
     zero)."""
     for method, sign in (("mae", "<"), ("ct_min", ">")):
@@ -238,14 +238,14 @@ def silhouette(measured: Measured) -> Bounds:
 
 
 @statement("figure 1, table 2")
-def clusters_at_huge(measured: Measured) -> Bounds:
+def clusters_at_huge(measured: MeasuredModels) -> Bounds:
     """At ViT-H cluster accuracy is more than five times that of MAE."""
     mae = value("clustering", "huge", "mae", "accuracy")
     yield bound(value("clustering", "huge", "ct_min", "accuracy"), ">", 5 * mae)
 
 
 @statement("section 4.3, table 2")
-def clusters_beat_others(measured: Measured) -> Bounds:
+def clusters_beat_others(measured: MeasuredModels) -> Bounds:
     """At ViT-L minimal augmentation is enough to cluster better than MSN and iBOT."""
     tuned = Model("clustering", "ct_min")
     for other in ("msn", "ibot"):
@@ -253,7 +253,7 @@ def clusters_beat_others(measured: Measured) -> Bounds:
 
 
 @statement("section 4.4, table 3")
-def ablation_order(measured: Measured) -> Bounds:
+def ablation_order(measured: MeasuredModels) -> Bounds:
     """Every component is needed: masking costs least, then the missing head initialisation, then
     the missing neighbour lookup."""
     parts = ("", "_masked", "_no_head", "_no_lookup")
@@ -264,13 +264,13 @@ def ablation_order(measured: Measured) -> Bounds:
 
 
 @statement("section 4.4")
-def masked_on_one_device(measured: Measured) -> Bounds:
+def masked_on_one_device(measured: MeasuredModels) -> Bounds:
     """With masked inputs the whole batch of contrastive tuning of ViT-L fits on one device."""
     yield bound(value("gpu_hours", "large", "mae", "tune_masked_fits"), ">=", 1)
 
 
 @statement("section 4.4, tables 3 and 4")
-def lookup_is_essential(measured: Measured) -> Bounds:
+def lookup_is_essential(measured: MeasuredModels) -> Bounds:
     """With crop and flip only and without the lookup, tuning makes the features worse than
     MAE's."""
     tuned, mae = Model("ablation", "ct_min_k1_no_lookup"), Model("combined", "mae")
@@ -280,7 +280,7 @@ def lookup_is_essential(measured: Measured) -> Bounds:
 
 
 @statement("section 4.4, table 4")
-def combined_helps_little(measured: Measured) -> Bounds:
+def combined_helps_little(measured: MeasuredModels) -> Bounds:
     """Training both objectives together improves on MAE, by less than half of what tuning adds."""
     combined, mae = Model("combined", "combined"), Model("combined", "mae")
     tuned = Model("combined", "ct_min_k1")
@@ -293,7 +293,7 @@ def combined_helps_little(measured: Measured) -> Bounds:
 
 
 @statement("section 4.4, table 4")
-def sequential_wins(measured: Measured) -> Bounds:
+def sequential_wins(measured: MeasuredModels) -> Bounds:
     """One after the other is best, also against combined or detached pre-training that is tuned
     afterwards."""
     tuned = Model("combined", "ct_min_k1")
@@ -303,14 +303,14 @@ def sequential_wins(measured: Measured) -> Bounds:
 
 
 @statement("section 4.4, table 4")
-def fresh_head_is_better(measured: Measured) -> Bounds:
+def fresh_head_is_better(measured: MeasuredModels) -> Bounds:
     """After combined pre-training a newly initialised head tunes better than the one it brings."""
     fresh, brought = Model("combined", "combined_ct"), Model("combined", "combined_ct_skip")
     return higher(measured, fresh, brought, FEATURES)
 
 
 @statement("section 4.4")
-def nnclr_loss_falls_at_once(measured: Measured) -> Bounds:
+def nnclr_loss_falls_at_once(measured: MeasuredModels) -> Bounds:
     """Where the NNCLR loss of combined pre-training may change the encoder, it is at once lower (by
     a fifth or more over the first tenth of the epochs; in the paper by about 30 %)."""
     combined = Model("pretraining", "combined_ct_skip")
@@ -321,7 +321,7 @@ def nnclr_loss_falls_at_once(measured: Measured) -> Bounds:
 
 
 @statement("section 4.4, figure 5")
-def shortcut_features(measured: Measured) -> Bounds:
+def shortcut_features(measured: MeasuredModels) -> Bounds:
     """Combined pre-training keeps more of the image's colours than MAE does; tuning takes back only
     a part."""
     errors = (
@@ -333,14 +333,14 @@ def shortcut_features(measured: Measured) -> Bounds:
 
 
 @statement("section 4.4, figure 5")
-def fine_tuning_keeps_shortcuts(measured: Measured) -> Bounds:
+def fine_tuning_keeps_shortcuts(measured: MeasuredModels) -> Bounds:
     """Supervised fine-tuning of all layers, with extensive augmentation, takes back only a part of
     these colours, too."""
     errors = (("combined_fine_tuned", ">", "combined"), ("combined_fine_tuned", "<", "ct_min"))
     return _color_errors(measured, errors)
 
 
-def _color_errors(measured: Measured, asked: Iterable[tuple[str, str, str]]) -> Bounds:
+def _color_errors(measured: MeasuredModels, asked: Iterable[tuple[str, str, str]]) -> Bounds:
     """Compare pairs of methods by the error of predicting an image's colours from its features."""
     for method, sign, other in asked:
         models = Model("color_histogram", method), Model("color_histogram", other)
@@ -350,7 +350,7 @@ def _color_errors(measured: Measured, asked: Iterable[tuple[str, str, str]]) -> 
 
 
 @statement("section 4.4, table 5")
-def robustness(measured: Measured) -> Bounds:
+def robustness(measured: MeasuredModels) -> Bounds:
     """Tuning improves on MAE on every shifted test set, for every k and augmentation."""
     for method in ("ct_min_k1", "ct_min_k10", "ct_min", "ct_min_k30", "ct_aug"):
         tuned = Model("robustness", method)
@@ -359,7 +359,7 @@ def robustness(measured: Measured) -> Bounds:
 
 
 @statement("section 4.4, table 5")
-def more_neighbours_are_robust(measured: Measured) -> Bounds:
+def more_neighbours_are_robust(measured: MeasuredModels) -> Bounds:
     """A lookup among several neighbours is more robust than the nearest one alone."""
     for method in ("ct_min_k10", "ct_min", "ct_min_k30"):
         several = Model("robustness", method)
@@ -368,14 +368,14 @@ def more_neighbours_are_robust(measured: Measured) -> Bounds:
 
 
 @statement("section 4.4, table 5")
-def aug_is_robust(measured: Measured) -> Bounds:
+def aug_is_robust(measured: MeasuredModels) -> Bounds:
     """Tuning with extensive augmentation is more robust than with minimal augmentation."""
     extensive, minimal = Model("robustness", "ct_aug"), Model("robustness", "ct_min")
     return higher(measured, extensive, minimal, measured.shifts())
 
 
 @statement("section 4.4, table 5")
-def aug_is_more_robust_to_larger_shifts(measured: Measured) -> Bounds:
+def aug_is_more_robust_to_larger_shifts(measured: MeasuredModels) -> Bounds:
     """Its gain in robustness is a factor that grows with the shift (V2, R, Sketch, A)."""
     extensive, minimal = Model("robustness", "ct_aug"), Model("robustness", "ct_min")
     for smaller, larger in pairwise(SHIFTED):
@@ -386,14 +386,14 @@ def aug_is_more_robust_to_larger_shifts(measured: Measured) -> Bounds:
 
 
 @statement("section 4.4, figure 6, table 20")
-def dogs15(measured: Measured) -> Bounds:
+def dogs15(measured: MeasuredModels) -> Bounds:
     """On Dogs15 tuning multiplies the cluster accuracy of ViT-L by more than four."""
     mae = value("dogs15_best", "large", "mae", "accuracy")
     yield bound(value("dogs15_best", "large", "ct_min", "accuracy"), ">", 4 * mae)
 
 
 @statement("section 4.4, figure 6")
-def combined_clusters_little(measured: Measured) -> Bounds:
+def combined_clusters_little(measured: MeasuredModels) -> Bounds:
     """On Dogs15 combined pre-training clusters better than MAE, and less than half as well as tuned
     models."""
     combined = value("dogs15_best", "large", "combined", "accuracy")
@@ -403,7 +403,7 @@ def combined_clusters_little(measured: Measured) -> Bounds:
 
 
 @statement("appendix E")
-def clusters_vary_little(measured: Measured) -> Bounds:
+def clusters_vary_little(measured: MeasuredModels) -> Bounds:
     """Over the runs of k-means the cluster accuracy on ImageNet has a standard deviation of at most
     0.7 points, on Dogs15 of at most 4.3."""
     for table, limit in (("clustering_mean", 0.75), ("dogs15_mean", 4.35)):
@@ -413,7 +413,7 @@ def clusters_vary_little(measured: Measured) -> Bounds:
 
 
 @statement("appendix A.1")
-def fused_attention(measured: Measured) -> Bounds:
+def fused_attention(measured: MeasuredModels) -> Bounds:
     """FlashAttention speeds up pre-training at every size, by less the larger it is (in the paper
     by 40, 30 and 20 % for ViT-B, L and H)."""
     base, large, huge = (value("gpu_hours", size, "mae", "flash_gain") for size in SIZES)
@@ -423,7 +423,7 @@ def fused_attention(measured: Measured) -> Bounds:
 
 
 @statement("appendix E, figure 11")
-def neighbours_are_of_the_class(measured: Measured) -> Bounds:
+def neighbours_are_of_the_class(measured: MeasuredModels) -> Bounds:
     """The nearest neighbours of three images (a partridge, a strawberry, a viaduct) are mostly of
     other classes before tuning, and of the same class afterwards."""
     for method, sign in (("mae", "<"), ("ct_min", ">"), ("ct_aug", ">")):
@@ -431,7 +431,7 @@ def neighbours_are_of_the_class(measured: Measured) -> Bounds:
 
 
 @statement("appendix A.1, table 6")
-def reimplementation(measured: Measured) -> Bounds:
+def reimplementation(measured: MeasuredModels) -> Bounds:
     """The re-implemented MAE matches the public one in linear probing, and so do the tuned models
     in both evaluations, to half a point."""
     asked = (
@@ -445,7 +445,7 @@ def reimplementation(measured: Measured) -> Bounds:
 
 
 @statement("appendix D, table 11")
-def not_sensitive(measured: Measured) -> Bounds:
+def not_sensitive(measured: MeasuredModels) -> Bounds:
     """No single hyper-parameter in the tested ranges costs a point of linear probing accuracy."""
     tested = (
         *("epochs_10", "epochs_30", "trainable_6", "trainable_15", "trainable_18"),
@@ -459,7 +459,7 @@ def not_sensitive(measured: Measured) -> Bounds:
 
 
 @statement("section 3 and appendix D, table 11")
-def more_neighbours_raise_knn(measured: Measured) -> Bounds:
+def more_neighbours_raise_knn(measured: MeasuredModels) -> Bounds:
     """k above 1 in the lookup raises k-NN accuracy."""
     for method in ("topk_10", "topk_20", "topk_30"):
         several = Model("sensitivity", method)
@@ -468,7 +468,7 @@ def more_neighbours_raise_knn(measured: Measured) -> Bounds:
 
 
 @statement("appendix D, table 12")
-def concatenation(measured: Measured) -> Bounds:
+def concatenation(measured: MeasuredModels) -> Bounds:
     """Six concatenated blocks probe better than the last alone for ViT-L and ViT-H; for ViT-B, CLS
     with the mean of the patch tokens does."""
     asked = (("base", "concat_cls_mean"), ("large", "concat_6"), ("huge", "concat_6"))
@@ -479,7 +479,7 @@ def concatenation(measured: Measured) -> Bounds:
 
 
 @statement("appendix D, table 13")
-def fine_tuning_keeps(measured: Measured) -> Bounds:
+def fine_tuning_keeps(measured: MeasuredModels) -> Bounds:
     """With all labels fine-tuning gains little from tuning, but loses nothing."""
     mae = Model("fine_tune", "mae")
     tuned = [Model("fine_tune", method) for method in ("ct_min", "ct_aug")]
@@ -492,7 +492,7 @@ def fine_tuning_keeps(measured: Measured) -> Bounds:
 
 
 @statement("appendix D, table 14")
-def small_patches(measured: Measured) -> Bounds:
+def small_patches(measured: MeasuredModels) -> Bounds:
     """ViT-H with 14-pixel patches starts lower than with 16 and after tuning is ahead only with a
     tenth of the labels."""
     asked = [("mae", metric) for metric in FEATURES]
@@ -507,14 +507,14 @@ def small_patches(measured: Measured) -> Bounds:
 
 
 @statement("appendix D, table 14")
-def better_than_i_jepa(measured: Measured) -> Bounds:
+def better_than_i_jepa(measured: MeasuredModels) -> Bounds:
     """With 14-pixel patches the tuned ViT-H beats I-JEPA on every benchmark."""
     tuned, other = Model("huge14", "ct_min"), Model("huge14", "i_jepa")
     return higher_at(["huge14"], tuned, other, (*FEW_LABELS, *FEATURES))
 
 
 @statement("appendix D, table 15")
-def rotation_invariance(measured: Measured) -> Bounds:
+def rotation_invariance(measured: MeasuredModels) -> Bounds:
     """Tuning makes predictions more invariant to rotations; extensive augmentation makes no
     difference to that."""
     mae, minimal, extensive = (
@@ -531,7 +531,7 @@ def rotation_invariance(measured: Measured) -> Bounds:
 
 
 @statement("appendix D, table 15")
-def color_invariance(measured: Measured) -> Bounds:
+def color_invariance(measured: MeasuredModels) -> Bounds:
     """Tuning makes predictions more invariant to colour even where it never changes colours, and
     more so where it does."""
     mae, minimal, extensive = (
@@ -542,7 +542,7 @@ def color_invariance(measured: Measured) -> Bounds:
 
 
 @statement("appendix D, table 16")
-def oracle(measured: Measured) -> Bounds:
+def oracle(measured: MeasuredModels) -> Bounds:
     """With crop and flip only, a linear probe after tuning with an oracle beats full fine-tuning,
     also with label smoothing."""
     tuned = Model("oracle", "ct_oracle")

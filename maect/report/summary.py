@@ -6,6 +6,7 @@ import itertools
 import shlex
 import tarfile
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
+from maect import __version__
 from maect.core.entries import entries
 from maect.core.errors import counted, entry
 from maect.core.files import read_table_text, seek_record, write_text
 from maect.records import RunRecord, lineage
 from maect.report.configs import Row, ShownConfig, SummaryConfig
-from maect.report.headline import headline_of
+from maect.report.headline import main_result_of
 from maect.report.images import Explored
 from maect.report.registry import FIGURES, TABLES
 from maect.report.render import printed, render_page, verdicts
@@ -47,7 +49,8 @@ def summary_page(config: SummaryConfig) -> str:
         description=config.description,
         **(vars(table) if table else {}),
         table=bool(table),
-        headline=headline_of(config),
+        finding=main_result_of(config),
+        about=about(config),
         remarks=equal_rows(config.table) if config.table else [],
         made=made(config.table) if config.table else "",
         samples=samples(config.shards) if config.shards else [],
@@ -103,19 +106,38 @@ def _behind(table: Path, run: str) -> Iterator[RunRecord]:
     return lineage(run, lambda name: RunRecord.find(table.parents[1] / "runs" / name))
 
 
-def made(table: Path) -> str:
-    """Return when the trainings behind a table ended, and their duration; empty: not known."""
+def trained(table: Path) -> list[RunRecord]:
+    """Return the records of the trainings behind a table that are finished here."""
     names = [run for row in _rows(table) for run in row.runs]
     behind = (_behind(table, run) for run in reversed(names))
     records = {record.run: record for record in itertools.chain.from_iterable(behind)}
     trains = {name for name, stage in STAGES.items() if stage.trains}
-    trained = [one for one in records.values() if one.finished and one.stage in trains]
-    hours = sum((record.device_hours or 0) / (record.world_size or 1) for record in trained)
-    if not trained or not hours:
+    return [one for one in records.values() if one.finished and one.stage in trains]
+
+
+def about(config: SummaryConfig) -> str:
+    """Return the line below the title: version, and day and revision of the last training."""
+    records = trained(config.table) if config.table else []
+    parts = [f"maect {__version__}"]
+    if records:
+        last = max(records, key=lambda record: str(record.finished))
+        day = date.fromisoformat(str(last.finished)[:10])
+        parts.append(f"{day.day} {day:%B %Y}")
+        if last.source_revision:
+            dirty = ", changed" if "-dirty" in last.source_revision else ""
+            parts.append(f"revision {last.source_revision[:8]}{dirty}")
+    return " · ".join(parts)
+
+
+def made(table: Path) -> str:
+    """Return when the trainings behind a table ended, and their duration; "" if unknown."""
+    records = trained(table)
+    hours = sum((record.device_hours or 0) / (record.world_size or 1) for record in records)
+    if not records or not hours:
         return ""
-    day = max(str(record.finished) for record in trained)[:10]
+    day = max(str(record.finished) for record in records)[:10]
     took = f"{hours * 60:.0f} minutes" if hours < 2 else f"{hours:.1f} hours"
-    return f"{counted(len(trained), 'training')}, {took} together; the last one ended on {day}."
+    return f"{counted(len(records), 'training')}, {took} together; the last one ended on {day}."
 
 
 def samples(shards: Path) -> list[str]:

@@ -156,11 +156,14 @@ def _texts(table: Table) -> list[str]:
 def _others(table: Table, rows: Iterable[Row], evaluations: Path) -> list[Metric]:
     """Return columns for sets beyond the paper's, if the table takes such."""
     columns: dict[str, Metric] = {}
-    for row in rows if table.others else ():
+    if not table.others:
+        return []
+    known = {metric.source for metric in table.metrics}
+    for row in rows:
         for run, protocol in itertools.product(row.runs, table.reads(row.method)):
             path = result_file(evaluations, run, protocol)
-            for name, value in read_metrics(path).items() if path else ():
-                known = {metric.source for metric in table.metrics}
+            metrics = read_metrics(path) if path else {}
+            for name, value in metrics.items():
                 metric = table.other(name) if isinstance(value, float) else None
                 if metric is not None and name not in known:
                     columns.setdefault(name, metric)
@@ -213,17 +216,13 @@ def build_table(
             line[detail.name] = trained_with(detail.name, row, runs) if runs else None
             line[f"{detail.name}_paper"] = _paper_cell(source, *key) if paper else None
         for metric in metrics:
-            names = table.evaluations_of(metric, row.method)
             if metric.by_model:
                 mean = of_models[metric.name].get((row.architecture, row.method))
                 std = None
-            for value in () if metric.by_model else metric.sources(row.method):
-                mean, std = measured(
-                    evaluations, row.runs, names, value, metric.std, part=part, seed=seed
-                )
-                if mean is not None:
-                    break
-            line[metric.name], line[f"{metric.name}_std"] = mean, std
+            else:
+                mean, std = _cell(table, metric, row, evaluations, part, seed)
+            line[metric.name] = mean
+            line[f"{metric.name}_std"] = std
             method = row.method
             column = metric.paper or metric.name
             if not as_printed and column in table.of_public.get(row.architecture, ()):
@@ -234,6 +233,18 @@ def build_table(
     numbers = [f"{m.name}{part}" for m in metrics for part in ("", "_std", "_paper")]
     frame = pd.DataFrame(lines, columns=KEYS + _texts(table) + numbers)
     return frame.astype(dict.fromkeys(numbers, float))
+
+
+def _cell(
+    table: Table, metric: Metric, row: Row, evaluations: Path, part: int | None, seed: int | None
+) -> tuple[float | None, float | None]:
+    """Return mean and deviation of the first value of a metric that an evaluation has."""
+    names = table.evaluations_of(metric, row.method)
+    for key in metric.sources(row.method):
+        mean, std = measured(evaluations, row.runs, names, key, metric.std, part=part, seed=seed)
+        if mean is not None:
+            return mean, std
+    return None, None
 
 
 def printed_tables() -> dict[str, pd.DataFrame]:

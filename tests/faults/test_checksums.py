@@ -18,7 +18,6 @@ from maect.data.changes import changes, may_differ
 from maect.data.index import LABEL, open_index
 from maect.data.shards import shard
 from maect.evaluate import EvaluationConfig
-from maect.evaluate.comparison_scores import Score
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.features import extract
 from maect.records import ImportedFile, RunRecord

@@ -7,8 +7,8 @@ are left out. A figure without anything to draw, or a result that cannot be read
 `UserError`.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -35,9 +35,11 @@ WIDTH = 6.8
 STYLE = Path(__file__).with_name("figures.mplstyle")
 
 
-def styled() -> AbstractContextManager[None]:
-    """Return a context in which figures are drawn in the project's style alone."""
-    return matplotlib.rc_context(matplotlib.rc_params_from_file(STYLE))
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in the project's style alone, for the length of a block or of a decorated function."""
+    with matplotlib.rc_context(matplotlib.rc_params_from_file(STYLE)):
+        yield
 
 
 def panels(rows: int, columns: int, height: float) -> tuple[Figure, list[Axes]]:

@@ -94,7 +94,7 @@ def gpu_hours(shown: ShownConfig) -> Figure:
             ax.annotate(
                 architecture_title(str(p.architecture)), (p.hours, p.drawn),
                 xytext=(5, -9 if number % 2 else 5), textcoords="offset points",
-                fontsize=6.5 if few else 5.5, color=style["color"] if few else "#333333",
+                fontsize=6.5 if few else 5.5, color="#333333",
             )  # fmt: skip
     ax.set(xscale="log", xlabel="device hours of training", ylabel="linear probing accuracy (%)")
     ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -377,8 +377,9 @@ def training_curves(shown: ShownConfig) -> Figure:
         if len(parts[0]):
             nnclr = drawn.setdefault(f"{title}, NNCLR", {})
             nnclr[node.run] = curve(lines, "epoch", "loss_nnclr")
-        # A head is trained on an encoder that stays as it is.
-        for key, (what, unit) in ONLINE.items() if STAGES[node.stage].trains_encoder else ():
+        if not STAGES[node.stage].trains_encoder:
+            continue
+        for key, (what, unit) in ONLINE.items():
             evaluated = curve(lines, "epoch", key)
             if len(evaluated[0]):
                 units[f"{title}, {what}"] = unit

@@ -66,17 +66,21 @@ def pipeline(shown: ShownConfig) -> Figure:
     depth = columns_of(nodes)
     rows, total = rows_of(nodes)
     columns = max(depth.values()) + 1
-    figure, (ax,) = panels(1, 1, height=total * ROW + 0.6)
+    titles = [
+        sorted({stage_title(node.stage) for node in nodes if depth[node.run] == column})
+        for column in range(columns)
+    ]
+    above = max(map(len, titles))
+    figure, (ax,) = panels(1, 1, height=(total + above) * ROW + 0.36)
     blank(ax)
-    ax.set(xlim=(0, columns), ylim=(total - 0.4, -1.1))
+    ax.set(xlim=(0, columns), ylim=(total - 0.4, -0.5 - 0.7 * above))
     half = 0.36
     colors = fills()
     letters = max(len(node.run) for node in nodes)
     size = min(7.5, 0.72 * WIDTH / columns * 72 / letters / 0.62)
-    for column in range(columns):
-        titles = {stage_title(node.stage) for node in nodes if depth[node.run] == column}
-        title = " / ".join(sorted(titles))
-        ax.text(column + 0.5, -0.85, title, ha="center", va="center", weight="bold")
+    for column, stages in enumerate(titles):
+        # One below the other: side by side they would overprint the next column's.
+        ax.text(column + 0.5, -0.5, "\n".join(stages), ha="center", va="bottom", weight="bold")
     for node in nodes:
         x = depth[node.run] + 0.5
         y = rows[node.run]

@@ -22,10 +22,10 @@ from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError
 from maect.evaluate.clusters import (
     GRAINS,
+    choose_resolution,
     cluster,
     comparable,
     graph_groups,
-    natural,
     scale_of,
     shared_neighbours,
 )
@@ -249,7 +249,7 @@ def test_a_number_that_many_resolutions_agree_on_is_chosen(
     counts: list[int], resolution: float
 ) -> None:
     found = {grain: np.arange(count) for grain, count in zip(GRAINS, counts, strict=True)}
-    assert natural(found) == resolution
+    assert choose_resolution(found) == resolution
 
 
 def test_weights_of_the_graph_are_shared_neighbours() -> None:

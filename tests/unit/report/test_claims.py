@@ -15,7 +15,7 @@ from maect.report.claims import (
     tables_of_seeds,
     tables_of_sets,
 )
-from maect.report.comparisons import Bound, Measured, Model, Quantity, bound, compare, value
+from maect.report.comparisons import Bound, MeasuredModels, Model, Quantity, bound, compare, value
 from maect.report.configs import ShownConfig
 from maect.report.render import claims_page, verdicts
 from maect.report.statements import STATEMENTS, Statement
@@ -470,7 +470,7 @@ def statement_of(name: str) -> Statement:
 
 def test_a_statement_is_about_every_size_there_is(tables):
     models = Model("clustering", "ct_min"), Model("clustering", "mae")
-    assert Measured(tables).sizes(*models) == ["tiny", "small"]
+    assert MeasuredModels(tables).sizes(*models) == ["tiny", "small"]
     found = judge(tables, [statement_of("cluster_gain")])[0]
     assert found.result == "fails"  # at small
     assert "small.ct_min.accuracy > small.mae.accuracy: -1.00 (fails)" in found.numbers
@@ -479,7 +479,7 @@ def test_a_statement_is_about_every_size_there_is(tables):
 
 def test_a_size_without_a_row_of_every_model_is_left_out(tables):
     tables = tables | {"other": tables["clustering"].drop(index=[0])}  # without MAE at `tiny`
-    sizes = Measured(tables).sizes
+    sizes = MeasuredModels(tables).sizes
     assert sizes(Model("other", "ct_min"), Model("other", "mae")) == ["small"]
     assert sizes(Model("other", "mae"), Model("clustering", "ct_min")) == ["small"]
     assert sizes(Model("other", "ct_min")) == ["tiny", "small"]
@@ -498,7 +498,9 @@ def test_corruptions_stand_in_for_the_papers_shifted_sets(result, evaluations):
     assert numbers in judge(tables, [statement])[0].numbers
     result("ct", "robustness", noise=35.0, imagenet_r=30.0)
     tables = {"robustness": build_table("robustness", rows, evaluations)}
-    asked = [one for one in statement.bounds(Measured(tables)) if one.keys[0].method == "ct_min"]
+    asked = [
+        one for one in statement.bounds(MeasuredModels(tables)) if one.keys[0].method == "ct_min"
+    ]
     assert [one.keys[0].metric for one in asked] == [
         "imagenet_v2", "imagenet_r", "imagenet_sketch", "imagenet_a",
     ]  # fmt: skip
@@ -612,7 +614,7 @@ def test_every_statement_can_fail():
     for statement in STATEMENTS:
         if statement.name in UNPRINTED:
             continue
-        bounds = statement.bounds(Measured(tables))
+        bounds = statement.bounds(MeasuredModels(tables))
         opposite = claim(*(Bound(one.left, turned[one.sign], one.right) for one in bounds))
         found = judge(tables, [opposite], "_paper")[0]
         assert found.result == "fails", statement.name

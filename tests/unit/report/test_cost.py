@@ -9,7 +9,7 @@ from maect.core.files import read_record, write_record
 from maect.experiment import load
 from maect.records import RunRecord
 from maect.report.claims import judge
-from maect.report.comparisons import Measured, Model, bound, compare, value
+from maect.report.comparisons import MeasuredModels, Model, bound, compare, value
 from maect.report.statements import STATEMENTS
 from maect.report.tables import Row, chain, cost_table, pretraining_table, trained_table
 
@@ -68,7 +68,7 @@ def test_the_overhead_of_the_papers_runs_is_decided(tmp_path):
 
 def test_a_run_that_is_not_finished_is_still_waited_for(runs):
     rows = [Row("base", "ct_min", ["ct"]), Row("large", "ct_min", ["ct_public", "not_finished"])]
-    measured = Measured({"cost": cost_table(rows, runs)})
+    measured = MeasuredModels({"cost": cost_table(rows, runs)})
     assert measured.sizes(Model("cost", "ct_min")) == ["base", "large"]
 
 

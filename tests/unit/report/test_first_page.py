@@ -10,16 +10,17 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from maect import __version__
 from maect.core.entries import line_of
 from maect.core.files import read_record, write_record
 from maect.experiment import load
 from maect.experiment.pages import PAGES
 from maect.records import RunRecord
 from maect.report.configs import Row, ShownConfig, SummaryConfig
-from maect.report.headline import MEASURES, headline_of
+from maect.report.headline import MEASURES, main_result_of
 from maect.report.registry import TABLES
 from maect.report.render import Printed, printed, render
-from maect.report.summary import SAMPLES, equal_rows, made, samples
+from maect.report.summary import SAMPLES, about, equal_rows, made, samples, summary_page
 from maect.report.tables import KEYS, build_table, write_table
 
 
@@ -79,6 +80,10 @@ def page(tmp_path: Path, result) -> Callable[..., SummaryConfig]:
         )
 
     return write
+
+
+def headline_of(config: SummaryConfig) -> str:
+    return main_result_of(config).text
 
 
 def test_the_headline_is_the_largest_finding_of_the_model_that_the_figure_shows(page) -> None:
@@ -219,3 +224,46 @@ def test_words_of_a_table_are_explained() -> None:
     page = render(table, "html")
     assert '<abbr title="masked autoencoder: the encoder before tuning">MAE</abbr>' in page
     assert "<dt>k-NN</dt>" in page and "<dt>1 shot</dt>" not in page
+
+
+def test_the_table_of_the_first_page_has_errors_and_bold(page) -> None:
+    """Each ± is sqrt(p (100 - p) / 500); 0.2 points of k-NN more are chance, 5 points are not."""
+    models = MODELS | {"ct_min": MODELS["ct_min"] | {"knn": 92.2}}
+    shown = main_result_of(page(models, drawn=("ct_aug",)))
+    assert shown.columns == ("Cluster accuracy", "k-NN", "5 shot")
+    lines = {title: dict(zip(shown.columns, cells, strict=True)) for title, cells in shown.lines}
+    assert lines["MAE"]["k-NN"] == ("87.0 ± 1.5", False)
+    assert lines["MAE-CT min"]["k-NN"] == ("92.2 ± 1.2", True)
+    assert lines["MAE-CT aug"]["k-NN"] == ("92.4 ± 1.2", True)
+    assert lines["MAE"]["Cluster accuracy"] == ("44.4 ± 2.2", False)
+    assert shown.legend == (
+        "Accuracy in % ± standard error of 500 test images. Bold: the best of a column, and all "
+        "that are not distinguishable from it (p > 0.05)."
+    )
+    text = summary_page(page(models, drawn=("ct_aug",)).model_copy(update={"figure": None}))
+    assert "<b>92.4 ± 1.2</b>" in text and "<td>87.0 ± 1.5</td>" in text
+    assert text.index("rises from") < text.index("<table>") < text.index("Accuracy in %")
+
+
+def test_several_seeds_have_their_own_deviation(page) -> None:
+    shown = main_result_of(
+        page({"mae": {"knn": [80.0, 81.0, 82.0]}, "ct_min": {"knn": [86.1, 86.9, 88.0]}})
+    )
+    assert shown.lines == (
+        ("MAE", (("81.0 ± 1.0", False),)),
+        ("MAE-CT min", (("87.0 ± 1.0", True),)),
+    )
+    assert shown.legend.startswith(
+        "Accuracy in % ± standard deviation over seeds (with one seed, standard error of 500 test"
+    )
+
+
+def test_the_first_page_says_version_day_and_revision(tmp_path: Path) -> None:
+    table = table_of(tmp_path, ("mae", 71.9), ("ct_min", 72.9))
+    config = SummaryConfig(name="mine", table=table)
+    assert about(config) == f"maect {__version__} · 26 November 2026"
+    path = RunRecord.path(tmp_path / "runs/ct_min_tiny")
+    write_record(path, read_record(path) | {"source_revision": "0123456789abcdef-dirty-42"})
+    assert about(config).endswith(" · 26 November 2026 · revision 01234567, changed")
+    assert f"<title>mine · {about(config)}</title>" in summary_page(config)
+    assert about(SummaryConfig(name="mine")) == f"maect {__version__}"
