@@ -207,3 +207,16 @@ def test_everything_that_can_be_fetched_has_a_licence_in_the_table() -> None:
     rows = [row.split("|") for row in table.splitlines() if row.startswith("| ")]
     licensed = {name for row in rows if row[3].strip() for name in re.findall(r"`(\w+)`", row[1])}
     assert {*CATALOGUE, "digits", "shapes"} <= licensed
+
+
+def test_the_recipe_for_conda_asks_for_what_the_wheel_asks_for(tmp_path: Path) -> None:
+    written = runpy.run_path(str(ROOT / "docs/metadata.py"))
+    sdist = tmp_path / "maect.tar.gz"
+    sdist.write_bytes(b"a")
+    recipe = written["conda"](written["citation"](), written["project"](), sdist)
+    needed = [Requirement(text) for text in written["project"]()["dependencies"]]
+    run = dict(line.split(" ", 1) for line in recipe["requirements"]["run"])
+    for one in needed:
+        assert run[written["CONDA"].get(one.name, one.name)] == str(one.specifier)
+    assert len(run) == len(needed) + 1 and run["python"] == written["project"]()["requires-python"]
+    assert recipe["source"]["sha256"].startswith("ca978112")
