@@ -1,4 +1,4 @@
-"""Makes pages when the site is built: the reference of commands, and the notebooks.
+"""Makes pages when the site is built: the references of commands and settings, the notebooks.
 
 mkdocs calls `on_files` and `on_page_markdown` by their names (`hooks` in mkdocs.yml).
 """
@@ -7,13 +7,14 @@ import contextlib
 import io
 import json
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-
-MARK = "<!-- commands -->"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -25,9 +26,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **about: Any) -> str:
-    """Replace the mark on a page by the help of every command, and link to notebooks' pages."""
-    if MARK in markdown:
-        markdown = markdown.replace(MARK, commands())
+    """Replace the marks on a page by what is generated, and link to notebooks' pages."""
+    for mark, generate in MARKS.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, generate())
     return markdown.replace(".ipynb)", ".md)")
 
 
@@ -63,3 +65,52 @@ def help_of(name: str) -> str:
     with contextlib.redirect_stdout(said):
         main([name, "--help"])
     return said.getvalue().strip()
+
+
+def evaluations() -> str:
+    """Return a table of the settings of every protocol."""
+    from maect.evaluate import PROTOCOLS
+
+    return "\n\n".join(settings_table(name, model) for name, model in PROTOCOLS.items())
+
+
+def stages() -> str:
+    """Return a table of the settings of every stage."""
+    from maect.stages import STAGES
+
+    return "\n\n".join(settings_table(name, model) for name, model in STAGES.items())
+
+
+def settings_table(name: str, model: Any) -> str:
+    """Return a section with a row for each field of a settings class: its default and meaning."""
+    lines = [f"### {name}", "", "| setting | default | meaning |", "| --- | --- | --- |"]
+    for field, info in model.model_fields.items():
+        default = (
+            "needed" if info.is_required() else f"`{info.get_default(call_default_factory=True)}`"
+        )
+        lines.append(f"| `{field}` | {default} | {meaning(model, field)} |".replace("``", ""))
+    return "\n".join(lines)
+
+
+def meaning(model: Any, field: str) -> str:
+    """Return the docstring of a field, of the nearest class that has one, in one line."""
+    for base in model.__mro__:
+        if base.__module__.startswith("maect."):
+            members = package()[base.__module__.removeprefix("maect.")][base.__name__].members
+            if field in members and members[field].docstring:
+                return " ".join(members[field].docstring.value.split()).replace("|", "\\|")
+    return ""
+
+
+@cache
+def package() -> Any:
+    """Return the package as griffe reads it, which knows docstrings of fields."""
+    return griffe.load("maect")
+
+
+MARKS: dict[str, Callable[[], str]] = {
+    "<!-- commands -->": commands,
+    "<!-- evaluations -->": evaluations,
+    "<!-- stages -->": stages,
+}
+"""What is generated for each mark on a page."""
