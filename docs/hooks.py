@@ -45,14 +45,17 @@ def rendered(notebook: Path) -> str:
 
 def commands() -> str:
     """Return every command's help as Markdown, in the groups of `maect --help`."""
-    from maect.cli import GROUPS, name_of
+    from maect import cli
 
+    if hasattr(cli, "build_app"):
+        return str(cli.build_app().generate_docs()).partition("\n")[2]  # without the title
+    GROUPS, COMMANDS = cli.GROUPS, cli.COMMANDS
+    grouped = {name for names in GROUPS.values() for name in names}
+    rest = tuple(name for name in COMMANDS if name not in grouped)
     parts = []
-    for title, functions in GROUPS.items():
-        parts.append(f"## {title}")
-        for function in functions:
-            name = name_of(function)
-            parts.append(f"### maect {name}\n\n```text\n{help_of(name)}\n```")
+    for title, names in (GROUPS | {"single jobs, by hand": rest}).items():
+        parts.append(f"## {title.capitalize()}")
+        parts += [f"### maect {name}\n\n```text\n{help_of(name)}\n```" for name in names]
     return "\n\n".join(parts)
 
 
@@ -62,7 +65,7 @@ def help_of(name: str) -> str:
 
     os.environ["COLUMNS"] = "100"
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         main([name, "--help"])
     return said.getvalue().strip()
 
