@@ -3,8 +3,8 @@
 A BatchNorm without parameters and one linear layer, trained with LARS (You et al. 2017) at the rate
 of MAE's linear probe. The linear probe reads one vector of each image. Efficient probing (Psomas et
 al. 2026) puts attention in front: Q queries attend to the frozen patch tokens, which are their own
-keys, and query q sums up its own D / Q of the D value channels. docs/reference/authors_code.md
-compares each setting with the authors' code.
+keys, and query q sums up its own D / Q of the D value channels.
+docs/results/paper/probes_beside_their_authors.csv compares each setting with the authors' code.
 """
 
 from __future__ import annotations

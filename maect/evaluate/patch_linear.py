@@ -2,7 +2,7 @@
 
 A BatchNorm and one linear layer on the tokens of the last block behind the final norm, upsampled to
 the pixels. Test images are read in overlapping windows, whose outputs are averaged.
-docs/reference/authors_code.md compares each setting with DINOv3's code (facebookresearch/dinov3,
+docs/results/paper/probes_beside_their_authors.csv compares each setting with DINOv3's code (facebookresearch/dinov3,
 `dinov3/eval/segmentation`).
 """
 

@@ -12,8 +12,8 @@ README = ROOT / "README.md"
 PAGES = sorted(
     path
     for path in (ROOT / "docs").rglob("*.md")
-    # Texts of generated pages, which count as those pages.
-    if path.parent.name != "sources" and path.name != "found.md"
+    # Not texts of generated pages, which count as those pages, nor a journal's manuscript.
+    if path.parent.name not in ("sources", "paper") and path.name != "found.md"
 )
 MOST_WORDS_OF_ALL = 45_000
 MOST_WORDS = {
@@ -93,7 +93,7 @@ def test_a_page_is_short_and_so_are_its_sentences(page: Path) -> None:
 def test_all_pages_together_can_be_read() -> None:
     total = sum(map(length, PAGES))
     assert total <= MOST_WORDS_OF_ALL, f"{total} words; cut what nobody has to know"
-    assert len(PAGES) <= 48
+    assert len(PAGES) <= 50
 
 
 def test_no_bad_example_of_the_style_is_written() -> None:
