@@ -3,10 +3,7 @@
 mkdocs calls `on_files` and `on_page_markdown` by their names (`hooks` in mkdocs.yml).
 """
 
-import contextlib
-import io
 import json
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -44,30 +41,10 @@ def rendered(notebook: Path) -> str:
 
 
 def commands() -> str:
-    """Return every command's help as Markdown, in the groups of `maect --help`."""
-    from maect import cli
+    """Return every command's help as Markdown, without the title."""
+    from maect.cli import build_app
 
-    if hasattr(cli, "build_app"):
-        return str(cli.build_app().generate_docs()).partition("\n")[2]  # without the title
-    GROUPS, COMMANDS = cli.GROUPS, cli.COMMANDS
-    grouped = {name for names in GROUPS.values() for name in names}
-    rest = tuple(name for name in COMMANDS if name not in grouped)
-    parts = []
-    for title, names in (GROUPS | {"single jobs, by hand": rest}).items():
-        parts.append(f"## {title.capitalize()}")
-        parts += [f"### maect {name}\n\n```text\n{help_of(name)}\n```" for name in names]
-    return "\n\n".join(parts)
-
-
-def help_of(name: str) -> str:
-    """Return what `maect NAME --help` prints, at 100 columns."""
-    from maect.cli import main
-
-    os.environ["COLUMNS"] = "100"
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        main([name, "--help"])
-    return said.getvalue().strip()
+    return build_app().generate_docs().partition("\n")[2]
 
 
 def evaluations() -> str:
