@@ -5,10 +5,10 @@ rates times three weight decays. A tenth of the training images is learnt from b
 one classifier of each reading, which alone sees the test images, once. The patch tokens are read by
 one learnt query: keys and values are projected tokens, in heads of 64 channels.
 
-docs/results/paper/probes_beside_their_authors.csv compares each setting with CAPI's code (facebookresearch/capi,
-eval_classification.py). CAPI's own global feature is the mean of its predictor's output, which an
-import leaves out: without [CLS] token there are two readings. Of several [CLS] tokens the mean is
-read.
+docs/results/paper/probes_beside_their_authors.csv compares each setting with CAPI's code
+(facebookresearch/capi, eval_classification.py). CAPI's own global feature is the mean of its
+predictor's output, which an import leaves out: without [CLS] token there are two readings. Of
+several [CLS] tokens the mean is read.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A BatchNorm and one linear layer on the tokens of the last block behind the final norm, upsampled to
 the pixels. Test images are read in overlapping windows, whose outputs are averaged.
-docs/results/paper/probes_beside_their_authors.csv compares each setting with DINOv3's code (facebookresearch/dinov3,
-`dinov3/eval/segmentation`).
+docs/results/paper/probes_beside_their_authors.csv compares each setting with DINOv3's code
+(facebookresearch/dinov3, `dinov3/eval/segmentation`).
 """
 
 from __future__ import annotations
