@@ -738,7 +738,7 @@ def draw_shapes(out: Path, first: int, count: int) -> None:
     import numpy as np
     from PIL import Image
 
-    from maect.data.shapes import CLASSES, draw
+    from maect.data.bundled import CLASSES, draw
 
     for number in range(first, first + count):
         image, mask = draw(number)

@@ -19,8 +19,7 @@ import torch
 from photos import copy_photos
 from PIL import Image
 
-from maect.data.digits import write_digits
-from maect.data.shapes import CLASSES, SIDE, draw
+from maect.data.bundled import CLASSES, SIDE, draw, write_digits
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import load_encoder

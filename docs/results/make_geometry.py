@@ -30,7 +30,7 @@ from paired import (
 from PIL import Image
 
 from maect.core.files import write_text
-from maect.data.digits import write_digits
+from maect.data.bundled import write_digits
 from maect.evaluate.geometry import FeatureTask, corrections
 from maect.evaluate.store import in_memory
 from maect.report.figures import method_style, panels, save, styled

@@ -24,7 +24,7 @@ import yaml
 from photos import COUNTS, copy_photos
 from PIL import Image
 
-from maect.data.digits import write_digits
+from maect.data.bundled import write_digits
 
 HERE = Path(__file__).parent / "patches"
 ENCODERS = {

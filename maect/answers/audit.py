@@ -14,9 +14,9 @@ from maect.answers.duplicates import write_pairs
 from maect.answers.vectors import jpeg_uri
 from maect.core.errors import UserError
 from maect.core.files import seek_record, write_text
+from maect.data.config import reused_shards
 from maect.data.index import SIZE, Index, open_index
 from maect.data.shard_plan import image_names
-from maect.data.shared import taken
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.clusters import comparable, scale_of
 from maect.evaluate.retrieval import pictures
@@ -49,7 +49,7 @@ def open_splits(run: Path, dataset: str | None = None) -> list[AuditedSplit]:
         name = own.parent.name
         split = own.name
         # In its folder, or in another experiment's.
-        shards = own if (own / "index.json").exists() else taken(own)
+        shards = own if (own / "index.json").exists() else reused_shards(own)
         file = root / "features" / folder / f"{name}-{split}.safetensors"
         if file.exists() and shards is not None and dataset in (None, name):
             index = open_index(shards)

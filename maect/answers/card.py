@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from maect.core.errors import UserError, did_you_mean
 from maect.core.templates import fill_template
 from maect.core.yaml_files import read_yaml
-from maect.data.config import made_by
+from maect.data.config import index_digest, made_by
 from maect.data.index import open_index
-from maect.data.shared import index_digest
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import Features, Shards
 from maect.experiment.resolve import WITHOUT_NORM

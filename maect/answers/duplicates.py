@@ -19,7 +19,7 @@ from maect.answers.vectors import Vectors, is_index, open_images, thumbnail, wri
 from maect.core.errors import UserError, counted, reason
 from maect.core.files import write_json, write_text
 from maect.core.settings import validated
-from maect.data.convert import see
+from maect.data.convert import decode
 from maect.data.decode import UnreadableError
 from maect.data.image_facts import Facts, facts_of, merged, warning
 from maect.data.sources.base import Entry, ImageSource, as_utf8, is_utf8
@@ -129,7 +129,7 @@ class _Read:
     @classmethod
     def of(cls, data: bytes, pixels: Pixels) -> "_Read":
         """Decode an image; of rare channels the first is hashed."""
-        seen = see(data, pixels)
+        seen = decode(data, pixels)
         values = seen.pixels
         if values.shape[2:] not in ((), (3,)):
             values = np.ascontiguousarray(values[..., 0])

@@ -18,7 +18,13 @@ from maect.answers.public import find_run
 from maect.core.arrays import seek_kept, write_kept
 from maect.core.errors import UserError, counted, reason
 from maect.core.settings import validated
-from maect.data.convert import ready_jpeg, render_ready, see, see_array, see_picture
+from maect.data.convert import (
+    convert_array,
+    convert_picture,
+    decode,
+    ready_jpeg,
+    render_ready,
+)
 from maect.data.decode import UnreadableError
 from maect.data.image_facts import Facts, facts_of, merged, warning
 from maect.data.sources.base import Entry, ImageSource
@@ -258,11 +264,11 @@ class ImageEncoder:
                 crop = self._crop(jpeg.width, jpeg.height)
                 render_ready(jpeg.data, crop, out, jpeg.turned)
                 return _Input(out[0], facts_of(jpeg))
-            seen = see(image, self.reading)
+            seen = decode(image, self.reading)
         elif isinstance(image, Image.Image):
-            seen = see_picture(image, self.reading)
+            seen = convert_picture(image, self.reading)
         else:
-            seen = see_array(image, self.reading)
+            seen = convert_array(image, self.reading)
         seen.render(self._crop(*seen.size), out)
         return _Input(out[0], facts_of(seen))
 

@@ -13,13 +13,13 @@ KEY_BYTES = 90
 
 
 def shard_name(split: str, number: int) -> str:
-    """File name of a shard."""
+    """Return the file name of a shard."""
     return f"{split}-{number:06d}.tar"
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder that becomes `folder` at once: far quicker than making each file durable."""
+    """Yield a temporary folder that becomes `folder` at the end of the block, all at once."""
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         yield temporary
@@ -30,9 +30,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def key_of(name: str, taken: bool = False) -> str:
-    """Return what a sample is called in its tar: as close to its image's name as webdataset allows.
+    """Return a sample's name in its tar: its image's name as far as webdataset allows.
 
-    A list may leave out folder and extension of `name`; `taken`: by another image.
+    Args:
+        name: may lack folder and extension, as in a list of names.
+        taken: whether another image has the plain key.
     """
     folder, _, base = name.rpartition("/")
     # webdataset ends the key at the first dot; a sample's members must share it.

@@ -1,4 +1,4 @@
-"""Changes of images since they were sharded: added, removed, edited, relabelled."""
+"""Find out which images were added, removed, edited or relabelled since they were sharded."""
 
 import json
 import shlex
@@ -11,21 +11,27 @@ from maect.core.errors import UserError, counted
 from maect.core.files import seek_record
 from maect.data.sources import find_source, open_source
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, as_utf8
-from maect.data.sources.noted import file_stats, read_noted
+from maect.data.sources.file_stats import file_stats, read_notes
 from maect.recipes import Pixels
 
 COMPARED = 200
 """Images whose content is compared again, where the time of their file has changed."""
 
 
-def _opened(plan: dict[str, Any], images: Path) -> ImageSource:
-    """The images of a plan, at another place."""
+def _open_source(plan: dict[str, Any], images: Path) -> ImageSource:
+    """Open the images of a plan at another place."""
     return open_source(plan["kind"], images, pixels=Pixels.of_shards(plan["options"]))
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Differences between images and those in finished shards, and their old and new place."""
+    """Differences between a source and the images in its shards.
+
+    Attributes:
+        before, now: old and new place of the images.
+        added, removed, edited: names of files.
+        relabelled: names of images.
+    """
 
     before: Path
     now: Path
@@ -33,18 +39,19 @@ class Changes:
     removed: Sequence[str] = ()
     edited: Sequence[str] = ()
     relabelled: Sequence[str] = ()
-    """Images; those before are files."""
 
     @property
     def moved(self) -> bool:
-        """Return whether they are looked for elsewhere."""
+        """Whether the images are looked for at another place."""
         return self.now != self.before
 
     @property
-    def others(self) -> bool:
-        """Return whether these are other images, not those of before, changed."""
-        if self.relabelled or not self.moved:
-            return bool(self.relabelled)
+    def are_replaced(self) -> bool:
+        """Whether these are other images, rather than the same ones with some changes."""
+        if self.relabelled:
+            return True
+        if not self.moved:
+            return False
         # A folder that was moved as a whole may have grown since.
         return bool(self.removed or self.edited or (self.added and self.before.exists()))
 
@@ -62,65 +69,66 @@ class Changes:
 
 
 def changes(out: Path, images: Path | None = None) -> Changes | None:
-    """Return how the images differ from those in the shards that are made of them.
+    """Compare images with those in their shards; return None if nothing differs or is known.
 
-    None: in nothing, or unknown, since they were moved away as a whole, or are more than
-    `MOST` files. Of those only the class folders are compared, and only if they lie elsewhere now.
+    Nothing is known of images that are gone. Of more than `file_stats.MOST` files only the class
+    folders are compared, and only at another place.
 
     Args:
         out: the shards, finished or only planned.
-        images: where the images are looked for now; where they were by default.
+        images: where the images are now; by default where they were.
     """
     plan = seek_record(out / "plan.json")
     try:
         before = Path(plan["source"])
-        source = _opened(plan, before if images is None else images.resolve())
-        noted, folders = read_noted(out)
+        source = _open_source(plan, before if images is None else images.resolve())
+        noted, folders = read_notes(out)
         if noted is None:
             if source.known_classes() == source.folder_names():
-                folders = plan["class_names"]  # also of shards in whose time nothing was noted
-            return _other_folders(before, source, folders)
+                folders = plan["class_names"]  # shards of version 0.1.0 have no notes
+            return _compare_folders(before, source, folders)
         listing = source.listing()
         now = file_stats(source, listing.entries)
-        if [*now] == [source.path.name] and [*noted] == [before.name]:  # one file, called otherwise
+        if [*now] == [source.path.name] and [*noted] == [before.name]:  # one renamed file
             now = {before.name: now[source.path.name]}
         both = now.keys() & noted.keys()
         edited = {name for name in both if now[name][0] != noted[name][0]}
-        if source.path == before:  # a copy has the times of its making
+        if source.path == before:  # a copy's times are those of the copying
             touched = {name for name in both - edited if now[name][1] != noted[name][1]}
-            edited |= _edited(out, source, listing.entries, touched)
+            edited |= _edited_files(out, source, listing.entries, touched)
         found = Changes(
             before,
             source.path,
             added=sorted(now.keys() - noted.keys()),
             removed=sorted(noted.keys() - now.keys()),
             edited=sorted(edited),
-            relabelled=_relabelled(out, plan, listing),
+            relabelled=_relabelled_images(out, plan, listing),
         )
     except (UserError, KeyError, ValueError, OSError):
         return None
     return found if str(found) else None
 
 
-def _edited(
+def _edited_files(
     out: Path, source: ImageSource, entries: Sequence[Entry], touched: set[str]
 ) -> set[str]:
-    """Files with an image that is not the one in finished shards, of those that were touched.
+    """Return those of the touched files that have another image than the finished shards.
 
-    Of more than `COMPARED` images, evenly chosen ones are compared.
+    Of more than `COMPARED` images, compare evenly chosen ones.
     """
-    from maect.data.shard_check import differing
+    from maect.data.shard_check import differing_images
 
     if not touched or not (out / "index.json").exists():
         return set()
     names = {entry: as_utf8(source.file_of(entry)) for entry in entries}
-    of_file = {entry: name for entry, name in names.items() if name in touched}
-    chosen = [*of_file][:: max(1, -(-len(of_file) // COMPARED))]
-    return {of_file[entry] for entry in differing(out, source, chosen)}
+    file_of = {entry: name for entry, name in names.items() if name in touched}
+    step = max(1, -(-len(file_of) // COMPARED))
+    chosen = [*file_of][::step]
+    return {file_of[entry] for entry in differing_images(out, source, chosen)}
 
 
-def _other_folders(before: Path, source: ImageSource, names: list[str] | None) -> Changes | None:
-    """Class folders, each with a slash at its end, where images that lie elsewhere have others."""
+def _compare_folders(before: Path, source: ImageSource, names: list[str] | None) -> Changes | None:
+    """Compare the names of class folders at another place; each gets a slash at its end."""
     now = source.folder_names() if source.path != before else None
     if now is None or names is None or [*now] == names:
         return None
@@ -129,8 +137,8 @@ def _other_folders(before: Path, source: ImageSource, names: list[str] | None) -
     return Changes(before, source.path, added=added, removed=removed)
 
 
-def _relabelled(out: Path, plan: dict[str, Any], listing: Listing) -> list[str]:
-    """Images in the shards that have another class now, if the source itself says the classes."""
+def _relabelled_images(out: Path, plan: dict[str, Any], listing: Listing) -> list[str]:
+    """Return images in the shards whose class is another now, if the source names the classes."""
     if "labels" in find_source(plan["kind"]).takes:
         return []
 
@@ -149,28 +157,35 @@ def _relabelled(out: Path, plan: dict[str, Any], listing: Listing) -> list[str]:
 
 
 def may_differ(out: Path, images: Path) -> bool:
-    """Return whether the images may be others than those in finished shards.
+    """Return whether the images may differ from those in finished shards.
 
-    That is more than `changes`, which compares the content of some: any file has another time.
+    True also if only the time of a file is another, of which `changes` compares the content.
     """
     plan = seek_record(out / "plan.json")
     if changes(out, images) is not None:
         return True
     try:
-        noted, _ = read_noted(out)
-        source = _opened(plan, images)
+        noted, _ = read_notes(out)
+        source = _open_source(plan, images)
         return noted is not None and file_stats(source, source.listing().entries) != noted
     except (UserError, KeyError, ValueError, OSError):
         return False
 
 
 def advice(out: Path, found: Changes, again: Path | None = None) -> str:
-    """Return what has changed of the images in finished shards, and what to do."""
-    plan, lists = seek_record(out / "plan.json"), ""
+    """Return a message: which images have changed since they were sharded, and what to do.
+
+    `again`: folder to delete for that, if not `out`.
+    """
+    plan = seek_record(out / "plan.json")
+    lists = ""
     if "unlisted" in plan and (found.added or found.removed):
         such = f" such as {plan['only']}" if "only" in plan else ""
-        how = ["name new ones"] if found.added else []
-        how += ["leave out removed ones"] if found.removed else []
+        how = []
+        if found.added:
+            how.append("name new ones")
+        if found.removed:
+            how.append("leave out removed ones")
         lists = f"lists of images{such} have to {' and '.join(how)}; "
     return (
         f"{found.now}: {found} since it was sharded; the shards are as they were; "

@@ -1,15 +1,18 @@
 """Commands that write shards and download data."""
 
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from maect.core.errors import UserError
+
+if TYPE_CHECKING:
+    from maect.data.config import ShardsConfig
 
 StatedPixels = Annotated[
     str | None,
@@ -35,7 +38,6 @@ def shard(
     shorter_side: int | None = None,
     pixels: StatedPixels = None,
     classes: str | None = None,
-    only: str | None = None,
     threads: Annotated[int, Parameter(validator=Number(gte=1))] | None = None,
     verify: bool = False,
     log: Path | None = None,
@@ -43,6 +45,8 @@ def shard(
     """Write images as webdataset tars with an index.
 
     `maect shard photos/train shards/train --shards 4`
+
+    Stopped, it continues when it is called again.
 
     Args:
         source: the images: a folder or archive of the given kind; or the config.yaml of shards.
@@ -55,7 +59,6 @@ def shard(
         skip_unreadable: leave out images that cannot be read; the index lists them.
         shorter_side: recompress larger images to this shorter side.
         classes: for a view: dogs15, or a file of class names, one a line.
-        only: do one step: plan, the number of a shard, or index.
         threads: to read images with (default: one for each core that it may use).
         verify: check shards that were written.
         log: also write messages to this file.
@@ -63,13 +66,10 @@ def shard(
     from maect.core.settings import validated
     from maect.core.stamps import stamped
     from maect.data import shard_check
-    from maect.data import shards as work
     from maect.data.config import CONFIG, ShardsConfig, stated_pixels
     from maect.data.sources import find_source
-    from maect.data.sources.view import read_classes
-    from maect.data.subsets import class_view
 
-    resolved = out is None
+    threads = threads or len(os.sched_getaffinity(0))
     if out is not None:
         find_source(kind)
         given = {
@@ -77,45 +77,54 @@ def shard(
             "only": only_listed, "exclude": exclude, "classes": classes,
             "skip_unreadable": skip_unreadable, "shorter_side": shorter_side,
         }  # fmt: skip
-        read = {} if pixels is None else {"pixels": _for_files(stated_pixels(pixels))}
-        config = validated(ShardsConfig, given | read, "maect shard")
+        if pixels is not None:
+            given["pixels"] = _for_files(stated_pixels(pixels))
+        config = validated(ShardsConfig, given, "maect shard")
+        folder = out
+        stamp: AbstractContextManager[None] = nullcontext()
     elif source.suffix == ".yaml":
-        config, out = ShardsConfig.read(source), source.parent
+        config = ShardsConfig.read(source)
+        folder = source.parent
+        stamp = stamped(folder / CONFIG, config)
     else:
         raise UserError(f"{source}: name the folder of the shards, too")
-    threads = threads or len(os.sched_getaffinity(0))
-    stamp = stamped(out / CONFIG, config) if resolved else nullcontext()
     if verify:
-        print(f"{out}: {shard_check.verify(out, threads=threads)} samples, all intact")
-    elif not find_source(config.kind).sharded:
+        print(f"{folder}: {shard_check.verify(folder, threads=threads)} samples, all intact")
+        return
+    with stamp:
+        done = _write_shards(folder, config, threads, resolved=out is None)
+    print(f"{folder}: {done}")
+
+
+def _write_shards(out: Path, config: "ShardsConfig", threads: int, *, resolved: bool) -> str:
+    """Write the shards, or the view, that a config asks for; return what was done.
+
+    `resolved`: by a job of an experiment, for which finished shards need their images no more.
+    """
+    from maect.data import shards
+    from maect.data.sources import find_source
+    from maect.data.sources.base import read_classes
+    from maect.data.subsets import class_view
+
+    if not find_source(config.kind).sharded:
         if not config.classes:
             raise UserError(f"--kind {config.kind}: name the classes with --classes")
-        with stamp:
-            count = class_view(config.images, out, read_classes(config.classes))
-        print(f"{out}: {count} samples of {config.images}")
-    elif only == "plan":
-        work.plan_shards(config.images, config.kind, out, config.shards, **config.options)
-    elif only == "index":
-        work.finish_index(out, threads=threads)
-    elif only:
-        if not only.isdecimal():
-            raise UserError(f"--only {only}: must be plan, the number of a shard, or index")
-        work.write_shard(out, int(only), threads=1)
-    else:
-        how = config.options
-        with stamp:
-            # What is finished needs its images no more.
-            finished = resolved and work.finished_samples(out, config.kind, config.shards, **how)
-            count = finished or work.shard(
-                config.images, out, config.kind, config.shards, threads=threads, **how
-            )
-        again = f"; to read the images again: rm -r {out}" if finished else ""
-        print(f"{out}: {count} samples{again}")
+        count = class_view(config.images, out, read_classes(config.classes))
+        return f"{count} samples of {config.images}"
+    if resolved:
+        finished = shards.finished_samples(out, config.kind, config.shards, **config.options)
+        if finished:
+            return f"{finished} samples; to read the images again: rm -r {out}"
+    count = shards.shard(
+        config.images, out, config.kind, config.shards, threads=threads, **config.options
+    )
+    return f"{count} samples"
 
 
 def _for_files(stated: dict[str, Any]) -> dict[str, Any]:
-    """Add mean and deviation, which sharding needs not, where they are left out."""
-    return dict.fromkeys(("mean", "std"), [0.5] * int(stated.get("channels", 3))) | stated
+    """Add mean and standard deviation where they are left out: sharding does not use them."""
+    half = [0.5] * int(stated.get("channels", 3))
+    return {"mean": half, "std": half} | stated
 
 
 def retrieve(what: str, out: Path, /) -> None:

@@ -1,6 +1,8 @@
-"""Resolved file of a split's shards: `shards/DATASET/SPLIT/config.yaml`."""
+"""Resolved file of a split's shards, and the shards that experiments share."""
 
 import json
+import os
+import stat
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -9,24 +11,26 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from maect.core.errors import UserError
+from maect.core.files import seek_record
 from maect.core.settings import LocalPath, digest, validated
 from maect.core.stamps import Checksums, StampedFile, known_record
 from maect.data.sources.image_files import Folder
 from maect.recipes import Pixels
 
 CONFIG = "config.yaml"
+TAKEN = "taken.json"
 LISTS = ("labels", "only", "exclude", "classes")
-"""Settings that may name files, whose content counts and not where they are."""
+"""Settings that may name files; their content counts, not where they are."""
 
 
 class ShardsConfig(StampedFile):
-    """All settings of a split's shards."""
+    """Settings of a split's shards."""
 
     depth: ClassVar[int] = 3
     images: LocalPath
-    """The source; of a view the shards that it shows a part of."""
+    """The source; of a view the shards whose classes it takes."""
     changed: str = ""
-    """Digest of when folders of the images were changed last; empty of bundled images."""
+    """Digest of the times of the images' folders; empty for bundled images."""
     kind: str = Folder.kind
     """Which of `maect.data.sources` the source is."""
     shards: int = Field(default=1, gt=0)
@@ -43,13 +47,13 @@ class ShardsConfig(StampedFile):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `maect.data.shards.plan_shards`."""
+        """Return the options of `maect.data.shard_plan.plan_shards`."""
         names = ("labels", "only", "exclude", "skip_unreadable", "shorter_side", "pixels")
         return {name: getattr(self, name) for name in names}
 
     @property
     def content(self) -> dict[str, Any]:
-        """Everything that decides what is in the shards, but the images themselves."""
+        """Return all settings that decide on the shards' content, but the images themselves."""
         given = self.model_dump(mode="json", exclude={"images", "changed", "lists_sha256"})
         given["pixels"] = self.pixels.files
         return {key: value for key, value in (given | self.lists_sha256).items() if value}
@@ -60,7 +64,7 @@ class ShardsConfig(StampedFile):
         return digest(self.content)
 
     def made_of(self) -> Checksums:
-        """Return the checksum of the shards that a view shows a part of."""
+        """Return the checksum of the shards whose classes a view takes."""
         if self.classes is None:
             return {}
         index = self.images / "index.json"
@@ -73,12 +77,12 @@ class ShardsConfig(StampedFile):
 
     @property
     def source_identity(self) -> str:
-        """Return the identity of the content and of where the images are and when they changed."""
+        """Return the identity of the content, and of the images by their place and times."""
         return digest(self.content, str(self.images.resolve()), self.changed)
 
 
 def made_by(shards: Path) -> ShardsConfig | None:
-    """Return the config that shards were made by; None where there is none, or a damaged one."""
+    """Return the config that shards were made by; None if it is missing or damaged."""
     path = shards / CONFIG
     try:
         status = path.stat()
@@ -88,9 +92,12 @@ def made_by(shards: Path) -> ShardsConfig | None:
 
 
 def stated_pixels(text: str | None) -> dict[str, Any]:
-    """Read `--pixels`: words KEY=VALUE of `Pixels`, or JSON; UserError if it is neither.
+    """Parse `--pixels`: words KEY=VALUE of `Pixels`, or JSON; return {} for None.
 
-    For example `range=0,4095 orientation=stored background=none`. Empty where it is not given.
+    For example `range=0,4095 orientation=stored background=none`.
+
+    Raises:
+        UserError: it is neither, or `Pixels` refuses a value.
     """
     given: dict[str, Any] = {}
     if text is None:
@@ -100,7 +107,8 @@ def stated_pixels(text: str | None) -> dict[str, Any]:
             given = json.loads(text)
         except ValueError as error:
             raise UserError(f"--pixels {text}: {error}") from None
-    for word in text.split() if not given else ():
+    words = [] if given else text.split()
+    for word in words:
         key, sign, value = word.partition("=")
         if not sign:
             raise UserError(f"--pixels {text}: write KEY=VALUE, such as range=0,4095")
@@ -113,7 +121,7 @@ def stated_pixels(text: str | None) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return a word of `--pixels` as YAML has it: a text, a number, several, or none."""
+    """Parse a value of `--pixels`: a number, several with commas, `none`, or a text."""
     if text == "none":
         return None
     with suppress(ValueError):
@@ -126,3 +134,53 @@ def _value(text: str) -> Any:
 @cache
 def _read(path: Path, changed: int, size: int) -> ShardsConfig:
     return ShardsConfig.read(path)
+
+
+# --- Shards of other experiments ------------------------------------------------------------------
+#
+# Files in a split's folder say which shards the split has: config.yaml, written before sharding
+# begins, what its own are made of; index.json, that they are finished; taken.json, that the split
+# has begun with another experiment's.
+
+
+def reused_shards(own: Path) -> Path | None:
+    """Return the other experiment's shards that a split without its own has begun with, or None."""
+    note = seek_record(own / TAKEN)
+    if not note:
+        return None
+    for folder, made in finished_shards(own).items():
+        # Shards of images that were edited in place have equal configs and other digests.
+        if (made.source_identity, index_digest(folder)) == (note["made_of"], note["digest"]):
+            return folder
+    return None
+
+
+def index_digest(shards: Path) -> str | None:
+    """Return the identity of the content of finished shards; None of others."""
+    return seek_record(shards / "index.json").get("digest")
+
+
+def finished_shards(own: Path) -> dict[Path, ShardsConfig]:
+    """Return folder and config of finished shards of every experiment for a split of this name.
+
+    In a folder that everybody may write, such as /scratch, only your own and root's count.
+    """
+    root = own.parents[2]
+    configs = sorted(root.parent.glob(f"*/shards/*/{own.name}/{CONFIG}"))
+    folders = [path.parent for path in configs if (path.parent / "index.json").exists()]
+    if folders and root.parent.stat().st_mode & stat.S_IWOTH:
+        trusted = {root}
+        for above in {folder.parents[2] for folder in folders}:
+            if above.lstat().st_uid in (0, os.geteuid()):
+                trusted.add(above)
+        folders = [folder for folder in folders if folder.parents[2] in trusted]
+    configs_by_folder = {folder: made_by(folder) for folder in folders}
+    return {folder: made for folder, made in configs_by_folder.items() if made is not None}
+
+
+def shards_of_features(features: Path, split: str) -> Path | None:
+    """Return the shards that a features file of a results folder was computed from, or None."""
+    for own in sorted(features.absolute().parent.parent.parent.glob(f"shards/*/{split}")):
+        if f"{features.stem}.".startswith(f"{own.parent.name}-{split}."):
+            return own if (own / "index.json").exists() else reused_shards(own)
+    return None

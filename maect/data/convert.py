@@ -1,13 +1,11 @@
-"""Images that are not what they seem: turned, transparent, deeper than 8 bits, of other channels.
+"""Convert images that are not 8-bit RGB: EXIF orientation, transparency, 16 bits, more channels.
 
-A data set says what its pixels are (`maect.recipes.Pixels`). By it an image is made ready: kept as
-it is where decoding alone gives the right pixels, as of ordinary photographs; else converted,
-without loss beyond eight bits a value, to PNG, or to an array where a PNG has too few channels. The
-same is done to images that a finished encoder is given. What cannot be decoded, or not as the data
-set's pixels, raises `UnreadableError`.
+A data set's `pixels` (`maect.recipes.Pixels`) say how. A file keeps its bytes if decoding alone
+gives the right pixels, as of ordinary photographs. Others become PNG, or an array of NumPy if a
+PNG has too few channels; nothing is lost beyond eight bits a value. A finished encoder's images
+are converted in the same way. Images that cannot be decoded or converted raise `UnreadableError`.
 
-A JPEG that is only turned keeps its bytes and is turned as it is read: `render_ready` crops from
-it what upright crops show.
+A JPEG that has to be rotated keeps its bytes and is rotated whenever it is read (`render_ready`).
 """
 
 import io
@@ -22,16 +20,16 @@ from PIL import Image
 
 from maect.data.decode import (
     UnreadableError,
-    explained,
-    halved,
     image_size,
-    lower_half,
+    is_16_bit_color,
+    lower_bytes,
     one_at_a_time,
     open_image,
     read_rgb,
     render,
     resample,
     to_rgb,
+    unreadable_on_error,
 )
 from maect.data.native import Images
 from maect.recipes import MOST_CHANNELS, Pixels
@@ -43,10 +41,10 @@ _DICOM = slice(128, 132)
 _SAMPLE, _ROWS = 4096, 256
 _ORIENTATION = 0x0112  # of EXIF, and of TIFF
 _ANY = Pixels(channels=4, mean=(0.5,) * 4, std=(0.5,) * 4, range=(0, 1))
-"""Under which all that a file has is read."""
+"""Settings that read everything that a file has."""
 _ALPHA = (1, 2)  # kinds of TIFF's extra samples
-# Of each orientation: whether the stored picture is transposed, and then mirrored left to right
-# and top to bottom, to be upright.
+# How an orientation's stored picture becomes upright: whether it is transposed, then mirrored left
+# to right, then top to bottom.
 _TURNS = {
     2: (False, True, False),
     3: (False, True, True),
@@ -63,11 +61,11 @@ class About:
     """Facts about an image that was read.
 
     Attributes:
-        turned: whether it is turned upright whenever it is read.
-        unturned: whether its EXIF says to turn it, and it is read as it is stored.
-        values: the values of an image of more than 8 bits, before they were scaled.
-        levels: bit n is set if one of those became n of 255.
-        lost: whether something shows through that no background is stated for.
+        turned: whether it is rotated upright whenever it is read.
+        unturned: whether its EXIF orientation is ignored.
+        values: smallest and largest value of an image of more than 8 bits, before scaling.
+        levels: bit n is set if a value was scaled to n of 255.
+        lost: whether it is transparent and no background is stated.
     """
 
     turned: bool = False
@@ -79,10 +77,11 @@ class About:
 
 @dataclass(frozen=True)
 class Ready(About):
-    """An image as it goes into a shard, with the sides of the upright one.
+    """An image as it goes into a shard.
 
     Attributes:
-        data: of the file: the original's, or a PNG or array of 8 bits.
+        data: bytes of the file: the original's, or a PNG or array of 8 bits.
+        width, height: of the upright image.
         converted: whether `data` is no longer the original.
     """
 
@@ -94,8 +93,8 @@ class Ready(About):
 
 
 @dataclass(frozen=True)
-class Seen(About):
-    """All pixels of an image as an encoder or a person sees them.
+class DecodedImage(About):
+    """Pixels of a whole image, converted as its data set says.
 
     Attributes:
         pixels: upright, uint8 [H, W, C], or [H, W] of one channel.
@@ -105,7 +104,7 @@ class Seen(About):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height."""
+        """Return width and height."""
         height, width, *_ = self.pixels.shape
         return width, height
 
@@ -126,14 +125,14 @@ class Seen(About):
 
 @dataclass(frozen=True)
 class Inspected:
-    """Properties of an (upright) image that decide how images like it should be read.
+    """Properties of an upright image from which settings for images like it are proposed.
 
     Attributes:
-        channels: how many; transparency is none.
-        values: of more than 8 bits: between which nearly all lie (all but one in 10,000 at each
-            end).
-        sample: some pixels as they are, [n, C].
-        colors: most levels by which the channels of the reduced image differ.
+        channels: their number, without transparency.
+        values: of more than 8 bits the range of nearly all values (all but one in 10,000 at each
+            end), else None.
+        sample: some pixels, unconverted, [n, C].
+        colors: largest difference between channels in the reduced image, in levels.
     """
 
     width: int
@@ -147,7 +146,7 @@ class Inspected:
 
 
 def inspect_image(data: bytes) -> Inspected:
-    """Return what an unknown image is like."""
+    """Return the properties of an unknown image."""
     turned = transparent = False
     colors = 0
     values = _read_array(data, _ANY)
@@ -157,20 +156,22 @@ def inspect_image(data: bytes) -> Inspected:
             if image.mode.startswith("I;16") or image.mode in ("I", "F"):
                 values = np.asarray(_to_eight_bits(image, Pixels()))
             else:
-                transparent = _shows_through(image)
+                transparent = _is_transparent(image)
                 rgb = to_rgb(image)
-                deep = halved(data, extension) and image.mode in ("RGB", "RGBA")
+                deep = is_16_bit_color(data, extension) and image.mode in ("RGB", "RGBA")
                 values = np.asarray(rgb)
                 with suppress(UnreadableError):  # grey with alpha: its upper half is all there is
                     values = _sixteen_bits(image, data)[..., :3] if deep else values
                 colors = int(np.ptp(np.asarray(rgb.resize((8, 8)), np.int16), axis=2).max())
-    height, width, channels = (values := _planes(values)).shape
+    values = _planes(values)
+    height, width, channels = values.shape
     if channels > MOST_CHANNELS:
         raise UnreadableError(
             f"an array {list(values.shape)}: a stack of pages, or more than {MOST_CHANNELS} "
             "channels; save one page a file"
         )
-    sample = values.reshape(-1, channels)[:: max(1, width * height // _SAMPLE)]
+    step = max(1, width * height // _SAMPLE)
+    sample = values.reshape(-1, channels)[::step]
     found = None
     if values.dtype != np.uint8:
         known = values[np.isfinite(values)] if values.dtype.kind == "f" else values
@@ -186,62 +187,69 @@ def inspect_image(data: bytes) -> Inspected:
 
 
 def make_ready(data: bytes, pixels: Pixels) -> Ready:
-    """Return what goes into a shard of a data set for the bytes of an image."""
+    """Convert an image's bytes for a shard of a data set; keep them where that is possible."""
     if not pixels.files:
-        return _as_it_is(data)
+        return _ready_unconverted(data)
     read = _read(data, pixels, keep=True)
-    return read if isinstance(read, Ready) else _packed(read)
+    if isinstance(read, Ready):
+        return read
+    return _encode(read)
 
 
-def see(data: bytes, pixels: Pixels) -> Seen:
-    """Return the pixels of an image's bytes, all of them."""
+def decode(data: bytes, pixels: Pixels) -> DecodedImage:
+    """Decode and convert a whole image."""
     read = _read(data, pixels, keep=False)
-    assert isinstance(read, Seen)
+    assert isinstance(read, DecodedImage)
     return read
 
 
-def _read(data: bytes, pixels: Pixels, keep: bool) -> Ready | Seen:
-    """Read an image as a data set's pixels.
+def _read(data: bytes, pixels: Pixels, keep: bool) -> Ready | DecodedImage:
+    """Convert an image as its data set says.
 
     Args:
-        keep: return the file's own bytes where decoding them gives the same.
+        keep: return the file's own bytes where decoding them gives the same pixels.
     """
     values = _read_array(data, pixels)
     if values is not None:
-        return see_array(values, pixels)
+        return convert_array(values, pixels)
     with open_image(data) as (image, extension):
         code, facts = _turn(image, pixels)
         given: Image.Image = image
-        if halved(data, extension):
-            given, deep = _of_sixteen_bits(image, data, pixels.range)
+        if is_16_bit_color(data, extension):
+            given, deep = _scale_16_bit_color(image, data, pixels.range)
             facts |= deep
         changed = _to_eight_bits(given, pixels)
         if isinstance(changed, np.ndarray):
-            return replace(see_array(_upright(changed, code), pixels), **facts)
-        facts["lost"] = pixels.background is None and _shows_through(image)
+            return replace(convert_array(_upright(changed, code), pixels), **facts)
+        facts["lost"] = pixels.background is None and _is_transparent(image)
         same = keep and changed is image
         if same and code not in _TURNS:
             return Ready(data, extension, *image.size, **facts)
         if same and extension == "jpg":
             size = image.size[::-1] if _TURNS[code][0] else image.size
             return Ready(data, extension, *size, turned=True, **facts)
-        return replace(see_array(_upright(_flat(changed, pixels), code), pixels), **facts)
+        return replace(convert_array(_upright(_to_array(changed, pixels), code), pixels), **facts)
 
 
 def _turn(image: Image.Image, pixels: Pixels) -> tuple[int, dict[str, Any]]:
-    """Return EXIF's number of how an image is to be turned, and whether what it says is ignored."""
+    """Return the orientation by which to turn an image, and the fact that it is ignored."""
     code = orientation(image)
     if pixels.orientation == "exif":
         return code, {}
-    return 1, {"unturned": True} if code in _TURNS else {}
+    if code in _TURNS:
+        return 1, {"unturned": True}
+    return 1, {}
 
 
-def _of_sixteen_bits(
+def _scale_16_bit_color(
     image: Image.Image, data: bytes, span: tuple[float, float] | None
 ) -> tuple[Image.Image, dict[str, Any]]:
-    """A picture that Pillow has halved, by its range, and what `Ready` says of its values.
+    """Scale a 16-bit colour picture, of which Pillow keeps the upper bytes, by its range.
 
-    Without a range it stays as it is. What shows through keeps its upper half.
+    Without a range the upper bytes stay. Transparency keeps its upper bytes, too.
+
+    Returns:
+        The 8-bit picture, and the facts about its values.
     """
     if span is None:
         upper = np.asarray(to_rgb(image))
@@ -257,43 +265,45 @@ def _of_sixteen_bits(
 
 
 def _sixteen_bits(image: Image.Image, data: bytes) -> NDArray[np.uint16]:
-    """All bits of a picture in colours that Pillow has halved, [H, W, C]."""
-    lower = np.asarray(lower_half(data))
+    """Return all 16 bits of a colour picture of which Pillow keeps the upper bytes, [H, W, C]."""
+    lower = np.asarray(lower_bytes(data))
     return np.asarray(image).astype(np.uint16) << 8 | lower
 
 
 def _levels(values: NDArray[np.uint8]) -> int:
-    """Bit n is set if any value is n."""
+    """Return an integer whose bit n is set if any value is n."""
     return sum(1 << int(level) for level in np.unique(values))
 
 
-def _shows_through(image: Image.Image) -> bool:
-    """Return whether any pixel of a loaded picture is transparent, if only a little."""
+def _is_transparent(image: Image.Image) -> bool:
+    """Return whether any pixel of a loaded picture is transparent, even slightly."""
     if not image.has_transparency_data:
         return False
     return int(np.asarray(image.convert("RGBA").getchannel("A")).min()) < 255
 
 
-def _flat(image: Image.Image, pixels: Pixels) -> NDArray[np.uint8]:
-    """A picture of one or three channels as an array."""
+def _to_array(image: Image.Image, pixels: Pixels) -> NDArray[np.uint8]:
+    """Return a picture as an array of the data set's one or three channels."""
     return np.asarray(image.convert("L") if pixels.channels == 1 else to_rgb(image))
 
 
-def _as_it_is(data: bytes) -> Ready:
-    """An image of a data set that says nothing about its pixels; of deep ones, what is left."""
+def _ready_unconverted(data: bytes) -> Ready:
+    """Return an image of a data set without `pixels`; a deep one is read by its upper 8 bits."""
     with open_image(data) as (image, extension):
-        rgb, (_, facts) = to_rgb(image), _turn(image, Pixels())
+        rgb = to_rgb(image)
+        _, facts = _turn(image, Pixels())
         if image.mode.startswith("I;16"):
             found = _extremes(np.asarray(image, dtype=np.uint16))
             levels = _levels(np.asarray(rgb))
             return Ready(data, extension, *rgb.size, values=found, levels=levels, **facts)
-        if halved(data, extension):
-            facts |= _of_sixteen_bits(image, data, None)[1]
-        return Ready(data, extension, *rgb.size, lost=_shows_through(image), **facts)
+        if is_16_bit_color(data, extension):
+            _, deep = _scale_16_bit_color(image, data, None)
+            facts |= deep
+        return Ready(data, extension, *rgb.size, lost=_is_transparent(image), **facts)
 
 
 def ready_jpeg(data: bytes, pixels: Pixels) -> Ready | None:
-    """`make_ready` of a JPEG for RGB, by its header alone; None: it is none, or other pixels."""
+    """Do as `make_ready` for a JPEG and RGB, by its header alone; return None for all others."""
     if data[:2] != _JPEG or pixels.channels != 3:
         return None
     width, height = image_size(data)
@@ -302,46 +312,52 @@ def ready_jpeg(data: bytes, pixels: Pixels) -> Ready | None:
     return Ready(data, "jpg", *size, turned=code in _TURNS)
 
 
-def see_picture(image: Image.Image, pixels: Pixels) -> Seen:
-    """Return the pixels of a picture of Pillow, turned as the EXIF that it carries says."""
+def convert_picture(image: Image.Image, pixels: Pixels) -> DecodedImage:
+    """Convert a picture of Pillow, with the EXIF orientation that it carries."""
     image.load()  # some formats are upright once they are decoded
     code, facts = _turn(image, pixels)
     changed = _to_eight_bits(image, pixels)
     if isinstance(changed, Image.Image):
-        facts["lost"] = pixels.background is None and _shows_through(image)
-        changed = _flat(changed, pixels)
-    return replace(see_array(_upright(changed, code), pixels), **facts)
+        facts["lost"] = pixels.background is None and _is_transparent(image)
+        changed = _to_array(changed, pixels)
+    return replace(convert_array(_upright(changed, code), pixels), **facts)
 
 
-def see_array(values: NDArray[Any], pixels: Pixels) -> Seen:
-    """Return the pixels of an upright array [H, W] or [H, W, C] of any type."""
-    channels = (values := _planes(values)).shape[2]
+def convert_array(values: NDArray[Any], pixels: Pixels) -> DecodedImage:
+    """Convert an upright array [H, W] or [H, W, C] of any type."""
+    values = _planes(values)
+    channels = values.shape[2]
     if channels != pixels.channels and (channels, pixels.channels) != (1, 3):
         hint = "; state `channels` in the data set's `pixels`" if channels <= 16 else ""
         raise UnreadableError(f"{channels} channels, {pixels.channels} expected{hint}")
-    found, levels = None, 0
+    extremes = None
+    levels = 0
     if values.dtype != np.uint8:
-        found = _extremes(values)
+        extremes = _extremes(values)
         values = scaled(values, pixels.range)
         levels = _levels(values)
-    values = values.repeat(3, axis=2) if channels < pixels.channels else values
-    values = np.ascontiguousarray(values[..., 0] if pixels.channels == 1 else values)
-    return Seen(values, values=found, levels=levels)
+    if channels < pixels.channels:
+        values = values.repeat(3, axis=2)
+    if pixels.channels == 1:
+        values = values[..., 0]
+    return DecodedImage(np.ascontiguousarray(values), values=extremes, levels=levels)
 
 
-def _packed(seen: Seen) -> Ready:
-    """Return an image that was converted as it goes into a shard."""
-    stream, extension = io.BytesIO(), "png" if seen.pixels.shape[2:] in ((), (3,)) else "npy"
-    if extension == "png":
-        Image.fromarray(seen.pixels).save(stream, "PNG")
+def _encode(image: DecodedImage) -> Ready:
+    """Encode a converted image for a shard: as PNG, or as an array of rare numbers of channels."""
+    stream = io.BytesIO()
+    if image.pixels.shape[2:] in ((), (3,)):
+        extension = "png"
+        Image.fromarray(image.pixels).save(stream, "PNG")
     else:
-        np.save(stream, seen.pixels)
-    about = {field.name: getattr(seen, field.name) for field in fields(About)}
-    return Ready(stream.getvalue(), extension, *seen.size, converted=True, **about)
+        extension = "npy"
+        np.save(stream, image.pixels)
+    about = {field.name: getattr(image, field.name) for field in fields(About)}
+    return Ready(stream.getvalue(), extension, *image.size, converted=True, **about)
 
 
 def _planes(values: NDArray[Any]) -> NDArray[Any]:
-    """An array [H, W] or [H, W, C] of numbers as [H, W, C]."""
+    """Return an array [H, W] or [H, W, C] as [H, W, C]; refuse others and those of no numbers."""
     if values.ndim not in (2, 3) or not values.size:
         raise UnreadableError(f"an array {list(values.shape)}, not [H, W] or [H, W, C]")
     if values.dtype.kind not in "uif":
@@ -350,7 +366,7 @@ def _planes(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def scaled(values: NDArray[Any], span: tuple[float, float] | None) -> NDArray[np.uint8]:
-    """Values as 0 to 255: the ends of the range and what lies beyond become 0 and 255."""
+    """Scale values to 0 to 255; the ends of the range `span` and values beyond become 0 and 255."""
     if span is None:
         if values.dtype == np.uint16:
             return (values >> 8).astype(np.uint8)
@@ -361,20 +377,21 @@ def scaled(values: NDArray[Any], span: tuple[float, float] | None) -> NDArray[np
         )
     low, high = span
     levels = np.empty(values.shape, np.uint8)
-    for row in range(0, len(values), _ROWS):  # eight bytes a value are much
+    for row in range(0, len(values), _ROWS):  # not all at once: float64 takes eight bytes a value
         part = (values[row : row + _ROWS].astype(np.float64) - low) / (high - low)
         levels[row : row + _ROWS] = np.rint(255 * np.clip(np.nan_to_num(part), 0, 1))
     return levels
 
 
 def _extremes(values: NDArray[Any]) -> tuple[float, float]:
+    """Return the smallest and largest value that is a number; 0 and 0 if none is."""
     known = values[np.isfinite(values)] if values.dtype.kind == "f" else values
     return (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
 
 
 def _read_array(data: bytes, pixels: Pixels) -> NDArray[Any] | None:
-    """The values of a file that is no picture of Pillow's, or that Pillow would make less of."""
-    with explained():
+    """Read an array of NumPy, DICOM, or a TIFF that Pillow would reduce; None for other files."""
+    with unreadable_on_error():
         if data[:6] == ARRAY:
             return np.load(io.BytesIO(data), allow_pickle=False)
         if data[_DICOM] == b"DICM":
@@ -385,11 +402,16 @@ def _read_array(data: bytes, pixels: Pixels) -> NDArray[Any] | None:
 
 
 def _tiff(data: bytes, bands: bool) -> NDArray[Any] | None:
-    """The first picture, upright, channels last; None where Pillow knows more: of 8 bits or one.
+    """Read the first picture of a TIFF, upright, channels last, without transparency.
 
-    Also where it is packed in a way that only Pillow knows. With `bands` a fourth one of 8 bits
-    counts that the file says nothing of. What shows through is left out, and it
-    is turned whatever a data set says, as Pillow does.
+    It is rotated whatever the data set says, as Pillow does.
+
+    Args:
+        bands: count a fourth channel of 8 bits that the file does not describe.
+
+    Returns:
+        None for pictures that Pillow reads better: of 1 or 8 bits, or with a compression that only
+        Pillow knows.
     """
     import tifffile
 
@@ -423,7 +445,7 @@ def _tiff(data: bytes, bands: bool) -> NDArray[Any] | None:
 
 
 def _dicom(data: bytes) -> NDArray[Any]:
-    """The first frame in the units that its rescale slope gives, brightest where it is dense."""
+    """Read the first frame of a DICOM file in the units of its rescale slope; dense is bright."""
     try:
         import pydicom
         from pydicom.pixels import apply_modality_lut
@@ -446,7 +468,7 @@ def _dicom(data: bytes) -> NDArray[Any]:
 
 
 def orientation(image: Image.Image) -> int:
-    """EXIF's number of how a picture is turned; 1: it is not, or nothing says so."""
+    """Return a picture's EXIF orientation, 1 to 8; 1 (upright) where none is stated."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # EXIF that is damaged says nothing
@@ -454,13 +476,14 @@ def orientation(image: Image.Image) -> int:
 
 
 def as_stored(data: bytes, pixels: Pixels) -> tuple[Image.Image, dict[str, Any]]:
-    """A picture in RGB on its background and by its range, but not turned.
+    """Return a picture in RGB, converted but not rotated.
 
-    And the arguments with which it is saved, once it is changed, to be turned as the file is.
+    Returns:
+        The picture, and the arguments of `save` that give a changed copy the file's orientation.
     """
-    seen = Pixels(background=pixels.background, range=pixels.range)
-    image = read_rgb(make_ready(data, seen).data)
-    if _read_array(data, seen) is not None:
+    unturned = Pixels(background=pixels.background, range=pixels.range)
+    image = read_rgb(make_ready(data, unturned).data)
+    if _read_array(data, unturned) is not None:
         return image, {}
     with open_image(data) as (stored, _):
         code = orientation(stored)
@@ -470,21 +493,26 @@ def as_stored(data: bytes, pixels: Pixels) -> tuple[Image.Image, dict[str, Any]]
 
 
 def _upright(values: NDArray[Any], code: int) -> NDArray[Any]:
+    """Turn pixels [H, W, …] of this orientation upright."""
     transposed, left_right, up_down = _TURNS.get(code, (False, False, False))
-    values = values.swapaxes(0, 1) if transposed else values
-    values = values[:, ::-1] if left_right else values
-    return values[::-1] if up_down else values
+    if transposed:
+        values = values.swapaxes(0, 1)
+    if left_right:
+        values = values[:, ::-1]
+    if up_down:
+        values = values[::-1]
+    return values
 
 
 def _to_eight_bits(image: Image.Image, pixels: Pixels) -> Image.Image | NDArray[Any]:
-    """A loaded picture as the data set has them; itself where `render` makes the same of it."""
+    """Convert a loaded picture but for its orientation; return itself if `render` needs no more."""
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         dtype = {"I": np.int32, "F": np.float32}.get(image.mode, np.uint16)
         return np.asarray(image, dtype=dtype)
     if pixels.channels not in (1, 3):
         return np.asarray(image.convert("RGB") if image.mode == "P" else image)
     changed = image
-    if pixels.background is not None and _shows_through(image):
+    if pixels.background is not None and _is_transparent(image):
         behind = Image.new("RGBA", image.size, (*pixels.background, 255))
         changed = Image.alpha_composite(behind, image.convert("RGBA")).convert("RGB")
     if pixels.channels == 1 and changed.mode not in ("L", "1"):
@@ -493,7 +521,7 @@ def _to_eight_bits(image: Image.Image, pixels: Pixels) -> Image.Image | NDArray[
 
 
 def render_ready(data: bytes, geometries: NDArray[np.int32], out: Images, turned: bool) -> None:
-    """`render` of what was made ready, of any number of channels.
+    """Resample views of an image from a shard, of any number of channels, as `decode.render`.
 
     Args:
         geometries: [v, 8], of the upright image.
@@ -523,19 +551,19 @@ def render_ready(data: bytes, geometries: NDArray[np.int32], out: Images, turned
 
 
 def is_turned(data: bytes) -> bool:
-    """Return whether what was made ready has to be turned as it is read."""
+    """Return whether an image from a shard has to be rotated as it is read."""
     return _orientation_of(data) in _TURNS
 
 
 def upright_rgb(ready: Ready) -> Image.Image:
-    """The whole picture of three channels."""
+    """Return the whole upright picture; UnreadableError if it has not three channels."""
     if ready.extension == "npy":
         raise UnreadableError("only pictures of three channels can be recompressed")
     return Image.fromarray(ready_pixels(ready.data, ready.turned, 3))
 
 
 def ready_pixels(data: bytes, turned: bool, channels: int) -> NDArray[np.uint8]:
-    """All pixels of what was made ready, upright, uint8 [H, W, channels]."""
+    """Return all pixels of an image from a shard, upright, uint8 [H, W, channels]."""
     if data[:6] == ARRAY:
         return np.asarray(_read_array(data, Pixels()))
     pixels = np.asarray(read_rgb(data))
@@ -543,8 +571,8 @@ def ready_pixels(data: bytes, turned: bool, channels: int) -> NDArray[np.uint8]:
 
 
 def picture_of(data: bytes, pixels: Pixels) -> Image.Image:
-    """An image of a data set for people to look at, in RGB; of rare channels the first."""
-    values = see(data, pixels).pixels
+    """Return an image in RGB for people to look at; of rare numbers of channels the first."""
+    values = decode(data, pixels).pixels
     if values.shape[2:] not in ((), (3,)):
         values = np.ascontiguousarray(values[..., 0])
     return Image.fromarray(values).convert("RGB")
@@ -560,9 +588,12 @@ def _orientation_of(data: bytes) -> int:
 def _as_stored(
     geometries: NDArray[np.int32], code: int, width: int, height: int, sizes: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Geometries of an upright image as those of the stored one of this width and height.
+    """Return geometries [v, 8] of an upright image as those of the stored one.
 
-    `sizes`: of the views' output, [v].
+    Args:
+        code: EXIF orientation of the stored image.
+        width, height: of the stored image, in pixels.
+        sizes: sides of the views' outputs, [v].
     """
     transposed, left_right, up_down = _TURNS[code]
     width, height = (height, width) if transposed else (width, height)

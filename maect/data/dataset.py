@@ -1,6 +1,6 @@
-"""A split's shards for training code of one's own: the same images, in the same order.
+"""Use a split's shards in other training code: the same images, in the same order.
 
-As a map-style `Dataset`, as a stock webdataset pipeline, and as files.
+`ShardDataset` is a map-style `Dataset`; it also gives a stock webdataset pipeline, and files.
 """
 
 import re
@@ -57,7 +57,8 @@ class ShardDataset(Dataset[dict[str, Any]]):
             raise UserError(f"image {image!r}: {' or '.join(get_args(Form))}")
         self.index = open_index(Path(folder).resolve())
         self.classes = list(self.index.class_names)
-        self.image, self.transform = image, transform
+        self.image = image
+        self.transform = transform
         if image == "pil" and self.index.channels not in (1, 3):
             raise UserError(
                 f"{folder}: images of {self.index.channels} channels are no Pillow images; "
@@ -71,12 +72,12 @@ class ShardDataset(Dataset[dict[str, Any]]):
         return self.index.n
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """Sample number i.
+        """Return sample number i.
 
         Returns:
-            `image`, upright: RGB (or grey, of one channel) or a tensor uint8 [C, H, W], or what
-            `transform` makes of it; `label`, -1 without one; `key`, its name below the source
-            without extension; `id`, its number in the split.
+            `image`: upright RGB (or grey, of one channel), or a tensor uint8 [C, H, W], after
+            `transform`; `label`: -1 without one; `key`: its name below the source without
+            extension; `id`: its number in the split.
         """
         try:
             pixels = ready_pixels(self.index.read(i), self.index.turned, self.index.channels)
@@ -95,7 +96,7 @@ class ShardDataset(Dataset[dict[str, Any]]):
         }
 
     def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return every sample's number, int64 [n], as a training of that seed sees them."""
+        """Return the samples' numbers, int64 [n], in the order of an epoch of a training."""
         n = len(self)
         return Order(n, seed).take(epoch * n, n)[0]
 
@@ -109,13 +110,13 @@ class ShardDataset(Dataset[dict[str, Any]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> "StepSampler":
-        """Batches of a run of `steps` steps, for the `batch_sampler` of a DataLoader.
+        """Return the batches of a run of `steps` steps, for the `batch_sampler` of a DataLoader.
 
         Args:
             batch_size: of all ranks together.
             steps: of the whole run; epochs follow each other without a gap.
-            start_step: steps that are done; those that follow are the same as without a break.
-            rank: which part of each batch to give; by default that of torch.distributed.
+            start_step: steps that are done; the next ones are the same as without a break.
+            rank: whose part of each batch to return; by default torch.distributed's rank.
 
         Raises:
             UserError: `batch_size` is not a multiple of `world_size`.
@@ -132,18 +133,19 @@ class ShardDataset(Dataset[dict[str, Any]]):
         )
 
     def webdataset(self, **options: Any) -> "WebDataset":
-        """A stock pipeline over the tars, for `.shuffle(…).decode("pil").to_tuple("jpg", "cls")`.
+        """Return a stock pipeline, for `.shuffle(…).decode("pil").to_tuple("jpg", "cls")`.
 
-        It gives files as they are stored. Unlike a pipeline over the bare tars, it leaves out what
-        a view leaves out and what webdataset would unpickle, has the split's labels, and raises
-        `UserError`, with the tar's name, for a changed image and for a tar that ends early, which
-        tar programs take for its end.
+        It yields files as they are stored, with the split's labels. Unlike a pipeline over the bare
+        tars, it leaves out samples that a view lacks and members that webdataset would unpickle. It
+        raises `UserError` with the tar's name for a changed image and for a tar that ends early.
         """
         from webdataset import WebDataset
 
         used = np.unique(self.index.rows[:, SHARD]).tolist()
         urls = [str(self.index.shards[number]) for number in used]
-        return WebDataset(urls, **{"shardshuffle": False} | options).compose(partial(_known, self))
+        return WebDataset(urls, **{"shardshuffle": False} | options).compose(
+            partial(_check_samples, self)
+        )
 
     def extract(self, folder: str | PathLike[str]) -> int:
         """Write every image as CLASS/KEY.ext, of unlabelled ones KEY.ext; return their number.
@@ -152,7 +154,7 @@ class ShardDataset(Dataset[dict[str, Any]]):
         again: files that are there already are compared.
         """
         folder = Path(folder)
-        names = self._names()
+        names = self._file_names()
 
         def write(i: int) -> None:
             data = self.index.read(i)
@@ -170,8 +172,8 @@ class ShardDataset(Dataset[dict[str, Any]]):
                 list(pool.map(write, range(start, min(start + (1 << 10), len(self)))))
         return len(self)
 
-    def _names(self) -> list[str]:
-        """Return where each image belongs, without extension."""
+    def _file_names(self) -> list[str]:
+        """Return the path of each image below the folder, without extension."""
         names, labels = self.index.keys(), self.index.labels.tolist()
         folders = ["" if n == UNLABELLED else f"{self.classes[n]}/" for n in labels]
         if not all(map(str.startswith, names, folders)):
@@ -185,12 +187,14 @@ class ShardDataset(Dataset[dict[str, Any]]):
 
 
 class StepSampler(Sampler[list[int]]):
-    """One rank's samples of each step, as `maect.data.loader.train_batches` has them."""
+    """One rank's samples of each step, those of `maect.data.loader.train_batches`."""
 
     def __init__(
         self, order: Order, steps: range, batch_size: int, rank: int, world_size: int
     ) -> None:
-        self._order, self._steps, self._batch_size = order, steps, batch_size
+        self._order = order
+        self._steps = steps
+        self._batch_size = batch_size
         self._share = batch_size // world_size
         self._rank = rank
 
@@ -203,9 +207,12 @@ class StepSampler(Sampler[list[int]]):
             yield self._order.take(start, self._share)[0].tolist()
 
 
-def _known(dataset: ShardDataset, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Samples of the index alone, with its labels, and all of those that a tar should hold."""
-    index, elsewhere = dataset.index, dataset.index.record.get("in_place")
+def _check_samples(
+    dataset: ShardDataset, samples: Iterable[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples of the index, with its labels; UserError if a tar lacks some of them."""
+    index = dataset.index
+    elsewhere = index.record.get("in_place")
     shards = np.asarray(index.rows[:, SHARD])
     numbers = {str(path): number for number, path in enumerate(index.shards)}
     for url, found in groupby(samples, lambda sample: sample["__url__"]):
@@ -235,7 +242,7 @@ def _known(dataset: ShardDataset, samples: Iterable[dict[str, Any]]) -> Iterator
 
 
 def _rows_of(index: Index, shard: int, rows: list[int]) -> dict[str, int]:
-    """Row of each sample of a tar by the key that webdataset gives it.
+    """Return the row of each sample of a tar by webdataset's key.
 
     Raises:
         UserError: some are links, which webdataset leaves out.

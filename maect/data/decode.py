@@ -1,4 +1,4 @@
-"""Pixels of an image's bytes: what is accepted, and one or several crops from one decode.
+"""Decode an image's bytes, and resample one or several crops from one decode.
 
 Three ways lead to the same pixels: the native extension (JPEG; within 1 level of Pillow), the
 portable way (simplejpeg and PyTorch's antialiased bicubic, by its kernels for AVX2; within 2
@@ -27,7 +27,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from maect.data import native
 from maect.data.native import Images
 
-# What a file is called in a shard, by its content and not by its name.
+# Extension of a file in a shard, by its content and not by its name.
 EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "bmp", "GIF": "gif"}
 EXTENSIONS |= {"TIFF": "tif", "PPM": "ppm", "AVIF": "avif", "JPEG2000": "jp2", "HEIF": "heic"}
 _FORMATS = list(EXTENSIONS)
@@ -49,7 +49,7 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 class UnreadableError(Exception):
-    """An image that cannot be decoded; the text says why."""
+    """An image cannot be decoded; the text says why."""
 
 
 def read_rgb(data: bytes) -> Image.Image:
@@ -63,7 +63,7 @@ def read_rgb(data: bytes) -> Image.Image:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def unreadable_on_error() -> Iterator[None]:
     """Turn any error into an `UnreadableError`: readers raise nearly anything on hostile input."""
     try:
         yield
@@ -73,8 +73,8 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
-    """The decoded picture as Pillow has it, and the extension that the content deserves."""
-    with explained(), _open(data) as image, one_at_a_time(image.width * image.height):
+    """Yield the decoded picture of Pillow, and the extension that its content deserves."""
+    with unreadable_on_error(), _open(data) as image, one_at_a_time(image.width * image.height):
         bits = max(image.tag_v2.get(_BITS, (8,))) if isinstance(image, TiffImageFile) else 8
         if bits > 8 and len(image.getbands()) > 1 and not _has_16_bits(image):
             # Pillow takes each of their bytes for a value.
@@ -87,14 +87,14 @@ def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
 
 
 def one_at_a_time(pixels: int) -> AbstractContextManager[object]:
-    """A context for decoding a picture of this size: a large one waits for other large ones."""
+    """Return a context to decode a picture of so many pixels in: large ones wait for each other."""
     if Image.MAX_IMAGE_PIXELS is not None and pixels > 2 * Image.MAX_IMAGE_PIXELS:
         raise UnreadableError(f"{pixels:,} pixels, more than {2 * Image.MAX_IMAGE_PIXELS:,}")
     return _large if pixels > _LARGE else nullcontext()
 
 
 def reason(error: Exception) -> str:
-    """Return what an error says, in one line."""
+    """Return the text of an error, in one line."""
     text = " ".join(str(error).split()).partition(" <_io.BytesIO")[0]
     return text or type(error).__name__
 
@@ -117,8 +117,8 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
 
 def extension_of(data: bytes) -> str:
-    """Return what a file is called in a shard, by its header."""
-    with explained(), _open(data) as image:
+    """Return the extension of a file in a shard, by its header."""
+    with unreadable_on_error(), _open(data) as image:
         return _extension(image)
 
 
@@ -128,21 +128,21 @@ def _extension(image: Image.Image) -> str:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Width and height that an image's header says, without decoding it."""
-    with explained(), _open(data) as image:
+    """Return the width and height in an image's header, without decoding it."""
+    with unreadable_on_error(), _open(data) as image:
         return image.size
 
 
-def halved(data: bytes, extension: str) -> bool:
-    """Return whether `open_image` keeps only the upper bytes of a picture in colours of 16 bits."""
+def is_16_bit_color(data: bytes, extension: str) -> bool:
+    """Return whether it is a 16-bit colour picture, of which `open_image` keeps the upper bytes."""
     if extension not in ("png", "tif") or (extension == "png" and data[24] != 16):
         return False
     with _open(data) as image:
         return not image.mode.startswith("I") and _has_16_bits(image)
 
 
-def lower_half(data: bytes) -> Image.Image:
-    """The bytes that `open_image` leaves out of a picture that is `halved`, decoded as it is."""
+def lower_bytes(data: bytes) -> Image.Image:
+    """Decode the bytes that `open_image` leaves out of a 16-bit colour picture."""
     with _open(data) as image:
         tiles = []
         for tile in image.tile:
@@ -162,18 +162,18 @@ def lower_half(data: bytes) -> Image.Image:
 
 
 def _has_16_bits(image: ImageFile.ImageFile) -> bool:
-    """Return whether Pillow reads a picture's pixels as such."""
+    """Return whether Pillow reads a picture's pixels as 16-bit values."""
     return any(";16" in _raw_mode(tile.args) for tile in image.tile)
 
 
 def _raw_mode(args: object) -> str:
-    """Return how a part of a file has its pixels, of what Pillow tells its decoder."""
+    """Return the raw mode (such as `RGB;16B`) in what Pillow tells its decoder."""
     first = args[0] if isinstance(args, tuple) and args else args
     return first if isinstance(first, str) else ""
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """A picture in RGB, as `read_rgb` says."""
+    """Convert a decoded picture to RGB, as `read_rgb` does."""
     if image.mode.startswith("I;16"):
         grey = np.asarray(image, dtype=np.uint16) >> 8
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
@@ -183,7 +183,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def decoder_name() -> str:
-    """Return which way JPEGs take on this machine, for a run's record."""
+    """Return the name and version of the JPEG decoder on this machine, for a run's record."""
     if native.library() is not None:
         return f"native (libjpeg-turbo {native.version()})"
     if _resamples_like_pillow():
@@ -193,7 +193,7 @@ def decoder_name() -> str:
 
 @cache
 def _resamples_like_pillow() -> bool:
-    """Return whether PyTorch does: its kernels for CPUs without AVX2 are up to 7 levels away."""
+    """Return whether PyTorch's kernels do: those for CPUs without AVX2 are up to 7 levels away."""
     import torch
 
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -216,9 +216,13 @@ def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> None:
     resample(read_rgb(data), geometries, out)
 
 
-def whole(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
-    """All pixels as `render` sees them, uint8 [height, width, 3]: square windows side by side."""
-    side, length = min(width, height), max(width, height)
+def render_whole(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
+    """Return all pixels as `render` gives them, uint8 [height, width, 3].
+
+    They are rendered in square windows side by side.
+    """
+    side = min(width, height)
+    length = max(width, height)
     starts = [min(start, length - side) for start in range(0, length, side)]
     corners = [(start, 0) if width > height else (0, start) for start in starts]
     geometries = np.array([(0, 0, width, height, width, height, *at) for at in corners], np.int32)
@@ -231,6 +235,7 @@ def whole(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
 
 
 def _render_portable(data: bytes, geometries: NDArray[np.int32], out: Images) -> bool:
+    """Render a JPEG by simplejpeg and PyTorch; return False for what is left to Pillow."""
     import torch
 
     try:
@@ -257,7 +262,7 @@ def _render_portable(data: bytes, geometries: NDArray[np.int32], out: Images) ->
 
 
 def resample(image: Image.Image, geometries: NDArray[np.int32], out: Images) -> None:
-    """`render` of a picture in RGB, or of a grey one into a single channel, by Pillow."""
+    """Resample views of a decoded picture in RGB, or of a grey one into one channel, by Pillow."""
     for geometry, target in zip(geometries.tolist(), out, strict=True):
         x, y, w, h, full_w, full_h, left, top = geometry
         size = target.shape[-1]

@@ -1,4 +1,4 @@
-"""Facts about images that were read, and the warning where much of them is lost.
+"""Collect facts about images that were read, and warn where much of them is lost.
 
 Sharding keeps them in the index, and every start of an experiment repeats the warning (nothing
 heavy is imported here); commands that read a user's files print it.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it imports NumPy
 Facts = dict[str, Any]
 """Counts of images, JSON: `turned`, `unturned`, `transparent`, and of more than 8 bits `deep`."""
 FULL = 65535
-"""What is white of 16 bits where no range is stated."""
+"""White of 16 bits where no range is stated."""
 FEW_LEVELS = 64
 """Of 256: as many or fewer, of all deep images together, are few for a stated range."""
 
@@ -28,8 +28,8 @@ FEW_LEVELS = 64
 def facts_of(image: About) -> Facts:
     """Return the facts about an image; none about an ordinary one.
 
-    `transparent` is one without a background, so that the colours that its file hides are seen;
-    `unturned` is one whose EXIF orientation is ignored.
+    `transparent`: no background is stated, so colours show that its file hides. `unturned`: its
+    EXIF orientation is ignored.
     """
     facts: Facts = {}
     if image.turned:
@@ -49,7 +49,8 @@ def merged(facts: Iterable[Facts]) -> Facts:
     names = ("turned", "unturned", "transparent")
     counts = {name: sum(one.get(name, 0) for one in facts) for name in names}
     found: Facts = {name: n for name, n in counts.items() if n}
-    if deep := [one["deep"] for one in facts if "deep" in one]:
+    deep = [one["deep"] for one in facts if "deep" in one]
+    if deep:
         low, high = zip(*(one["values"] for one in deep), strict=True)
         levels = functools.reduce(operator.or_, (int(one["levels"], 16) for one in deep))
         images = sum(one["images"] for one in deep)
@@ -58,14 +59,16 @@ def merged(facts: Iterable[Facts]) -> Facts:
 
 
 def warning(found: Facts, pixels: Pixels, *, option: bool = False) -> str | None:
-    """Return what is lost of images that were read as `pixels`, and what to state; None: nothing.
+    """Warn of what is lost of images that are read as `pixels`, and say what to state, or None.
 
     Args:
-        option: whether `--pixels` states it, and not a data set of an experiment.
+        option: whether to state it by `--pixels`, rather than in an experiment's data set.
     """
     said = []
-    if deep := found.get("deep"):
-        levels, (low, high) = int(deep["levels"], 16).bit_count(), deep["values"]
+    deep = found.get("deep")
+    if deep:
+        levels = int(deep["levels"], 16).bit_count()
+        low, high = deep["values"]
         black, white = pixels.range or (0, FULL)
         better = full_scale(low, high)
         # A range that somebody states may be wide on purpose, as long as much is left.
@@ -77,13 +80,15 @@ def warning(found: Facts, pixels: Pixels, *, option: bool = False) -> str | None
                 f"grey levels: the values go from {low:g} to {high:g}, and {white:g} is white; "
                 f"state the range: {_stated('range', better, option)}"
             )
-    if transparent := found.get("transparent"):
+    transparent = found.get("transparent")
+    if transparent:
         said.append(
             f"{counted(transparent, 'image')} with transparent parts, of which the "
             "colours that their files hide there are used, often black; state what is behind them: "
             + _stated("background", WHITE, option)
         )
-    if (unturned := found.get("unturned")) and not option:
+    unturned = found.get("unturned")
+    if unturned and not option:
         are = "is" if unturned == 1 else "are"
         said.append(
             f"{counted(unturned, 'image')} {are} not turned as EXIF says and viewers do; to turn "
@@ -93,7 +98,7 @@ def warning(found: Facts, pixels: Pixels, *, option: bool = False) -> str | None
 
 
 def _stated(key: str, values: Iterable[float], option: bool) -> str:
-    """Return how a key of `pixels` is stated, as an option or in an experiment."""
+    """Return the words that state a key of `pixels`, as an option or in an experiment."""
     words = [f"{value:g}" for value in values]
     if option:
         return f"--pixels {key}={','.join(words)}"
@@ -103,8 +108,9 @@ def _stated(key: str, values: Iterable[float], option: bool) -> str:
 def full_scale(low: float, high: float) -> tuple[float, float]:
     """Return the range to propose for values from `low` to `high`.
 
-    That of their bits (0 to 4095), which suits other images of the same camera too; of values below
-    0, fractions, or in less than a quarter of it, their own.
+    That is the range of their bits (such as 0 to 4095), which suits other images of the camera,
+    too. It is their own range if some are below 0 or fractions, or if they fill less than a
+    quarter of the range of their bits.
     """
     if low >= 0 and float(high).is_integer():
         span = 0.0, float((1 << max(8, int(high).bit_length())) - 1)

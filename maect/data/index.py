@@ -1,6 +1,6 @@
 """The index of a sharded split: where each sample's bytes are, read without scanning a tar.
 
-Whatever is not as it was recorded raises a `UserError`.
+Files that differ from their record raise `UserError`.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ class Index:
 
     @property
     def pixels(self) -> Pixels:
-        """Return the pixels that the images were sharded with; ImageNet's and so on by default."""
+        """Return how the images were converted; the default of `Pixels` if they were not."""
         return Pixels.model_validate(self.record.get("pixels", {}))
 
     @property
     def channels(self) -> int:
-        """Of every image."""
+        """Return the number of channels of every image."""
         return self.record.get("pixels", {}).get("channels", 3)
 
     def check_rows(self) -> None:
-        """Compare an index with its checksum that is too large to do so at every opening."""
+        """Check an index that is too large to be hashed whenever it is opened."""
         path = self.directory / "index.npy"
         if path.stat().st_size > _HASHED_ON_OPEN:
             _check_sha256(path, self.record["index_sha256"])
@@ -95,18 +95,18 @@ class Index:
 
     @property
     def turned(self) -> bool:
-        """Return whether images have to be turned upright as they are read."""
+        """Whether images have to be rotated upright as they are read."""
         return "pixels" in self.record and bool(self.record.get("turned"))
 
     @property
     def view_of(self) -> str | None:
-        """Return the digest of the split that this one is a view of: ids are that one's."""
+        """Return the digest of the split whose view this is and whose ids it has, or None."""
         digest: str | None = self.record.get("view_of", {}).get("digest")
         return digest
 
     @property
     def plain(self) -> bool:
-        """Return whether every image is an RGB picture as it is stored."""
+        """Whether every image is an RGB picture as it is stored."""
         return "pixels" not in self.record
 
     def render(self, i: int, geometries: NDArray[np.int32], out: Images) -> None:
@@ -127,7 +127,7 @@ class Index:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """int64 [n], -1 where unlabelled; a view on the mapped rows."""
+        """Labels, int64 [n], -1 where unlabelled; a view on the mapped rows."""
         return self.rows[:, LABEL]
 
     @property
@@ -136,12 +136,12 @@ class Index:
         return self.checksums[self.rows[:, ID]]
 
     def key(self, i: int) -> str:
-        """The sample's name in its tar, without extension: its name below the source."""
+        """Return a sample's name in its tar, without extension."""
         import numpy as np
 
         if self.record.get("in_place"):
             # Of somebody else's tar: a header may have half a long name, or a link's target.
-            ids, names, ends = self._listed
+            ids, names, ends = self._key_table
             line = int(np.searchsorted(ids, self.rows[i, ID]))
             return names[ends[line - 1] + 1 if line else 0 : ends[line]].decode()
         row = self.rows[i]
@@ -153,11 +153,11 @@ class Index:
         return f"{folder}/{base.split('.')[0]}" if folder else base.split(".")[0]
 
     def read(self, i: int) -> bytes:
-        """The image's bytes as they came.
+        """Read the original bytes of a sample's image.
 
         Raises:
-            UserError: the shard is gone or shorter than the index says, or the bytes are others.
-            OSError: it cannot be read at present, which another job may.
+            UserError: the shard is gone or too short, or the bytes have changed.
+            OSError: the file system fails; another job may succeed.
         """
         sample, shard, offset, size, *_ = self.rows[i].tolist()
         path = self.shards[shard]
@@ -175,7 +175,7 @@ class Index:
         return data
 
     def _bytes(self, shard: int, offset: int, size: int) -> bytes:
-        """As many bytes as there are of a shard."""
+        """Read `size` bytes of a shard, or fewer at its end."""
         data = b""
         try:
             while len(data) < size:  # a read may legally return less than asked
@@ -190,18 +190,18 @@ class Index:
         return data
 
     def undecodable(self, i: int, error: Exception) -> UserError:
-        """Return what to tell about a sample that was an image once."""
+        """Return the error for a sample that can no longer be decoded."""
         return UserError(
             f"{self.directory}: cannot decode sample {i} ({self.key(i)}): {error}; "
             "it could when it was sharded: check the shards with maect shard --verify"
         )
 
     def keys(self) -> list[str]:
-        """Names of all samples in order, from the list beside the index."""
-        return self._names().decode().split("\n")[:-1]
+        """Return the names of all samples in order, from keys.txt."""
+        return self._read_keys().decode().split("\n")[:-1]
 
-    def _names(self) -> bytes:
-        """Return that list."""
+    def _read_keys(self) -> bytes:
+        """Read keys.txt and compare it with its checksum."""
         path = self.directory / "keys.txt"
         try:
             with open_file(path) as file:
@@ -216,12 +216,12 @@ class Index:
         return data
 
     @cached_property
-    def _listed(self) -> tuple[NDArray[np.int64], bytes, NDArray[np.int64]]:
-        """Ids of all samples, which grow, the list of their names, and where each name ends."""
+    def _key_table(self) -> tuple[NDArray[np.int64], bytes, NDArray[np.int64]]:
+        """Return increasing ids of all samples, keys.txt, and the byte where each name ends."""
         import numpy as np
 
         ids = np.load(self.directory / "index.npy", mmap_mode="r")[:, ID].copy()
-        names = self._names()
+        names = self._read_keys()
         return ids, names, np.flatnonzero(np.frombuffer(names, np.uint8) == ord("\n"))
 
 
@@ -236,14 +236,15 @@ def open_index(directory: str | Path) -> Index:
     record = read_record(directory / "index.json")
     path = directory / "index.npy"
     try:
-        sums, sums_sha256 = directory / CHECKSUMS, record["crc32_sha256"]
+        sums = directory / CHECKSUMS
         if path.stat().st_size <= _HASHED_ON_OPEN:
             _check_sha256(path, record["index_sha256"])
-            _check_sha256(sums, sums_sha256)
+            _check_sha256(sums, record["crc32_sha256"])
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
         shape = (record["n"], len(COLUMNS))
         shards = tuple(directory / shard["file"] for shard in record["shards"])
-        names, digest = tuple(record["class_names"]), record["digest"]
+        names = tuple(record["class_names"])
+        digest = record["digest"]
         checksums = np.asarray(np.load(sums, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None

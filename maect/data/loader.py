@@ -1,14 +1,15 @@
-"""Batches of decoded crops: the same for every rank count, thread count and restart.
+"""Batches of decoded crops: the same for every number of ranks and threads, and after a restart.
 
 Threads decode straight into the batch (the decoders release Python's lock); a few batches are in
 flight. Nothing is kept between steps: step s of a run is a function of its arguments.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -22,54 +23,102 @@ from maect.data.decode import UnreadableError
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
 from maect.data.native import Images, crops
 from maect.data.order import Order
-from maect.data.packed import Packed, Packing
 from maect.data.pixels import open_pixels
 from maect.data.transforms import Change, center_crops, random_crops, whole_images
 from maect.recipes import View, views_by_size
 
+_ALIGNMENT = 64
 _IN_FLIGHT = 3
-_PER_TASK = 8
-_Note = TypeVar("_Note")
+_ROWS_PER_TASK = 8
+_Item = TypeVar("_Item")
 Draw = Callable[[NDArray[np.int64], NDArray[np.int64]], dict[str, Tensor]]
-"""What is drawn for a batch, by name, of epochs [b] and ids [b]; always of the same shapes."""
+"""Draws random numbers for a batch, by name, from epochs [b] and ids [b]; shapes never change."""
+
+# --- Batches in one piece of memory ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Field:
+    """Place of a tensor in a block of memory; `begin` and `end` in bytes."""
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Layout:
+    """Places of tensors, by name, in one block of memory of `size` bytes."""
+
+    def __init__(self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        self.fields: dict[str, _Field] = {}
+        self.size = 0
+        for name, (dtype, shape) in shapes.items():
+            end = self.size + prod(shape) * dtype.itemsize
+            self.fields[name] = _Field(self.size, end, dtype, shape)
+            self.size = -(-end // _ALIGNMENT) * _ALIGNMENT
+
+
+class Packed:
+    """A block of memory with such a layout; `tensors` are views on it by name."""
+
+    def __init__(self, layout: Layout, pinned: bool) -> None:
+        """Reserve the memory; pinned, a GPU copies it without the CPU."""
+        self._layout = layout
+        self._memory = torch.empty(layout.size, dtype=torch.uint8, pin_memory=pinned)
+        self.tensors = self._views(self._memory)
+
+    def to(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the tensors on a device, in one copy; on the CPU these, without a copy."""
+        return self._views(self._memory.to(device, non_blocking=True))
+
+    def _views(self, memory: Tensor) -> dict[str, Tensor]:
+        return {
+            name: memory[field.begin : field.end].view(field.dtype).view(field.shape)
+            for name, field in self._layout.fields.items()
+        }
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's part of a step's global batch."""
+    """One rank's part of a step's global batch.
+
+    Attributes:
+        ids: stable sample ids, [b].
+        epochs: epoch of each sample, [b]; a batch may straddle two.
+        labels: [b], -1 where unlabelled.
+        images: for each size of views uint8 [views, b, C, S, S] on the CPU: cropped, not yet
+            flipped or normalized. Sizes come in the order of `views_by_size`.
+        packed: images, ids, labels and random draws in one piece of memory, if asked for.
+    """
 
     step: int
     ids: NDArray[np.int64]
-    """Stable sample ids, [b]."""
     epochs: NDArray[np.int64]
-    """Epoch of each sample, [b]; a batch may straddle two."""
     labels: NDArray[np.int64]
-    """[b], -1 where unlabelled."""
     images: tuple[Tensor, ...]
-    """Of each size of views uint8 [views, b, C, S, S] on the CPU: cropped, not yet flipped or
-    normalized. Sizes come in the order of `views_by_size`."""
     packed: Packed | None = None
-    """Images, ids, labels and what was drawn for the batch, if that was asked for."""
 
-    def on(self, device: torch.device, draw: Draw) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Images of each size, and `ids`, `labels` and what is drawn for them, on a device."""
+    def to(self, device: torch.device, draw: Draw) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return on a device the images of each size, and `ids`, `labels` and random draws."""
         names = image_names(len(self.images))
         if self.packed is not None:
-            values = self.packed.on(device)
+            values = self.packed.to(device)
         else:
             values = dict(zip(names, self.images, strict=True))
             values |= _numbers(self.ids, self.labels) | draw(self.epochs, self.ids)
             values = {name: to_device_async(value, device) for name, value in values.items()}
-        return [values.pop(name) for name in names], values
+        images = [values.pop(name) for name in names]
+        return images, values
 
     def part(self, rows: slice) -> "Batch":
-        """Some of the samples, unpacked."""
+        """Return some of the samples, unpacked."""
         images = tuple(group[:, rows] for group in self.images)
         return Batch(self.step, self.ids[rows], self.epochs[rows], self.labels[rows], images)
 
 
 def image_names(sizes: int) -> list[str]:
-    """Return what images of each size are called in packed memory."""
+    """Return the names of the images of each size in packed memory."""
     return ["images", *(f"images.{number}" for number in range(1, sizes))]
 
 
@@ -77,19 +126,47 @@ def _numbers(ids: NDArray[np.int64], labels: NDArray[np.int64]) -> dict[str, Ten
     return {"ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 
+def batch_layout(images: Sequence[tuple[int, ...]], draw: Draw) -> Layout:
+    """Return the layout of batches with images uint8 [views, b, C, S, S] of these shapes."""
+    none = np.zeros(images[0][1], np.int64)
+    names = image_names(len(images))
+    shapes = {name: (torch.uint8, shape) for name, shape in zip(names, images, strict=True)}
+    for name, value in (_numbers(none, none) | draw(none, none)).items():
+        shapes[name] = value.dtype, tuple(value.shape)
+    return Layout(shapes)
+
+
+def add_draws(batch: Batch, draw: Draw) -> None:
+    """Add ids, labels and random draws to a packed batch of images."""
+    assert batch.packed is not None
+    values = _numbers(batch.ids, batch.labels) | draw(batch.epochs, batch.ids)
+    for name, value in values.items():
+        # PyTorch would copy by a team of threads for each of the decoding ones.
+        np.copyto(batch.packed.tensors[name].numpy(), value.numpy())
+
+
+# --- Batches of a split ---------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class _Job(Generic[_Note]):
-    note: _Note
+class _Job(Generic[_Item]):
+    """Samples to decode.
+
+    Attributes:
+        item: what is yielded when all is decoded.
+        rows: rows of the index, [b].
+        geometries: [b, views, 8], in the order of `out`.
+        out: for each view uint8 [b, C, S, S], to be filled.
+        change: called with a decoded sample's views and its position in the batch.
+        task: done once for the batch, in a thread.
+    """
+
+    item: _Item
     rows: NDArray[np.int64]
-    """Row numbers of the samples, [b]."""
     geometries: NDArray[np.int32]
-    """[b, views, 8], in the order of `out`."""
     out: Images
-    """Of each view uint8 [b, C, S, S], to be filled."""
     change: Callable[[Sequence[NDArray[np.uint8]], int], None] | None = None
-    """Called with a decoded sample's views and its row in the batch."""
-    beside: Callable[[], None] | None = None
-    """What else is to be done for the batch, in a thread."""
+    task: Callable[[], None] | None = None
 
 
 def train_batches(
@@ -108,12 +185,19 @@ def train_batches(
     draw: Draw | None = None,
     pinned: bool = False,
 ) -> Iterator[Batch]:
-    """Batches of steps `start_step` to `start_step + steps - 1`.
+    """Yield this rank's batches of steps `start_step` to `start_step + steps - 1`.
 
     Rank r gets rows r·b to (r+1)·b of the global batch, b = global_batch / world_size. Steps run
     on from epoch to epoch without a remainder: over n steps exactly n·global_batch samples come,
-    every sample once an epoch. `change` and `draw` run in the decoding threads; with `draw`,
-    batches are packed, in `pinned` memory if a GPU is to copy them.
+    every sample once an epoch.
+
+    Args:
+        change: changes decoded views, in the decoding threads.
+        draw: draws random numbers, in the decoding threads; batches are then packed.
+        pinned: pack them into pinned memory, for a GPU.
+
+    Raises:
+        UserError: `global_batch` is not a multiple of `world_size`, or an image is damaged.
     """
     if global_batch % world_size:
         raise UserError(f"batch_size {global_batch} is not a multiple of {world_size} ranks")
@@ -121,36 +205,20 @@ def train_batches(
         raise ValueError(f"rank {rank} of {world_size}")
     order = Order(index.n, seed)
     share = global_batch // world_size
-
     sizes = views_by_size(views, image_size).items()
     shapes = [(len(numbers), share, index.channels, size, size) for size, numbers in sizes]
-    layout = None if draw is None else layout_of(shapes, draw)
+    layout = None if draw is None else batch_layout(shapes, draw)
 
     def jobs() -> Iterator[_Job[Batch]]:
         for step in range(start_step, start_step + steps):
             rows, epochs = order.take(step * global_batch + rank * share, share)
             packed = None if layout is None else Packed(layout, pinned)
-            job = _views(index, step, rows, epochs, seed, views, image_size, change, packed)
-            yield job if draw is None else replace(job, beside=partial(fill, job.note, draw))
+            job = _views_job(index, step, rows, epochs, seed, views, image_size, change, packed)
+            if draw is not None:
+                job = replace(job, task=partial(add_draws, job.item, draw))
+            yield job
 
-    yield from _decoded(index, jobs(), threads)
-
-
-def layout_of(images: Sequence[tuple[int, ...]], draw: Draw) -> Packing:
-    """Return the layout of batches with images uint8 [views, b, C, S, S] of these shapes."""
-    none = np.zeros(images[0][1], np.int64)
-    values = _numbers(none, none) | draw(none, none)
-    shapes = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
-    named = zip(image_names(len(images)), images, strict=True)
-    return Packing({name: (torch.uint8, shape) for name, shape in named} | shapes)
-
-
-def fill(batch: Batch, draw: Draw) -> None:
-    """Put beside a batch's images what they are and what is drawn for them."""
-    assert batch.packed is not None
-    for name, value in (_numbers(batch.ids, batch.labels) | draw(batch.epochs, batch.ids)).items():
-        # PyTorch would copy by a team of threads for each of the decoding ones.
-        np.copyto(batch.packed.tensors[name].numpy(), value.numpy())
+    yield from _decode_jobs(index, jobs(), threads)
 
 
 def view_parts(
@@ -162,17 +230,17 @@ def view_parts(
     parts: Sequence[range],
     threads: int,
 ) -> Iterator[Batch]:
-    """Views of the rows of each of `parts`, in order, as a training has them in its first epoch."""
+    """Yield views of the rows of each of `parts`, in order, as in a training's first epoch."""
 
     def jobs() -> Iterator[_Job[Batch]]:
         for number, part in enumerate(parts):
             rows = np.array(part, np.int64)
-            yield _views(index, number, rows, np.zeros_like(rows), seed, views, image_size)
+            yield _views_job(index, number, rows, np.zeros_like(rows), seed, views, image_size)
 
-    yield from _decoded(index, jobs(), threads)
+    yield from _decode_jobs(index, jobs(), threads)
 
 
-def _views(
+def _views_job(
     index: Index,
     step: int,
     rows: NDArray[np.int64],
@@ -183,10 +251,13 @@ def _views(
     change: Change | None = None,
     packed: Packed | None = None,
 ) -> _Job[Batch]:
-    """Random crops of some rows."""
+    """Return the job of decoding random crops of some rows."""
     record = np.asarray(index.rows[rows])
-    groups, sides = views_by_size(views, image_size), (record[:, WIDTH], record[:, HEIGHT])
-    crop = partial(random_crops, *sides, seed=seed, epochs=epochs, ids=record[:, ID])
+    ids = record[:, ID]
+    groups = views_by_size(views, image_size)
+    crop = partial(
+        random_crops, record[:, WIDTH], record[:, HEIGHT], seed=seed, epochs=epochs, ids=ids
+    )
     geometries = [
         crop(views[number].crop_scale, size, view=number)
         for size, numbers in groups.items()
@@ -199,12 +270,12 @@ def _views(
         ]
     else:
         images = [packed.tensors[name] for name in image_names(len(groups))]
-    batch = Batch(step, record[:, ID], epochs, record[:, LABEL], tuple(images), packed)
+    batch = Batch(step, ids, epochs, record[:, LABEL], tuple(images), packed)
     out = [view for group in images for view in group.numpy()]
     job = _Job(batch, rows, np.stack(geometries, 1), out)
     if change is None:
         return job
-    return replace(job, change=lambda views, i: change(views, int(epochs[i]), int(batch.ids[i])))
+    return replace(job, change=lambda views, i: change(views, int(epochs[i]), int(ids[i])))
 
 
 def evaluation_parts(
@@ -216,57 +287,72 @@ def evaluation_parts(
     resize: int | None = None,
     squeezed: bool = False,
 ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-    """Images uint8 [b, C, S, S], labels [b] and ids [b] of the rows of each of `parts`, in order.
+    """Yield images uint8 [b, C, S, S], labels [b] and ids [b] of the rows of each of `parts`.
 
-    The shorter side is resized to `resize` (256/224 of `image_size` by default), bicubic, and the
-    centre is cut out; or whole images are `squeezed` into a square.
+    Args:
+        resize: pixels of the shorter side before the centre is cut out, bicubic; 256/224 of
+            `image_size` by default.
+        squeezed: resize whole images to a square instead.
+
+    Raises:
+        UserError: `resize` is smaller than `image_size`, or an image is damaged.
     """
-    resize = round(image_size * 256 / 224) if resize is None else resize
+    if resize is None:
+        resize = round(image_size * 256 / 224)
     if resize < image_size:
         raise UserError(f"resize {resize} is smaller than image_size {image_size}")
     cut = whole_images if squeezed else partial(center_crops, resize=resize)
     Item = tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]
 
     def jobs() -> Iterator[_Job[Item]]:
-        for rows in parts:
-            part = np.array(rows, np.int64)
-            record = np.asarray(index.rows[part])
+        for part in parts:
+            rows = np.array(part, np.int64)
+            record = np.asarray(index.rows[rows])
             geometries = cut(record[:, WIDTH], record[:, HEIGHT], size=image_size)
-            images = torch.empty(
-                len(part), index.channels, image_size, image_size, dtype=torch.uint8
-            )
+            shape = (len(rows), index.channels, image_size, image_size)
+            images = torch.empty(shape, dtype=torch.uint8)
             item = images, record[:, LABEL], record[:, ID]
-            yield _Job(item, part, geometries[:, None], images.numpy()[None])
+            yield _Job(item, rows, geometries[:, None], images.numpy()[None])
 
-    yield from _decoded(index, jobs(), threads)
+    yield from _decode_jobs(index, jobs(), threads)
 
 
-def _decoded(index: Index, jobs: Iterator[_Job[_Note]], threads: int) -> Iterator[_Note]:
-    """Decode jobs with `threads` threads, a few jobs ahead; yields their notes in order."""
+# --- Threads --------------------------------------------------------------------------------------
+
+
+def _decode_jobs(index: Index, jobs: Iterator[_Job[_Item]], threads: int) -> Iterator[_Item]:
+    """Decode jobs with `threads` threads, a few jobs ahead; yield their items in order."""
     pixels = open_pixels(index)
     pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="decode")
 
-    def begun(job: _Job[_Note]) -> tuple[_Note, list[Future[None]]]:
-        # Few enough for small images, whose decoding is as quick as a task's start. Of images that
-        # are decoded already one call makes the batch: each task takes Python's lock from the step.
-        length = max(_PER_TASK, len(job.rows) // (4 * max(1, threads)))
+    def submit(job: _Job[_Item]) -> tuple[_Item, list[Future[None]]]:
+        count = len(job.rows)
+        # Few tasks for small images, whose decoding is as quick as a task's start. One call makes
+        # the whole batch of decoded images: each task takes Python's lock from the step.
+        length = max(_ROWS_PER_TASK, count // (4 * max(1, threads)))
         if pixels is not None and job.change is None:
-            length = max(1, len(job.rows))
-        parts = [] if job.beside is None else [pool.submit(job.beside)]
-        parts += [
-            pool.submit(_decode, index, pixels, job, slice(i, i + length))
-            for i in range(0, len(job.rows), length)
-        ]
-        return job.note, parts
+            length = max(1, count)
+        tasks = []
+        if job.task is not None:
+            tasks.append(pool.submit(job.task))
+        for start in range(0, count, length):
+            end = min(start + length, count)
+            tasks.append(pool.submit(_decode_rows, index, pixels, job, start, end))
+        return job.item, tasks
 
-    yield from ahead(map(begun, jobs), pool)
+    yield from results_in_order(map(submit, jobs), pool)
 
 
-def ahead(
-    jobs: Iterable[tuple[_Note, list[Future[None]]]], pool: ThreadPoolExecutor
-) -> Iterator[_Note]:
-    """Yield what tasks of a pool make, in order; a few jobs are begun before they are asked for."""
-    pending: deque[tuple[_Note, list[Future[None]]]] = deque()
+def results_in_order(
+    jobs: Iterable[tuple[_Item, list[Future[None]]]], pool: ThreadPoolExecutor
+) -> Iterator[_Item]:
+    """Yield items in order, each when its tasks are done; submit a few jobs ahead.
+
+    Args:
+        jobs: submits an item's tasks to the pool when it is advanced.
+        pool: shut down at the end.
+    """
+    pending: deque[tuple[_Item, list[Future[None]]]] = deque()
     try:
         for job in jobs:
             pending.append(job)
@@ -278,29 +364,27 @@ def ahead(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _wait(note: _Note, parts: list[Future[None]]) -> _Note:
-    for part in parts:
-        part.result()
-    return note
+def _wait(item: _Item, tasks: list[Future[None]]) -> _Item:
+    for task in tasks:
+        task.result()
+    return item
 
 
-def _decode(
-    index: Index,
-    pixels: NDArray[np.uint8] | None,
-    job: _Job[_Note],
-    part: slice,
+def _decode_rows(
+    index: Index, pixels: NDArray[np.uint8] | None, job: _Job[_Item], start: int, end: int
 ) -> None:
-    """Make some samples of a batch in the job's `out`: read, decode, crop."""
-    rows, done = job.rows[part], False
+    """Read, decode and crop samples `start` to `end` of a batch into the job's `out`."""
+    rows = job.rows[start:end]
+    cropped = False
     if pixels is not None:
         record = index.rows[rows]
         sides = record[:, [WIDTH, HEIGHT]]
-        out = [view[part] for view in job.out]
-        done = crops(pixels, record[:, ID], sides, job.geometries[part], out)
-    for i, row in zip(range(*part.indices(len(job.rows))), rows.tolist(), strict=True):
+        out = [view[start:end] for view in job.out]
+        cropped = crops(pixels, record[:, ID], sides, job.geometries[start:end], out)
+    for i, row in enumerate(rows.tolist(), start):
         views = [view[i] for view in job.out]
         try:
-            if not done:
+            if not cropped:
                 index.render(row, job.geometries[i], views)
             if job.change is not None:
                 job.change(views, i)

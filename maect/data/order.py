@@ -1,4 +1,4 @@
-"""The order of an epoch, computed where it is needed and never stored.
+"""The order of an epoch's samples, computed when it is needed and never stored.
 
 The index is cut into chunks of consecutive samples. A keyed permutation orders the chunks; the
 samples of a window of chunks are shuffled among themselves. Reads stay inside one window, memory
@@ -23,7 +23,7 @@ class Permutation:
     """A keyed permutation of range(n): a Feistel network walked until it lands inside."""
 
     def __init__(self, n: int, seed: int, epoch: int, stream: int) -> None:
-        """The permutation of range(n) that belongs to (seed, epoch, stream)."""
+        """Make the permutation of range(n) that belongs to (seed, epoch, stream)."""
         self.n = n
         self._half = np.uint64(max(1, -(-max(n - 1, 1).bit_length() // 2)))
         self._mask = np.uint64((1 << int(self._half)) - 1)
@@ -66,7 +66,10 @@ class Order:
     def __init__(self, n: int, seed: int, chunk: int = CHUNK, window: int = WINDOW) -> None:
         if n < 1:
             raise ValueError("an order needs at least one sample")
-        self.n, self.seed, self.chunk, self.window = n, seed, chunk, window
+        self.n = n
+        self.seed = seed
+        self.chunk = chunk
+        self.window = window
         self.chunks = -(-n // chunk)
         self._short_by = self.chunks * chunk - n
         # Ranks and batches ask for neighbouring positions: two windows per thread suffice.
@@ -74,18 +77,20 @@ class Order:
         self._epoch = lru_cache(maxsize=4)(self._epoch_start)
 
     def take(self, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows and epochs, int64 [count] each, of `count` positions from `start` on."""
-        rows, epochs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        """Return rows and epochs, int64 [count] each, of `count` positions from `start` on."""
+        rows = [np.empty(0, np.int64)]
+        epochs = [np.empty(0, np.int64)]
         while count > 0:
             epoch, offset = divmod(start, self.n)
             part = self._from_epoch(epoch, offset, count)
             rows.append(part)
             epochs.append(np.full(len(part), epoch, np.int64))
-            start, count = start + len(part), count - len(part)
+            start += len(part)
+            count -= len(part)
         return np.concatenate(rows), np.concatenate(epochs)
 
     def _from_epoch(self, epoch: int, offset: int, count: int) -> NDArray[np.int64]:
-        """Up to `count` rows of one window, from `offset` in the epoch on."""
+        """Return up to `count` rows of one window, from `offset` in the epoch on."""
         _, short_at = self._epoch(epoch)
         size = self.window * self.chunk
         number = offset // size
@@ -93,17 +98,19 @@ class Order:
         if offset >= (number + 1) * size - self._missing_before(number + 1, short_at):
             number += 1
         start = number * size - self._missing_before(number, short_at)
-        return self._cached(epoch, number)[offset - start :][:count]
+        return self._cached(epoch, number)[offset - start : offset - start + count]
 
     def _missing_before(self, window: int, short_at: int) -> int:
+        """Return how many samples the windows before this one have less than full ones."""
         return self._short_by if short_at < window * self.window else 0
 
     def _epoch_start(self, epoch: int) -> tuple[Permutation, int]:
-        """The permutation of an epoch's chunks, and where it moves the short last one."""
+        """Return the permutation of an epoch's chunks, and where it puts the short last one."""
         chunks = Permutation(self.chunks, self.seed, epoch, random.CHUNK)
         return chunks, int(chunks.inverse(np.array([self.chunks - 1]))[0])
 
     def _window(self, epoch: int, number: int) -> NDArray[np.int64]:
+        """Return the rows of a window of an epoch, shuffled."""
         chunks, _ = self._epoch(epoch)
         first = number * self.window
         positions = np.arange(first, min(first + self.window, self.chunks), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Small images of a split, decoded once into an array beside its shards.
+"""Keep the decoded pixels of small images in an array beside their shards.
 
 The tars stay the source: the array holds what decoding them gives, is bound to their checksums, and
 is read in their place only with the native decoder, whose resampling has the same bits whatever an
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from maect.core.files import atomic_write, seek_record, sha256_file, write_record
 from maect.data import native
-from maect.data.decode import UnreadableError, whole
+from maect.data.decode import UnreadableError, render_whole
 from maect.data.index import HEIGHT, ID, WIDTH, Index
 
 log = logging.getLogger(__name__)
@@ -27,15 +27,15 @@ _HASHED_ON_OPEN = 1 << 30
 
 
 def pixels_files(index: Index) -> tuple[Path, Path]:
-    """The array, uint8 [n, H, W, 3] by sample id, and the record that it is complete."""
+    """Return the paths of the array, uint8 [n, H, W, 3] by sample id, and of its record."""
     folder = index.shards[0].parent  # those of a view are in another folder
     if index.record.get("in_place"):
         folder = index.directory
     return folder / "pixels.npy", folder / "pixels.json"
 
 
-def _source(index: Index) -> str:
-    """Identity of the tars."""
+def _tars_digest(index: Index) -> str:
+    """Return the identity of the tars."""
     return hashlib.sha256("".join(s["sha256"] for s in index.record["shards"]).encode()).hexdigest()
 
 
@@ -49,7 +49,7 @@ def write_pixels(index: Index) -> None:
     if max(width, height) > LARGEST or not index.plain:
         return
     shape = (index.n, height, width, 3)
-    known = {"source": _source(index), "shape": list(shape)}
+    known = {"source": _tars_digest(index), "shape": list(shape)}
     if path.exists() and seek_record(record).items() >= known.items():
         return
     try:
@@ -60,7 +60,7 @@ def write_pixels(index: Index) -> None:
             for i, (w, h) in enumerate(index.rows[:, [WIDTH, HEIGHT]].tolist()):
                 image = np.zeros(shape[1:], np.uint8)
                 try:
-                    image[:h, :w] = whole(index.read(i), w, h)
+                    image[:h, :w] = render_whole(index.read(i), w, h)
                 except UnreadableError as error:
                     raise index.undecodable(i, error) from None
                 file.write(image.tobytes())
@@ -70,11 +70,11 @@ def write_pixels(index: Index) -> None:
 
 
 def open_pixels(index: Index) -> NDArray[np.uint8] | None:
-    """The array of a split's images, memory-mapped; None where images have to be decoded."""
+    """Return the array of a split's images, memory-mapped; None where they must be decoded."""
     path, record = pixels_files(index)
     if native.library() is None or not record.exists() or not index.plain:
         return None
-    if seek_record(record).get("source") != _source(index):
+    if seek_record(record).get("source") != _tars_digest(index):
         _warn(path, "of other shards, or damaged")
         return None
     try:
@@ -82,7 +82,7 @@ def open_pixels(index: Index) -> NDArray[np.uint8] | None:
     except OSError as error:
         _warn(path, str(error.strerror))
         return None
-    array = _opened(path, written.st_mtime_ns, written.st_size)
+    array = _open_array(path, written.st_mtime_ns, written.st_size)
     if array is None or index.rows[:, ID].max() >= len(array):
         _warn(path, "damaged")
         return None
@@ -97,8 +97,8 @@ def _warn(path: Path, fault: str) -> None:
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path, modified: int, size: int) -> NDArray[np.uint8] | None:
-    """The array if it is what its record says; hashed once for the process."""
+def _open_array(path: Path, modified: int, size: int) -> NDArray[np.uint8] | None:
+    """Open an array that matches its record, else None; hash it once for the process."""
     known = seek_record(path.with_suffix(".json"))
     try:
         if size <= _HASHED_ON_OPEN and sha256_file(path) != known.get("sha256"):
@@ -112,7 +112,7 @@ def _opened(path: Path, modified: int, size: int) -> NDArray[np.uint8] | None:
 
 
 def pixels_fault(index: Index) -> str | None:
-    """Return what is wrong with the array of a split, if it has one: every image is compared."""
+    """Compare every image with the array, if there is one; return the first fault or None."""
     path, record = pixels_files(index)
     if not record.exists():
         return None
@@ -121,6 +121,6 @@ def pixels_fault(index: Index) -> str | None:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     for i, row in enumerate(index.rows):
         w, h = row[[WIDTH, HEIGHT]].tolist()
-        if not np.array_equal(array[row[ID], :h, :w], whole(index.read(i), w, h)):
+        if not np.array_equal(array[row[ID], :h, :w], render_whole(index.read(i), w, h)):
             return f"{path.name}: sample {i} ({index.key(i)!r}) differs from its tar"
     return None

@@ -1,4 +1,4 @@
-"""Random draws as a pure function of what they are for, not of when they are drawn.
+"""Random numbers as a pure function of their purpose, not of when they are drawn.
 
 Every number is a hash of (seed, stream, view, epoch, sample id, position). A worker, a rank or a
 resumed run that asks for the same sample gets the same numbers. Only integer arithmetic modulo
@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Streams: what the numbers are for. A value is never reused for another purpose.
+# Streams: purposes of numbers. A value is never reused for another purpose.
 ORDER = 1
 CHUNK = 2
 CROP = 3
@@ -61,7 +61,7 @@ def _words(values: ArrayLike) -> NDArray[np.uint64]:
 
 
 def keys(seed: int, epochs: ArrayLike, ids: ArrayLike, view: int, stream: int) -> NDArray:
-    """One uint64 per sample, the starting point of its sequence; distinct for distinct ids."""
+    """Return the start of each sample's sequence, uint64 [b]; distinct for distinct ids."""
     state = np.array([seed & _WORD], np.uint64)
     for part in ([stream], [view], epochs, ids):
         state = mix(mix(state + _GOLDEN) ^ (_words(part) * _GOLDEN))
@@ -71,12 +71,12 @@ def keys(seed: int, epochs: ArrayLike, ids: ArrayLike, view: int, stream: int) -
 def bits(
     seed: int, epochs: ArrayLike, ids: ArrayLike, view: int, stream: int, n: int, first: int = 0
 ) -> NDArray[np.uint64]:
-    """Random words.
+    """Draw random 64-bit words.
 
     Args:
         epochs: the epoch of each sample, or one for all.
         ids: stable sample ids, [b].
-        stream: a constant of this module: what the numbers are for.
+        stream: a constant of this module: the purpose of the numbers.
         n: words per sample.
         first: words of its sequence that come before these.
 
@@ -91,7 +91,7 @@ def bits(
 def uniform(
     seed: int, epochs: ArrayLike, ids: ArrayLike, view: int, stream: int, n: int
 ) -> NDArray[np.float64]:
-    """Random numbers in [0, 1), float64 [b, n], with the arguments of `bits`."""
+    """Draw numbers in [0, 1), float64 [b, n]; arguments as for `bits`."""
     return (bits(seed, epochs, ids, view, stream, n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -102,9 +102,10 @@ def ids_shuffle(
     ids: NDArray[np.int64],
     views: Iterable[int],
 ) -> Tensor:
-    """Random order of each sample's patches, int64 [views, b, L]; MAE's first stay visible.
+    """Draw an order of each sample's patches, int64 [views, b, L]; MAE keeps the first visible.
 
-    `views`: their numbers, each of which draws its own order.
+    Args:
+        views: numbers of the views, each of which draws its own order.
     """
     import torch
 
@@ -118,7 +119,7 @@ def ids_shuffle(
 def lookup_numbers(
     k: int, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
 ) -> Tensor:
-    """Draw which of the k nearest neighbours is the positive: below k, int64 [views, b]."""
+    """Draw which of the k nearest neighbours is the positive: 0 to k - 1, int64 [views, b]."""
     import torch
 
     rows = [uniform(seed, epochs, ids, view, LOOKUP, 1) for view in range(views)]
@@ -128,7 +129,7 @@ def lookup_numbers(
 def wrong_lookups(
     right: float, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
 ) -> Tensor:
-    """Return whether each lookup is to be wrong, where a part `right` is not: bool [views, b]."""
+    """Draw whether each lookup is wrong, bool [views, b]; a share `right` of them is not."""
     import torch
 
     rows = [uniform(seed, epochs, ids, view, WRONG, 1) for view in range(views)]
@@ -138,10 +139,10 @@ def wrong_lookups(
 def drop_path_factors(
     rates: NDArray[np.float64], seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64]
 ) -> Tensor:
-    """Factors of the residual branches under stochastic depth (Huang et al. 2016).
+    """Draw factors of the residual branches for stochastic depth (Huang et al. 2016).
 
     Args:
-        rates: how often each branch is dropped, [branches].
+        rates: probability of dropping each branch, [branches].
 
     Returns:
         float32 [branches, b]: 0 where a branch is dropped, otherwise 1 / (1 - rate).

@@ -1,7 +1,7 @@
-"""Fetches public files on a machine with internet: resumable, checked, never half there.
+"""Download public files: resumable, checked, and complete under their final names only.
 
-The catalogue says where each is, under which name and with which sha256: where the maintainers of
-this file have hashed the content; elsewhere the first download's hash is kept beside the file.
+The catalogue has address, name and, where it is known, sha256 of each file. Of others the hash of
+the first download is kept beside the file.
 ImageNet-1k itself needs an account and is not here.
 
 By hand, because the common libraries lose what gigabytes over a bad line need: pooch, for one, has
@@ -39,7 +39,7 @@ _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, ValueErr
 
 @dataclass(frozen=True)
 class Remote:
-    """One file: its address, its name here, its hash if known, the folder it unpacks to."""
+    """A public file: its address, its name here, its hash if known, the folder it unpacks to."""
 
     url: str
     name: str
@@ -60,7 +60,7 @@ CATALOGUE: dict[str, tuple[Remote, ...]] = {
 
 
 def retrieve(what: str, out: Path) -> list[Path]:
-    """Fetch everything of a name in the catalogue; what is there already is only checked.
+    """Fetch all files of a name in the catalogue; only check those that exist.
 
     Returns the files, or the folders that archives were unpacked to. A UserError says what failed.
     """
@@ -78,10 +78,10 @@ def fetch_all(remotes: Iterable[Remote], out: Path, wait: float = 2.0) -> list[P
         path = out / remote.name
         if not path.exists():
             _download(remote, path, wait)
-        actual, seen = _checked(remote, path), _seen(path)
+        sha256 = _check_hash(remote, path)
         fetched.append(path if not remote.unpacks_to else _unpack(path, out / remote.unpacks_to))
-        if not seen.exists():  # not of an archive that cannot be unpacked
-            write_text(seen, f"{actual}  {path.name}\n")
+        if not _hash_file(path).exists():  # not before an archive is unpacked
+            write_text(_hash_file(path), f"{sha256}  {path.name}\n")
     return fetched
 
 
@@ -91,7 +91,7 @@ def _download(remote: Remote, path: Path, wait: float) -> None:
     while True:
         before = _size(part)
         try:
-            _append(remote.url, part)
+            _continue_download(remote.url, part)
             break
         except urllib.error.HTTPError as error:
             reason = f"HTTP {error.code}"
@@ -111,22 +111,22 @@ def _download(remote: Remote, path: Path, wait: float) -> None:
     # A wrong file must not be taken for a part to resume from.
     if remote.sha256 is not None and sha256_file(part) != remote.sha256:
         part.unlink()
-        _tag(part).unlink(missing_ok=True)
+        _etag_file(part).unlink(missing_ok=True)
         raise UserError(
             f"{remote.url}: sha256 differs from the expected {remote.sha256}; the download was "
             "deleted. Try again; if it stays, the file has changed at its source"
         )
     fsync_path(part)
     part.rename(path)
-    _tag(part).unlink(missing_ok=True)
+    _etag_file(part).unlink(missing_ok=True)
 
 
-def _append(url: str, part: Path) -> None:
+def _continue_download(url: str, part: Path) -> None:
     """Continue a download where it stopped, unless the source has changed since."""
     start = _size(part)
     headers = {"User-Agent": "maect"}
-    if start and _tag(part).exists():
-        headers |= {"Range": f"bytes={start}-", "If-Range": _tag(part).read_text().strip()}
+    if start and _etag_file(part).exists():
+        headers |= {"Range": f"bytes={start}-", "If-Range": _etag_file(part).read_text().strip()}
     else:
         start = 0
     request = urllib.request.Request(url, headers=headers)
@@ -136,36 +136,38 @@ def _append(url: str, part: Path) -> None:
         if error.code != 416 or not start:
             raise
         part.unlink()  # asked for bytes behind the end: start over
-        return _append(url, part)
+        return _continue_download(url, part)
     with response:
         resumed = response.status == 206
         length = response.headers.get("Content-Length")
         tag = response.headers.get("ETag") or response.headers.get("Last-Modified")
         if tag and not tag.startswith("W/"):  # a weak tag cannot vouch for a range
-            _tag(part).write_text(tag)
+            _etag_file(part).write_text(tag)
         else:
-            _tag(part).unlink(missing_ok=True)
+            _etag_file(part).unlink(missing_ok=True)
         received = 0
         with open(part, "ab" if resumed else "wb") as file:
-            while piece := response.read(_PIECE):
+            for piece in iter(lambda: response.read(_PIECE), b""):
                 file.write(piece)
                 received += len(piece)
     if length is not None and received != int(length):
         raise ConnectionError(f"connection closed after {received} of {length} bytes")
 
 
-def _seen(path: Path) -> Path:
-    """The file with the hash of a file's first download."""
+def _hash_file(path: Path) -> Path:
+    """Return the file with the hash of a file's first download."""
     return path.with_name(f"{path.name}.sha256")
 
 
-def _checked(remote: Remote, path: Path) -> str:
-    """Return a file's hash; a UserError if it is not the known one, or the one seen at first."""
-    seen, actual = _seen(path), sha256_file(path)
-    expected, cure = remote.sha256, ""
-    if expected is None and seen.exists():
-        expected = seen.read_text(encoding="utf-8").split()[0]
-        cure = f" (if the first download was wrong, delete {seen.name}, too)"
+def _check_hash(remote: Remote, path: Path) -> str:
+    """Return a file's hash; UserError if it is neither the known one nor the first download's."""
+    actual = sha256_file(path)
+    expected = remote.sha256
+    cure = ""
+    first = _hash_file(path)
+    if expected is None and first.exists():
+        expected = first.read_text(encoding="utf-8").split()[0]
+        cure = f" (if the first download was wrong, delete {first.name}, too)"
     if expected not in (None, actual):
         raise UserError(
             f"{path}: sha256 is {actual}, expected {expected}; delete it and try again{cure}"
@@ -207,5 +209,5 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _tag(part: Path) -> Path:
+def _etag_file(part: Path) -> Path:
     return part.with_name(f"{part.name}.tag")

@@ -1,4 +1,4 @@
-"""Verification of shards: against their own checksums, and against where they are from."""
+"""Check shards against their checksums, and compare them with the images they are made of."""
 
 import hashlib
 import tarfile
@@ -17,37 +17,49 @@ from maect.data.decode import UnreadableError
 from maect.data.index import HEIGHT, ID, LABEL, OFFSET, SHARD, SIZE, WIDTH, Index, open_index
 from maect.data.pixels import pixels_fault
 from maect.data.shard_plan import image_names, read_plan
-from maect.data.shards import AT_ONCE, content_hash, prepare
+from maect.data.shards import IMAGES_AT_ONCE, content_hash, ready_images
 from maect.data.sources.base import Entry, ImageSource
 
 
 def verify(directory: Path, *, threads: int = 1) -> int:
-    """Check every shard and decode every image; return their number, or a UserError with faults."""
+    """Check every shard and decode every image; return their number.
+
+    Raises:
+        UserError: with the number of faults and the first five.
+    """
     index = open_index(directory)
     faults = _index_faults(index)
     with ThreadPoolExecutor(max(1, threads)) as pool:
         for number in range(len(index.shards)):
             faults += _shard_faults(index, number)
-        for start in range(0, index.n, AT_ONCE):
-            rows = range(start, min(start + AT_ONCE, index.n))
-            faults += [fault for fault in pool.map(lambda i: _image_fault(index, i), rows) if fault]
-    if not faults and (fault := pixels_fault(index)):
-        faults.append(fault)
+        for start in range(0, index.n, IMAGES_AT_ONCE):
+            rows = range(start, min(start + IMAGES_AT_ONCE, index.n))
+            found = pool.map(lambda i: _image_fault(index, i), rows)
+            faults += [fault for fault in found if fault is not None]
+    if not faults:
+        fault = pixels_fault(index)
+        if fault is not None:
+            faults.append(fault)
     if faults:
-        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
-        raise UserError(f"{directory}: {len(faults)} fault(s): {shown}")
+        shown = "; ".join(faults[:5])
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise UserError(f"{directory}: {len(faults)} fault(s): {shown}{more}")
     return index.n
 
 
-def differing(out: Path, source: ImageSource, entries: list[Entry]) -> list[Entry]:
-    """The images that are not those of their names in finished shards; others are not there."""
-    index, plan = open_index(out), read_plan(out)
+def differing_images(out: Path, source: ImageSource, entries: list[Entry]) -> list[Entry]:
+    """Return those images whose bytes are others than in finished shards, of those that are there.
+
+    An image that has become unreadable differs, too.
+    """
+    index = open_index(out)
+    plan = read_plan(out)
     rows = {name: row for row, name in enumerate(image_names(index))}
     known = [entry for entry in entries if entry.name in rows]
     sums = index.checksums[index.rows[[rows[entry.name] for entry in known], ID]].tolist()
     with tempfile.TemporaryDirectory() as folder:
         source.read_ahead(known, Path(folder))
-        images = prepare(source, known, plan["options"], 1)
+        images = ready_images(source, known, plan["options"], 1)
         return [
             entry
             for entry, image, crc32 in zip(known, images, sums, strict=True)
@@ -68,13 +80,15 @@ def _index_faults(index: Index) -> list[str]:
 
 
 def _shard_faults(index: Index, number: int) -> list[str]:
-    path, recorded = index.shards[number], index.record["shards"][number]
+    path = index.shards[number]
+    recorded = index.record["shards"][number]
+    in_place = index.record.get("in_place")
     faults = []
-    in_place, rows = index.record.get("in_place"), np.asarray(index.rows)
+    rows = np.asarray(index.rows)
     rows = rows[rows[:, SHARD] == number]
     # A view has some of such a tar's samples, each of which is compared when it is read.
     if not (in_place and "view_of" in index.record):
-        sha256 = _content_of(index, rows) if in_place else sha256_file(path)
+        sha256 = _contents_sha256(index, rows) if in_place else sha256_file(path)
         if sha256 != recorded.get("sha256"):
             faults.append(f"{path.name}: checksum differs")
     try:
@@ -91,9 +105,10 @@ def _shard_faults(index: Index, number: int) -> list[str]:
     return faults
 
 
-def _content_of(index: Index, rows: NDArray[np.int64]) -> str:
-    """Return what the index says instead of a checksum of a tar that lies elsewhere."""
-    keys, digest = index.keys(), hashlib.sha256()
+def _contents_sha256(index: Index, rows: NDArray[np.int64]) -> str:
+    """Return the sha256 of samples' contents, which stands for a tar that is read in place."""
+    keys = index.keys()
+    digest = hashlib.sha256()
     for i, label in zip(rows[:, ID].tolist(), rows[:, LABEL].tolist(), strict=True):
         try:
             data = index.read(i)

@@ -1,4 +1,4 @@
-"""Plan of a split's shards: which image goes where, fixed before the first byte is written.
+"""Plan the shards of a split: which image goes where, fixed before the first byte is written.
 
 An image's id is its position in a shuffled list, whatever the number of shards, so neither that
 number nor the order in which they are written changes what training sees.
@@ -7,8 +7,8 @@ number nor the order in which they are written changes what training sees.
 import hashlib
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import astuple
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from maect.data import key_of, random
 from maect.data.index import Index
 from maect.data.sources import open_source
 from maect.data.sources.archives import WebDataset
-from maect.data.sources.base import Entry, text_lines
-from maect.data.sources.noted import note_files
+from maect.data.sources.base import Entry, ImageSource, Listing, text_lines
+from maect.data.sources.file_stats import note_files
 from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,24 @@ log = logging.getLogger(__name__)
 _SEED = 0
 
 
-def planned(
+@dataclass(frozen=True)
+class Plan:
+    """Plan of a split's shards; nothing of it is written yet.
+
+    Attributes:
+        record: content of plan.json.
+        listings: content of parts/NUMBER.jsonl for each shard: the images in it, one a line.
+        source: where the images are read.
+        listed: all images of the source, also those that the plan leaves out.
+    """
+
+    record: dict[str, Any]
+    listings: list[str]
+    source: ImageSource
+    listed: Sequence[Entry]
+
+
+def plan_shards(
     source: Path,
     kind: str,
     out: Path,
@@ -42,10 +59,23 @@ def planned(
     skip_unreadable: bool = False,
     shorter_side: int | None = None,
     pixels: Pixels | None = None,
-) -> tuple[dict[str, Any], list[str], Callable[[], None]]:
-    """The plan of `plan_shards`, the listing of each shard, and what notes the files down.
+) -> Plan:
+    """List the source, shuffle its images and assign each to a shard. Write nothing.
 
-    Nothing is written.
+    Args:
+        source: folder or file with the images.
+        out: folder that the shards are for.
+        shards: number of tars; of tars that are indexed where they lie, their own number.
+        split: name of the split; that of `out` by default.
+        labels: labels of the source, for the kinds that take them.
+        only: text file with the names of the images to take, one a line.
+        exclude: text file with the names of the images to leave out.
+        skip_unreadable: leave out images that are gone or unreadable and list them in the index.
+        shorter_side: pixels to which larger images are recompressed (off by default).
+        pixels: how the images are converted.
+
+    Raises:
+        UserError: a wrong source, a list that names other images, or too few images.
     """
     if shards < 1:
         raise UserError(f"--shards {shards}: at least one is needed")
@@ -60,35 +90,12 @@ def planned(
     listing = images.listing()
     if listing.ignored:
         log.info("%s: files left out, by suffix: %s", source, listing.left_out)
-    wanted, missing = _named(listing.entries, only, skip_unreadable)
-    unwanted, gone = _named(listing.entries, exclude, skip_unreadable)
-    entries = [entry for entry in listing.entries if entry.name not in unwanted]
-    unlisted = 0
-    if only is not None:
-        entries = [entry for entry in entries if entry.name in wanted]
-        unlisted = len(listing.entries) - len(wanted)
-    if listing.entries and not entries:
-        lists = " and ".join(str(path) for path in (only, exclude) if path is not None)
-        raise UserError(f"{lists}: no image of {source} is left; correct the list")
-    made = {} if pixels is None else pixels.files
-    tars = []
-    if isinstance(images, WebDataset):
-        tars = [str(tar.resolve()) for tar in images.tars]
-        shards = max(1, min(len(tars), len(entries)))
-    if shards > len(entries):
-        raise UserError(f"{source}: {shards} shards for {len(entries)} images; lower the number")
-    keyed = list(zip(_keys(entries), entries, strict=True))
-    order = np.argsort(random.bits(_SEED, 0, np.arange(len(keyed)), 0, random.SHARD, 1)[:, 0])
-    texts = []
-    for number in range(shards):
-        part = order[slice(*_bounds(len(keyed), shards, number))]
-        lines = (json.dumps([keyed[i][0], *astuple(keyed[i][1])]) for i in part)
-        texts.append("".join(f"{line}\n" for line in lines))
-    plan = {
+    choice = _choose(listing, source, only, exclude, skip_unreadable)
+    record: dict[str, Any] = {
         "split": split or out.name,
         "kind": kind,
         "source": str(images.path.resolve()),
-        "n": len(keyed),
+        "n": len(choice.entries),
         "shards": shards,
         "class_names": listing.class_names,
         "ignored": {
@@ -96,49 +103,71 @@ def planned(
             "suffixes": listing.ignored_suffixes,
             "first": listing.ignored[:10],
         },
-        "excluded": sorted(unwanted),
-        **({"unlisted": unlisted, "only": str(only)} if only is not None else {}),
-        **({"skip_unreadable": True, "gone": [*missing, *gone]} if skip_unreadable else {}),
-        **({"tars": tars} if tars else {}),
-        "options": ({} if shorter_side is None else {"shorter_side": shorter_side})
-        | ({"pixels": made} if made else {}),
-        "listings": [hashlib.sha256(text.encode()).hexdigest() for text in texts],
+        "excluded": choice.excluded,
     }
-    return plan, texts, lambda: note_files(out, images, listing.entries)
+    if only is not None:
+        record |= {"unlisted": choice.unlisted, "only": str(only)}
+    if skip_unreadable:
+        record |= {"skip_unreadable": True, "gone": choice.gone}
+    if isinstance(images, WebDataset):
+        tars = [str(tar.resolve()) for tar in images.tars]
+        record["shards"] = max(1, min(len(tars), len(choice.entries)))
+        if tars:
+            record["tars"] = tars
+    shards, n = record["shards"], record["n"]
+    if shards > n:
+        raise UserError(f"{source}: {shards} shards for {n} images; lower the number")
+    listings = _listings(choice.entries, shards)
+    record["options"] = stored_options(shorter_side, pixels)
+    record["listings"] = [hashlib.sha256(text.encode()).hexdigest() for text in listings]
+    return Plan(record, listings, images, listing.entries)
 
 
-def store_plan(
-    out: Path, plan: dict[str, Any], listings: list[str], note: Callable[[], None]
-) -> None:
-    """Write the plan, unless it is there; finished shards of another plan are never overwritten."""
+def stored_options(shorter_side: int | None, pixels: Pixels | None) -> dict[str, Any]:
+    """Return the options that change an image's bytes, as plan.json has them."""
+    options: dict[str, Any] = {}
+    if shorter_side is not None:
+        options["shorter_side"] = shorter_side
+    if pixels is not None and pixels.files:
+        options["pixels"] = pixels.files
+    return options
+
+
+def store_plan(out: Path, plan: Plan) -> None:
+    """Write a plan, unless it is written already.
+
+    Raises:
+        UserError: `out` holds finished shards of another plan.
+    """
+    record = plan.record
     for path in sorted((out / "parts").glob("[0-9]*.json")):
-        number, record = int(path.stem), read_record(path)
-        planned = plan["listings"][number] if number < plan["shards"] else None
-        if (record.get("listing"), record.get("options")) != (planned, plan["options"]):
+        number = int(path.stem)
+        finished = read_record(path)
+        planned = record["listings"][number] if number < record["shards"] else None
+        if (finished.get("listing"), finished.get("options")) != (planned, record["options"]):
             raise UserError(
                 f"{out}: holds finished shards of other images, options or number of shards; "
                 "choose another folder or delete this one"
             )
-    if (out / "plan.json").exists() and read_record(out / "plan.json") == plan:
+    if (out / "plan.json").exists() and read_record(out / "plan.json") == record:
         return
-    for number, text in enumerate(listings):
+    for number, text in enumerate(plan.listings):
         write_text(_listing_path(out, number), text)
-    note()
-    write_record(out / "plan.json", plan)
+    note_files(out, plan.source, plan.listed)
+    write_record(out / "plan.json", record)
 
 
 def read_plan(out: Path) -> dict[str, Any]:
-    """The plan of a folder of shards, or a UserError: there is none."""
+    """Read plan.json of a folder of shards; UserError if there is none."""
     if not (out / "plan.json").exists():
         raise UserError(f"{out}: no plan.json; plan the shards first (maect shard)")
     return read_record(out / "plan.json")
 
 
-def read_listing(out: Path, number: int) -> tuple[int, list[tuple[str, Entry]]]:
-    """First id, and (key, entry) of every image of a shard."""
-    plan = read_plan(out)
-    if not 0 <= number < plan["shards"]:
-        raise UserError(f"{out}: no shard {number}; there are {plan['shards']}, from 0 on")
+def read_listing(
+    out: Path, plan: dict[str, Any], number: int
+) -> tuple[int, list[tuple[str, Entry]]]:
+    """Return the first id of a shard, and key and entry of each image in it."""
     path = _listing_path(out, number)
     try:
         data = path.read_bytes()
@@ -152,46 +181,95 @@ def read_listing(out: Path, number: int) -> tuple[int, list[tuple[str, Entry]]]:
 
 
 def image_names(index: Index) -> list[str]:
-    """Names of all samples below their source, as far as the plan of the shards is there."""
+    """Return each sample's name below its source; its key where no plan says the name."""
     known: dict[str, str] = {}
-    if (index.directory / "plan.json").exists():
-        for number in range(read_plan(index.directory)["shards"]):
-            known |= {key: entry.name for key, entry in read_listing(index.directory, number)[1]}
+    out = index.directory
+    if (out / "plan.json").exists():
+        plan = read_plan(out)
+        for number in range(plan["shards"]):
+            _, entries = read_listing(out, plan, number)
+            known |= {key: entry.name for key, entry in entries}
     keys = index.keys()
     return [known.get(key, key) for key in keys]
 
 
 def _listing_path(out: Path, number: int) -> Path:
-    """Return what goes into a shard."""
     return out / "parts" / f"{number:06d}.jsonl"
 
 
 def _bounds(n: int, shards: int, number: int) -> tuple[int, int]:
+    """Return the first id of a shard, and the first behind it."""
     return number * n // shards, (number + 1) * n // shards
 
 
-def _named(entries: list[Entry], path: Path | None, skip: bool) -> tuple[set[str], list[str]]:
-    """The images that a list names, and, if some may be gone, the names of those.
+@dataclass(frozen=True)
+class _Choice:
+    """Images to shard, and what the lists of names leave out.
 
-    What stands behind a tab is not read: a list of unreadable images says there why.
+    Attributes:
+        excluded: names that are listed to be left out, sorted.
+        unlisted: number of images that the list of those to take does not name.
+        gone: listed names that the source no longer has.
+    """
+
+    entries: list[Entry]
+    excluded: list[str]
+    unlisted: int
+    gone: list[str]
+
+
+def _choose(
+    listing: Listing, source: Path, only: Path | None, exclude: Path | None, skip: bool
+) -> _Choice:
+    """Choose images by the lists of names."""
+    wanted, missing = _read_names(listing.entries, only, skip)
+    unwanted, gone = _read_names(listing.entries, exclude, skip)
+    entries = [entry for entry in listing.entries if entry.name not in unwanted]
+    unlisted = 0
+    if only is not None:
+        entries = [entry for entry in entries if entry.name in wanted]
+        unlisted = len(listing.entries) - len(wanted)
+    if listing.entries and not entries:
+        lists = " and ".join(str(path) for path in (only, exclude) if path is not None)
+        raise UserError(f"{lists}: no image of {source} is left; correct the list")
+    return _Choice(entries, sorted(unwanted), unlisted, [*missing, *gone])
+
+
+def _read_names(entries: list[Entry], path: Path | None, skip: bool) -> tuple[set[str], list[str]]:
+    """Read a list of names: those of images, and, if `skip`, those that are gone.
+
+    Text behind a tab is not read: a list of unreadable images gives the reason there.
     """
     if path is None:
         return set(), []
     lines = set(text_lines(path)) - {""}
-    there = {entry.name for entry in entries}
-    names = {line if line in there else line.partition("\t")[0] for line in lines}
-    gone = sorted(names - there)
+    known = {entry.name for entry in entries}
+    names = {line if line in known else line.partition("\t")[0] for line in lines}
+    gone = sorted(names - known)
     if gone and not skip:
         more = f", nor are {len(gone) - 1} others of its lines" if len(gone) > 1 else ""
         raise UserError(
             f"{path}: {gone[0]!r} is not in the source{more}; correct the list, or have what is "
             "gone or unreadable left out (skip_unreadable: true, or --skip-unreadable)"
         )
-    return names & there, gone
+    return names & known, gone
 
 
-def _keys(entries: list[Entry]) -> list[str]:
-    """Unique names in a tar, without extension."""
+def _listings(entries: list[Entry], shards: int) -> list[str]:
+    """Shuffle the images and return the listing of each shard."""
+    keys = _unique_keys(entries)
+    n = len(entries)
+    order = np.argsort(random.bits(_SEED, 0, np.arange(n), 0, random.SHARD, 1)[:, 0]).tolist()
+    listings = []
+    for number in range(shards):
+        start, end = _bounds(n, shards, number)
+        lines = [json.dumps([keys[i], *astuple(entries[i])]) for i in order[start:end]]
+        listings.append("".join(f"{line}\n" for line in lines))
+    return listings
+
+
+def _unique_keys(entries: list[Entry]) -> list[str]:
+    """Return the name of each image in its tar, without extension."""
     taken: set[str] = set()
     keys = []
     for entry in entries:

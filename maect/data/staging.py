@@ -1,4 +1,4 @@
-"""Copies a split's shards to storage of the node, once per node, before training reads them."""
+"""Copy a split's shards to storage of the node, once per node, before training reads them."""
 
 import fcntl
 import hashlib
@@ -27,7 +27,7 @@ _COPIES_AT_ONCE = 4  # one stream alone does not fill a parallel file system
 def stage(directory: Path, storage: str) -> Path:
     """Return a folder on node-local storage with the same split, for all processes of a node.
 
-    The first caller copies, the others wait; what is already there is not copied again.
+    The first caller copies, the others wait. Files that are copied already stay.
 
     Args:
         storage: node-local folder, or the name of this node's environment variable that holds it,
@@ -37,11 +37,11 @@ def stage(directory: Path, storage: str) -> Path:
         UserError: no such storage, or others can write there what would be read.
         NodeError: too little room, or a copy failed.
     """
-    parent = _folder(storage)
+    parent = _storage_folder(storage)
     index = open_index(directory)
     identity = f"{directory.resolve()} {index.digest} {index.record['index_sha256']}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    # Of each user another: whoever could write there would decide what is trained on.
+    # One for each user: whoever can write there decides on which images a run is trained.
     out = parent / f"maect-{os.geteuid()}-{name}"
     try:
         private_folder(out)
@@ -54,8 +54,8 @@ def stage(directory: Path, storage: str) -> Path:
     return out
 
 
-def _folder(storage: str) -> Path:
-    """Return where to, on this node."""
+def _storage_folder(storage: str) -> Path:
+    """Return the folder on this node that `storage` names."""
     text = f"${storage}" if "/" not in storage and "$" not in storage else storage
     filled = os.path.expanduser(os.path.expandvars(text))
     if "$" in filled or not filled:
@@ -67,6 +67,7 @@ def _folder(storage: str) -> Path:
 
 
 def _copy(index: Index, out: Path) -> None:
+    """Copy the index and shards of a split that are not copied yet."""
     record, pixels = index.record, pixels_files(index)
     checksums = {
         index.directory / "index.npy": record["index_sha256"],

@@ -1,7 +1,7 @@
-"""Parts of a sharded split without copying it: some classes, and which samples are labelled.
+"""Choose parts of a sharded split without copying it: some classes, or the labelled samples.
 
-Labelled are those of the official low-shot lists, or of seeded subsets. Rows of an index and of its
-features files are numbered alike, so that logistic regression and fine-tuning see the same images.
+Labelled are the samples of the official low-shot lists, or of seeded subsets. Rows of an index and
+of its features files are numbered alike: logistic regression and fine-tuning see the same images.
 """
 
 import hashlib
@@ -25,12 +25,13 @@ from maect.recipes.few_labels import fraction_list, shots_list
 
 
 def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
-    """Write an index of some classes of a sharded split, whose images stay; return their number.
+    """Write an index of some classes of a sharded split; return the number of samples.
 
     Labels are the positions in `classes`; samples keep their ids and their order.
     """
     index = open_index(shards)
-    if unknown := [name for name in classes if name not in index.class_names]:
+    unknown = [name for name in classes if name not in index.class_names]
+    if unknown:
         raise UserError(f"{shards}: no class {unknown[0]!r}")
     labels = [index.class_names.index(name) for name in classes]
     new_label = np.full(len(index.class_names) + 1, -1, np.int64)
@@ -50,8 +51,8 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
     parent = os.path.relpath(Path(shards).resolve(), out.resolve())
     files = [{**s, "file": os.path.join(parent, s["file"])} for s in index.record["shards"]]
     identity = hashlib.sha256(index.digest.encode() + rows.tobytes()).hexdigest()
-    kept = ("pixels", "turned", "in_place")
-    read = {key: value for key, value in index.record.items() if key in kept}
+    repeated = ("pixels", "turned", "in_place")
+    facts = {key: value for key, value in index.record.items() if key in repeated}
     write_record(
         out / "index.json",
         {
@@ -62,7 +63,7 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
             "n": len(rows),
             "class_names": list(classes),
             "options": index.record["options"],
-            **read,
+            **facts,
             "view_of": {"folder": parent, "digest": index.digest},
             "crc32_sha256": index.record["crc32_sha256"],
             "shards": files,
@@ -73,11 +74,12 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A train split as far as subsets need it, with labels int64 [n].
+    """Labels of a train split.
 
     Attributes:
-        names: gives the names of the samples, in order.
-        class_names: every class that there is, with or without a sample.
+        labels: int64 [n].
+        names: returns the names of the samples, in order.
+        class_names: every class, with or without a sample.
     """
 
     path: Path
@@ -89,12 +91,12 @@ class Labelled:
 def shots_rows(
     train: Labelled, shots: int, split: int, seed: int, folder: str | None
 ) -> NDArray[np.int64]:
-    """Increasing rows of a split with this many samples per class.
+    """Return increasing rows of a split with `shots` samples per class.
 
     Seeded subsets are nested like MSN's: the samples for 1 shot are among those for 2 and 5.
     """
     if folder is not None:
-        return _listed(train, shots_list(folder, shots, split))
+        return _rows_of_list(train, shots_list(folder, shots, split))
     try:
         return balanced_rows(train.labels, shots, (seed << 16) + split, train.class_names)
     except UserError as error:
@@ -104,7 +106,7 @@ def shots_rows(
 
 
 def subset_record(index: Index) -> dict[str, Any]:
-    """Size of a subset of a split, and sha256 of its samples' names in the split's order."""
+    """Return the size of a subset of a split, and the sha256 of its samples' names in order."""
     split = open_index(index.directory)
     chosen = np.isin(split.rows[:, ID], index.rows[:, ID])
     text = "".join(f"{name}\n" for name, take in zip(split.keys(), chosen, strict=True) if take)
@@ -114,19 +116,19 @@ def subset_record(index: Index) -> dict[str, Any]:
 def fraction_rows_of(
     train: Labelled, fraction: float, seed: int, folder: str | None
 ) -> NDArray[np.int64]:
-    """Increasing rows of a fraction of the labels; all of them for 1.
+    """Return increasing rows of a fraction of the labels; all rows for 1.
 
     Seeded subsets are nested and take the same fraction of every class, at least one sample.
     """
     if fraction == 1:
         return np.arange(len(train.labels))
     if folder is not None:
-        return _listed(train, fraction_list(folder, fraction))
+        return _rows_of_list(train, fraction_list(folder, fraction))
     return fraction_rows(train.labels, fraction, seed << 16)
 
 
-def _listed(train: Labelled, path: Path) -> NDArray[np.int64]:
-    """Rows of the samples whose file names a list holds."""
+def _rows_of_list(train: Labelled, path: Path) -> NDArray[np.int64]:
+    """Return the rows of the samples whose file names a list holds."""
     try:
         return rows_by_name(train.names(), read_list(path), train.path)
     except UserError as error:
@@ -134,7 +136,7 @@ def _listed(train: Labelled, path: Path) -> NDArray[np.int64]:
 
 
 def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDArray[np.int64]:
-    """Rows of images given by file name, in increasing order.
+    """Return the rows of images given by file name, in increasing order.
 
     Args:
         keys: names of the split's samples, in order.
@@ -144,13 +146,15 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
     # Only those listed are looked up: a split may have millions of names.
     rows_of: dict[str, list[int]] = {stem: [] for _, _, stem in listed}
     for row, key in enumerate(keys):
-        if (base := key.rpartition("/")[2]) in rows_of:
+        base = key.rpartition("/")[2]
+        if base in rows_of:
             rows_of[base].append(row)
-    rows, missing = [], []
+    rows = []
+    missing = []
     for name, folder, stem in listed:
         candidates = rows_of[stem]
         if folder:  # a list may name more folders than keys have, and fewer
-            candidates = [row for row in candidates if _agree(keys[row], f"{folder}/{stem}")]
+            candidates = [row for row in candidates if _is_same_path(keys[row], f"{folder}/{stem}")]
         if len(candidates) > 1:
             raise UserError(f"{where}: {name} names {len(candidates)} images; give the folder")
         if candidates:
@@ -159,13 +163,14 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
             missing.append(name)
     if missing:
         raise UserError(f"{where}: lacks {len(missing)} listed images, {missing[0]} first")
-    if twice := [row for row, count in Counter(rows).items() if count > 1]:
+    twice = [row for row, count in Counter(rows).items() if count > 1]
+    if twice:
         raise UserError(f"{where}: {len(twice)} images are listed twice, {keys[twice[0]]} first")
     return np.array(sorted(rows), np.int64)
 
 
-def _agree(key: str, name: str) -> bool:
-    """Return whether one of two names is the other with more folders before it."""
+def _is_same_path(key: str, name: str) -> bool:
+    """Return whether two names are equal, but for more folders before one of them."""
     short, long = sorted((key, name), key=len)
     return long == short or long.endswith(f"/{short}")
 
@@ -173,13 +178,13 @@ def _agree(key: str, name: str) -> bool:
 def balanced_rows(
     labels: NDArray[np.int64], per_class: int, seed: int, names: Sequence[str] = ()
 ) -> NDArray[np.int64]:
-    """A random subset with `per_class` samples of every class, as increasing rows.
+    """Draw `per_class` samples of every class; return increasing rows.
 
     For one seed the subsets are nested: those for 1 are among those for 2.
 
     Args:
         labels: int64 [n]; -1 is left out.
-        names: of the classes that there must be, also if no label says so.
+        names: class names; a class without a sample is an error, too.
     """
     classes, counts, rows = _shuffled(labels, seed)
     wanted = np.union1d(classes, np.arange(len(names)))
@@ -188,30 +193,30 @@ def balanced_rows(
         few = int(wanted[available.argmin()])
         name = names[few] if few < len(names) else few
         raise UserError(f"class {name}: {available.min()} samples, {per_class} wanted")
-    return _firsts(rows, counts, np.full(len(counts), per_class))
+    return _first_rows(rows, counts, np.full(len(counts), per_class))
 
 
 def fraction_rows(labels: NDArray[np.int64], fraction: float, seed: int) -> NDArray[np.int64]:
-    """A random fraction of every class, rounded and at least one sample, as increasing rows.
+    """Draw a fraction of every class, rounded and at least one sample; return increasing rows.
 
     For one seed the subsets are nested, also with those of `balanced_rows`; -1 is left out.
     """
     _, counts, rows = _shuffled(labels, seed)
-    return _firsts(rows, counts, np.maximum(1, np.rint(fraction * counts).astype(np.int64)))
+    return _first_rows(rows, counts, np.maximum(1, np.rint(fraction * counts).astype(np.int64)))
 
 
-def drawn(index: Index, count: int, seed: int) -> NDArray[np.bool_]:
-    """Draw so many samples to hold out, the same ones for every encoder: whether each is, [n]."""
+def held_out_mask(index: Index, count: int, seed: int) -> NDArray[np.bool_]:
+    """Draw `count` samples to hold out, the same for every encoder; return bool [n]."""
     rank = random.bits(seed, 0, index.rows[:, ID], 0, random.HELD_OUT, 1)[:, 0]
-    held = np.zeros(index.n, bool)
-    held[rank.argsort(kind="stable")[:count]] = True
-    return held
+    mask = np.zeros(index.n, bool)
+    mask[rank.argsort(kind="stable")[:count]] = True
+    return mask
 
 
 def _shuffled(
     labels: NDArray[np.int64], seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Classes, how many rows each has, and the rows by class in random order within it."""
+    """Return classes, their numbers of rows, and the rows by class in random order within it."""
     labels = np.asarray(labels)
     rank = random.bits(seed, 0, np.arange(len(labels)), 0, random.SUBSET, 1)[:, 0]
     rows = np.lexsort((rank, labels))
@@ -222,8 +227,9 @@ def _shuffled(
     return classes, counts, rows
 
 
-def _firsts(
+def _first_rows(
     rows: NDArray[np.int64], counts: NDArray[np.int64], wanted: NDArray[np.int64]
 ) -> NDArray[np.int64]:
+    """Return the first `wanted` rows of each class, increasing; `rows` are sorted by class."""
     within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.sort(rows[within < np.repeat(wanted, counts)]).astype(np.int64)

@@ -1,7 +1,7 @@
-"""All that happens to an image: cropping, colours, RandAugment, erasing, mixing.
+"""Transform images: crops, colours, RandAugment, erasing, mixing.
 
-What an image meets depends on (seed, epoch, sample id, view) alone, what a batch meets on
-(seed, step): both come from the counter-based generator, so ranks, threads and restarts change
+The changes of an image depend on (seed, epoch, sample id, view) alone, those of a batch on
+(seed, step). Both come from the counter-based generator, so ranks, threads and restarts change
 nothing. Crops and RandAugment are done by the loader's threads, everything else in batches on the
 images' device.
 
@@ -38,7 +38,7 @@ _LOG_RATIO = 0.28768207245178093  # ln(4/3): log aspect ratios are uniform from 
 
 
 def _exp(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """e^x for |x| < 0.3 to the last bits, from sums and products only.
+    """Return e^x for |x| < 0.3 to the last bits, from sums and products only.
 
     NumPy's own differs in the last bit between CPUs, which could move a crop by one pixel.
     """
@@ -59,7 +59,7 @@ def random_crops(
     ids: ArrayLike,
     view: int,
 ) -> NDArray[np.int32]:
-    """Geometries [b, 8] of random resized crops (Inception crops, as torchvision draws them).
+    """Draw geometries [b, 8] of random resized crops (Inception crops, as torchvision draws them).
 
     Area uniform in `scale` of the image's, log aspect ratio uniform in ln(3/4)..ln(4/3), ten
     tries, then the largest central crop with an allowed aspect ratio.
@@ -91,7 +91,7 @@ def random_crops(
 def center_crops(
     width: NDArray[np.int64], height: NDArray[np.int64], resize: int, size: int
 ) -> NDArray[np.int32]:
-    """Geometries [b, 8]: the shorter side resized to `resize`, then the central `size` square."""
+    """Return geometries [b, 8]: shorter side resized to `resize`, then the central square."""
     wide = width > height
     short = np.minimum(width, height)
     long = resize * np.maximum(width, height) // short
@@ -106,7 +106,7 @@ def center_crops(
 def whole_images(
     width: NDArray[np.int64], height: NDArray[np.int64], size: int
 ) -> NDArray[np.int32]:
-    """Geometries [b, 8]: the whole image squeezed into a square of `size` pixels."""
+    """Return geometries [b, 8]: the whole image squeezed into a square of `size` pixels."""
     zero = np.zeros_like(width)
     whole = np.full_like(width, size)
     return np.stack([zero, zero, width, height, whole, whole, zero, zero], 1).astype(np.int32)
@@ -122,7 +122,7 @@ _LUMA = (0.2989, 0.587, 0.114)  # ITU-R 601, as Pillow and torchvision
 
 @cache
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers of the channels, [C, 1, 1]: copied to a device once, not in every step."""
+    """Return one number per channel, [C, 1, 1], copied to a device once, not in every step."""
     with torch.inference_mode(False):  # whoever asks first
         return torch.tensor(values, device=device).view(-1, 1, 1)
 
@@ -166,12 +166,12 @@ class PixelChanges:
 def draw_changes(
     views: Mapping[int, View], seed: int, epochs: ArrayLike, ids: ArrayLike
 ) -> PixelChanges:
-    """The changes of all samples in the first view, then of all in the next one, and so on.
+    """Draw the changes of all samples in the first view, then of all in the next, and so on.
 
     Order and strengths are those of the authors' code (BYOL's strengths).
 
     Args:
-        views: probabilities of each change, by the view's number: views draw different numbers.
+        views: probabilities of each change, by the number of the view, which draws its own.
     """
     flips, uniforms, likely = [], [], []
     for number, view in views.items():
@@ -200,16 +200,16 @@ def apply_changes(images: Tensor, changes: PixelChanges, pixels: Pixels) -> Tens
     """
     mean, std = (_constant(values, images.device) for values in pixels.statistics)
     x = images.float().div_(255)
-    _change(x, changes.flipped, lambda y, _: y.flip(3))
+    _change_rows(x, changes.flipped, lambda y, _: y.flip(3))
     x = jitter(x, changes.jittered, changes.strengths, changes.order)
-    _change(x, changes.blurred, lambda y, rows: blur(y, changes.sigma[rows]))
-    _change(x, changes.grey, lambda y, _: luma(y).expand_as(y))
-    _change(x, changes.solarized, lambda y, _: solarize(y))
+    _change_rows(x, changes.blurred, lambda y, rows: blur(y, changes.sigma[rows]))
+    _change_rows(x, changes.grey, lambda y, _: luma(y).expand_as(y))
+    _change_rows(x, changes.solarized, lambda y, _: solarize(y))
     return x.sub_(mean).div_(std)
 
 
 def denormalize(images: Tensor, pixels: Pixels) -> Tensor:
-    """The uint8 pixels of normalized images [b, C, S, S], the nearest there are."""
+    """Return the nearest uint8 pixels of normalized images [b, C, S, S]."""
     mean, std = (_constant(values, images.device) for values in pixels.statistics)
     return ((images.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 
@@ -223,14 +223,14 @@ def augment(
     ids: ArrayLike,
     pixels: Pixels,
 ) -> Tensor:
-    """One view of cropped images, uint8 [b, C, S, S]: `draw_changes` and `apply_changes`."""
+    """Make one view of cropped images, uint8 [b, C, S, S]: draw and apply its changes."""
     return apply_changes(images, draw_changes({view_number: view}, seed, epochs, ids), pixels)
 
 
-def _change(
+def _change_rows(
     x: Tensor, chosen: NDArray[np.bool_], change: Callable[[Tensor, NDArray[np.int64]], Tensor]
 ) -> None:
-    """Put `change(images, rows)` in place of the chosen rows, which are known without waiting."""
+    """Replace the chosen rows by `change(images, rows)`; the host knows them without waiting."""
     rows = np.flatnonzero(chosen)
     if len(rows):
         index = to_device_async(torch.from_numpy(rows), x.device)
@@ -240,7 +240,7 @@ def _change(
 def jitter(
     x: Tensor, chosen: NDArray[np.bool_], strengths: NDArray[np.float64], order: NDArray[np.float64]
 ) -> Tensor:
-    """Brightness, contrast, saturation and hue in random order (torchvision's ColorJitter).
+    """Change brightness, contrast, saturation and hue in random order, as ColorJitter does.
 
     All but hue are blends, and blends of all kinds one operation. Images whose hue comes late lie
     before those whose hue comes early: so each blend takes place in an interval of them, before the
@@ -287,18 +287,18 @@ def jitter(
 
 
 def luma(x: Tensor) -> Tensor:
-    """Grey value, [b, 1, S, S]."""
+    """Return the grey values, [b, 1, S, S]."""
     return (x * _constant(_LUMA, x.device)).sum(1, keepdim=True)
 
 
 def blend_(x: Tensor, factor: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
-    """Scale towards or away from something, in place: black is brightness.
+    """Scale the distance from black, from the mean grey or from each pixel's grey, in place.
 
     Args:
         x: [b, 3, S, S].
-        factor: [b, 1, 1, 1], as those below.
-        contrast: 1 where that is the image's mean grey value, else 0.
-        saturation: 1 where it is each pixel's grey value, else 0.
+        factor: [b, 1, 1, 1], like the next two.
+        contrast: 1 where the origin is the image's mean grey value, else 0.
+        saturation: 1 where it is each pixel's grey value, else 0; with neither it is black.
     """
     if not len(x):
         return x
@@ -324,7 +324,7 @@ def hue(x: Tensor, shift: Tensor) -> Tensor:
 
 
 def blur(x: Tensor, sigma: NDArray[np.float64]) -> Tensor:
-    """Gaussian blur with each sample's own standard deviation in pixels, edges repeated.
+    """Blur each sample by a Gaussian of its own standard deviation in pixels, edges repeated.
 
     A blur along one side is a product with a banded matrix, which batches well.
     """
@@ -339,15 +339,15 @@ _REACH = int(np.ceil(4 * SIGMA[1]))
 
 
 def _blur_matrix(sigma: NDArray[np.float64], size: int, device: torch.device) -> Tensor:
-    """[b, size, size]: row i holds the weights of output pixel i."""
+    """Return [b, size, size]; row i has the weights of output pixel i."""
     table = to_device_async(_blur_table(sigma), device)
     return table.index_select(1, _blur_index(size, device)).view(-1, size, size)
 
 
 def _blur_table(sigma: NDArray[np.float64]) -> Tensor:
-    """Weights of all taps, their sums up to each and from each on, and 0; on the CPU.
+    """Return the weights of all taps, their sums up to each and from each on, and 0; on the CPU.
 
-    The sums are those of what lies outside of an image: on a GPU they would have no order.
+    The sums are weights of what lies outside an image. On a GPU they would have no fixed order.
     """
     taps = torch.arange(-_REACH, _REACH + 1, dtype=torch.float32)
     width = torch.from_numpy(sigma.astype(np.float32)).view(-1, 1)
@@ -361,7 +361,7 @@ def _blur_table(sigma: NDArray[np.float64]) -> Tensor:
 
 @cache
 def _blur_index(size: int, device: torch.device) -> Tensor:
-    """Return which number of `_blur_table` each element of a matrix is, [size * size]."""
+    """Return the column of `_blur_table` of each element of a matrix, [size * size]."""
     taps = 2 * _REACH + 1
     outputs, inputs = np.indices((size, size))
     tap, nothing = inputs - outputs + _REACH, 3 * taps
@@ -373,7 +373,7 @@ def _blur_index(size: int, device: torch.device) -> Tensor:
 
 
 def solarize(x: Tensor) -> Tensor:
-    """Invert what is at or above 128 of 255."""
+    """Invert values at or above 128 of 255."""
     return torch.where(x >= SOLARIZE_FROM, 1 - x, x)
 
 
@@ -409,9 +409,11 @@ _ERASED_AREA, _ERASED_RATIO, _ERASE_TRIES = (0.02, 1 / 3), (0.3, 1 / 0.3), 10
 
 
 def randaugment(layers: int, magnitude: float, seed: int) -> Change | None:
-    """RandAugment (Cubuk et al. 2020) of each decoded image's first view, for the loader.
+    """Return RandAugment (Cubuk et al. 2020) of each image's first view, for the loader.
 
-    So many `layers` of operations (of 0: None), of a mean strength from 0 to 10.
+    Args:
+        layers: number of operations in a row; 0: return None.
+        magnitude: their mean strength, 0 to 10.
     """
 
     def change(views: Sequence[NDArray[np.uint8]], epoch: int, sample: int) -> None:
@@ -427,7 +429,7 @@ def randaugment(layers: int, magnitude: float, seed: int) -> Change | None:
 
 
 def apply_operation(image: NDArray[np.uint8], name: str, strength: float, sign: int) -> None:
-    """One of timm's operations, in place on uint8 [3, S, S]; bicubic, filled with the mean."""
+    """Apply one of timm's operations in place to uint8 [3, S, S]; bicubic, filled with the mean."""
     # Imported here: timm takes a second that only fine-tuning has to wait for.
     from timm.data import auto_augment
 
@@ -474,7 +476,7 @@ def erase(
 
 
 def rectangle(u: NDArray[np.float64], height: int, width: int) -> tuple[int, int, int, int] | None:
-    """Top, left, height and width of what is erased; None if no try fits into the image.
+    """Return top, left, height and width of the erased rectangle; None if no try fits.
 
     Args:
         u: uniform numbers [2 + 2 * tries]: the position, then area and aspect ratio of each try.
@@ -494,8 +496,9 @@ class Mix:
     """Mixture of a batch in pairs.
 
     Attributes:
-        share: of an image itself in its label; the rest is its partner's.
-        box: top, bottom, left and right of what its partner replaces (CutMix); None: blended.
+        share: part of the image in its label; the rest is its partner's.
+        box: top, bottom, left and right of the part that the partner replaces (CutMix); None for a
+            blend of both (Mixup).
     """
 
     share: float = 1.0
@@ -503,7 +506,7 @@ class Mix:
 
 
 def draw_mix(mixup: float, cutmix: float, size: int, seed: int, step: int) -> Mix:
-    """One draw for the global batch of a step, timm's `batch` mode on one process.
+    """Draw the mixture of a step's global batch, as timm's `batch` mode on one process.
 
     Args:
         mixup: parameter of Mixup's beta distribution; 0 leaves it out.
@@ -531,7 +534,7 @@ def draw_mix(mixup: float, cutmix: float, size: int, seed: int, step: int) -> Mi
 
 
 def partners(batch: Tensor) -> Tensor:
-    """Each row's partner: its neighbour in the random order, so no rank needs another's images."""
+    """Return each row's partner: its neighbour in the batch, so no rank needs another's images."""
     return batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 

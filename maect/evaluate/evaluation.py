@@ -13,8 +13,8 @@ from maect.core.context import Context
 from maect.core.errors import MissingFileError, UserError
 from maect.core.files import sha256_file
 from maect.core.settings import digest
+from maect.data.config import index_digest, shards_of_features
 from maect.data.index import open_index
-from maect.data.shared import index_digest, shards_of
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import (
     EvaluationJob,
@@ -148,7 +148,7 @@ def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
 def _features_record(path: Path, kind: Features) -> dict[str, Any]:
     """Read a features file's header; raise UserError if it does not match its path."""
     made = open_record(path)
-    shards = shards_of(path, kind.split)
+    shards = shards_of_features(path, kind.split)
     split = made.get("split", kind.split)
     digest = index_digest(shards) if shards else None
     if split != kind.split and f"-{kind.split}." in f"{path.stem}.":

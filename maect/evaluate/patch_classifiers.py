@@ -65,7 +65,7 @@ class PatchClassifier(Masked):
         import numpy as np
 
         from maect.core import distributed
-        from maect.data.subsets import drawn
+        from maect.data.subsets import held_out_mask
         from maect.evaluate.encoding import Encoding
         from maect.evaluate.store import in_memory, moments, standardize
 
@@ -83,7 +83,7 @@ class PatchClassifier(Masked):
         if context.rank:
             return None
         images = found["train"][1].images
-        held = drawn(images, max(1, images.n // self.one_in), self.seed)
+        held = held_out_mask(images, max(1, images.n // self.one_in), self.seed)
         if not held.any() or held.all():
             raise UserError(f"{job.path('train')}: needs two images or more, to hold one out")
         threads = idle_cpus(context)

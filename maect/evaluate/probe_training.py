@@ -248,10 +248,10 @@ class ProbeTask:
 
     def draw_held_out(self, part: float, seed: int) -> Index:
         """Return the drawn part of the training images, the same ones for every encoder."""
-        from maect.data.subsets import drawn
+        from maect.data.subsets import held_out_mask
 
         count = max(1, round(part * self.train.n))
-        return replace(self.train, rows=self.train.rows[drawn(self.train, count, seed)])
+        return replace(self.train, rows=self.train.rows[held_out_mask(self.train, count, seed)])
 
     def predicted(
         self,

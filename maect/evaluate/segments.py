@@ -20,9 +20,9 @@ from torch import Tensor
 
 from maect.data import random
 from maect.data.convert import ready_pixels
-from maect.data.decode import UnreadableError, whole
+from maect.data.decode import UnreadableError, render_whole
 from maect.data.index import HEIGHT, ID, WIDTH
-from maect.data.loader import ahead
+from maect.data.loader import results_in_order
 from maect.data.order import Order
 from maect.data.transforms import hue
 from maect.evaluate.dense import MaskSplit
@@ -74,7 +74,7 @@ def picture(split: MaskSplit, row: int) -> Image.Image:
     (height, width) = split.images.rows[row][[HEIGHT, WIDTH]].tolist()
     try:
         data = index.read(row)
-        pixels = ready_pixels(data, True, 3) if index.turned else whole(data, width, height)
+        pixels = ready_pixels(data, True, 3) if index.turned else render_whole(data, width, height)
     except UnreadableError as error:
         raise index.undecodable(row, error) from None
     return Image.fromarray(pixels, "RGB")
@@ -207,7 +207,7 @@ def crops(
         work = zip(rows.tolist(), range(share), draws, strict=True)
         return out, [pool.submit(fill, out, *each) for each in work]
 
-    yield from ahead(map(submitted, range(start, start + steps)), pool)
+    yield from results_in_order(map(submitted, range(start, start + steps)), pool)
 
 
 def windows(height: int, width: int, size: int, stride: int) -> list[tuple[int, int]]:

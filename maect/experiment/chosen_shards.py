@@ -1,6 +1,6 @@
 """Choice of a split's shards: its own, or those that another experiment made of the same images.
 
-`maect.data.shared` says which files of a split's folder tell.
+`maect.data.config` says which files of a split's folder tell.
 """
 
 import json
@@ -11,10 +11,17 @@ from typing import Any
 from maect.core.files import seek_record, sha256_file, write_record
 from maect.core.settings import digest
 from maect.data.changes import may_differ
-from maect.data.config import CONFIG, LISTS, ShardsConfig, made_by
-from maect.data.shared import TAKEN, index_digest, taken
-from maect.data.shared import finished as all_finished
-from maect.data.sources.view import CLASS_LISTS
+from maect.data.config import (
+    CONFIG,
+    LISTS,
+    TAKEN,
+    ShardsConfig,
+    finished_shards,
+    index_digest,
+    made_by,
+    reused_shards,
+)
+from maect.data.sources.base import CLASS_LISTS
 from maect.experiment.schema import Split, fill_path
 from maect.recipes import Pixels
 
@@ -44,16 +51,15 @@ def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
     if kept or (own / "plan.json").exists():
         return own
     where = images.resolve()
-    finished = {
-        folder: made for folder, made in all_finished(own).items() if made.images.resolve() == where
-    }
+    all_finished = finished_shards(own).items()
+    finished = {folder: made for folder, made in all_finished if made.images.resolve() == where}
     if not finished:
         return own
     try:
         asked = shards_config(split, pixels, images)
     except OSError:  # sharding will say so
         return own
-    begun = taken(own)
+    begun = reused_shards(own)
     if begun in finished and finished[begun].content == asked.content:
         return begun
     same = (

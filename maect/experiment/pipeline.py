@@ -15,7 +15,7 @@ from maect.core.files import PIPELINE
 from maect.core.owners import why_public
 from maect.core.stamps import stamp_path
 from maect.data.sources import open_source
-from maect.data.sources.view import check_classes
+from maect.data.sources.base import check_classes
 from maect.evaluate import PROTOCOLS
 from maect.experiment import load, resolve, start, working_folder
 from maect.experiment.load import Experiment

@@ -11,9 +11,8 @@ from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings
 from maect.core.yaml_files import parse_yaml
 from maect.data.sources import BUNDLED, SOURCES
-from maect.data.sources.base import Source
+from maect.data.sources.base import CLASS_LISTS, Source
 from maect.data.sources.image_files import Folder
-from maect.data.sources.view import CLASS_LISTS
 from maect.evaluate import evaluation_names
 from maect.recipes import OnlineEvaluation, Pixels, recipe_names, sizes
 from maect.report.configs import Groups

@@ -251,7 +251,7 @@ def other_shards(experiment: Experiment, splits: Iterable[tuple[str, str]]) -> l
         parts = [experiment.said_otherwise(name, split)]
         if written := experiment.other_kind(name):
             parts.append(f"kind ({experiment.datasets[name].kind}, made with {written})")
-        if found and found.others:
+        if found and found.are_replaced:
             moved = f"images ({found.now}, made of {found.before})"
             parts.append(f"{moved if found.moved else found.now}: {found}")
         if differs := "; ".join(part for part in parts if part):

@@ -115,7 +115,7 @@ class Classifier(Objective):
         """Flip, erase and mix the images of a batch."""
         stage, seed, ids, epochs = self.stage, self.seed, batch.ids, batch.epochs
         (view,) = stage.view_settings()
-        (cropped,), values = batch.on(device, self.draw)
+        (cropped,), values = batch.to(device, self.draw)
         images = augment(cropped[0], view, 0, seed, epochs, ids, self.encoder.settings.pixels)
         erase(images, stage.random_erasing, seed, epochs, ids)
         mix = draw_mix(stage.mixup, stage.cutmix, images.shape[-1], seed, batch.step)

@@ -99,7 +99,7 @@ class ViewsObjective(Objective):
 
     def prepare(self, batch: Batch, device: torch.device) -> Views:
         """Augment the views of a batch, and add masks and lookup numbers."""
-        cropped, values = batch.on(device, self.draw)
+        cropped, values = batch.to(device, self.draw)
         pixels = self.encoder.settings.pixels
         images = []
         for numbers, raw in zip(self.sizes.values(), cropped, strict=True):

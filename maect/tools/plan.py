@@ -78,7 +78,7 @@ def listed(experiment: Experiment, dataset: str, split: str) -> SplitFacts | Non
 
     None where they cannot be listed: sharding will say why.
     """
-    from maect.data.shard_plan import planned
+    from maect.data.shard_plan import plan_shards
 
     given = experiment.datasets[dataset].splits[split]
     images = experiment.images(dataset, split)
@@ -89,7 +89,7 @@ def listed(experiment: Experiment, dataset: str, split: str) -> SplitFacts | Non
         source = open_source(config.kind, images, config.labels, config.pixels)
         entries = source.listing().entries
         some = [len(source.read(entry)) for entry in entries[:: len(entries) // SAMPLES + 1]]
-        plan = planned(images, config.kind, Path(split), config.shards, **config.options)[0]
+        plan = plan_shards(images, config.kind, Path(split), config.shards, **config.options).record
     except (UserError, OSError):
         return None
     size = plan["n"] * sum(some) // len(some)

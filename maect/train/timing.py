@@ -11,8 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from maect.core.context import Context
-from maect.data.loader import Batch, Draw, fill, image_names, layout_of
-from maect.data.packed import Packed
+from maect.data.loader import Batch, Draw, Packed, add_draws, batch_layout, image_names
 from maect.recipes.computing import PLAIN, Computing
 from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, random_batch, seconds_between
@@ -73,12 +72,12 @@ def unsaved_trainer(
 
 def packed(batch: Batch, draw: Draw, pinned: bool) -> Batch:
     """Return a batch as the loader hands it over: in one piece of memory, with random draws."""
-    memory = Packed(layout_of([tuple(group.shape) for group in batch.images], draw), pinned)
+    memory = Packed(batch_layout([tuple(group.shape) for group in batch.images], draw), pinned)
     names = image_names(len(batch.images))
     for name, group in zip(names, batch.images, strict=True):
         memory.tensors[name].copy_(group)
     found = replace(batch, images=tuple(memory.tensors[name] for name in names), packed=memory)
-    fill(found, draw)
+    add_draws(found, draw)
     return found
 
 

@@ -17,10 +17,10 @@ from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.core.stamps import stamped
 from maect.data import changes
-from maect.data.config import CONFIG
+from maect.data.config import CONFIG, index_digest
 from maect.data.index import open_index
-from maect.data.shards import plan_shards, shard
-from maect.data.shared import index_digest
+from maect.data.shard_plan import plan_shards, store_plan
+from maect.data.shards import shard
 from maect.data.sources import noted, open_source
 from maect.data.sources.imagenet import imagenet_classes
 from maect.evaluate.base import Features
@@ -71,11 +71,10 @@ def make(found: Experiment, split: str = "train", finish: bool = True) -> Path:
     note_own(folder, config)
     only = Path(given.only) if given.only else None
     images = found.images("fruit", split)
-    (shard if finish else plan_shards)(
-        **{"source": images, "out": folder, "kind": given.kind, "shards": given.shards},
-        only=only,
-    )  # type: ignore[operator]
-    if finish:
+    if not finish:
+        store_plan(folder, plan_shards(images, given.kind, folder, given.shards, only=only))
+    else:
+        shard(images, folder, given.kind, given.shards, only=only)
         with stamped(folder / CONFIG, config):
             pass
     return folder

@@ -11,7 +11,7 @@ import pytest
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from maect.core.files import read_json, write_json, write_text
-from maect.data.digits import write_digits
+from maect.data.bundled import write_digits
 from maect.data.index import open_index
 from maect.experiment import load
 from maect.launch import LaunchError, Task

@@ -28,7 +28,7 @@ from maect.cli import build_app, main
 from maect.core.errors import UserError
 from maect.core.yaml_files import Loader
 from maect.data.index import open_index
-from maect.data.shards import plan_shards
+from maect.data.shard_plan import plan_shards
 from maect.experiment import load
 from maect.experiment.profile import find_profile
 from maect.experiment.start import missing_images
@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from maect.data.digits import write_digits
+    from maect.data.bundled import write_digits
 
     folder = tmp_path_factory.mktemp("own") / "my digits"
     write_digits(folder)
@@ -458,7 +458,7 @@ def test_images_added_later_are_in_no_split(own, tmp_path):
         Image.new("RGB", (8, 8)).save(own / f"new{number}.png")
     images = 0
     for name, split in splits.items():
-        plan = plan_shards(own, split.kind, tmp_path / name, 1, only=Path(split.only))
+        plan = plan_shards(own, split.kind, tmp_path / name, 1, only=Path(split.only)).record
         images += plan["n"]
         assert plan["unlisted"] == 225 - plan["n"]
     assert images == 220

@@ -24,7 +24,7 @@ from maect.core.context import Context
 from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, read_record, sha256_file, write_record
-from maect.data.digits import write_digits
+from maect.data.bundled import write_digits
 from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.launch import record

@@ -14,24 +14,24 @@ SOURCE = Path(__file__).with_name("jpeg_crop.c")
 KERNELS = Path(__file__).with_name("kernels.h")
 LIBRARY = Path(__file__).with_name("libmaect_jpeg.so")
 ELONGATED = 16
-"""Resized pictures of more than this many windows: only the window is resampled."""
+"""Area of a resized picture, in output windows, above which only the window is resampled."""
 _OK = 0
 Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
-"""One array a view: [v, C, S, S], or a list of [C, S, S] whose sizes differ."""
+"""One array per view: [v, C, S, S], or a list of [C, S, S] whose sizes differ."""
 
 
 def source_hash() -> str:
-    """Identity of the C source; a library of another source is not used."""
+    """Return the identity of the C source; a library of another source is not used."""
     return hashlib.sha256(SOURCE.read_bytes() + KERNELS.read_bytes()).hexdigest()[:16]
 
 
 def library() -> ctypes.CDLL | None:
-    """The library, or nothing where it cannot be used."""
+    """Return the library, or None where it cannot be used."""
     return _library()[0]
 
 
 def fault() -> str | None:
-    """Return why the library cannot be used here, None if it can."""
+    """Return the reason why the library cannot be used here, or None."""
     return _library()[1]
 
 
@@ -62,7 +62,7 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def version() -> str:
-    """Version of the libjpeg-turbo that the library was built with; needs `library()`."""
+    """Return the version of libjpeg-turbo that the library was built with; needs `library()`."""
     native = library()
     assert native is not None
     return native.maect_version().decode()
@@ -83,26 +83,28 @@ _local = threading.local()
 
 
 def _workspace(native: ctypes.CDLL) -> ctypes.c_void_p:
-    """This thread's."""
+    """Return the workspace of this thread."""
     if not hasattr(_local, "workspace"):
         _local.workspace = _Workspace(native)
     return _local.workspace.handle
 
 
 def _outputs(out: Images, axes: int) -> tuple[NDArray[np.int32], NDArray[np.uintp]]:
-    """Side of each view's pictures, and the address of its first one."""
-    sizes, addresses = np.empty(len(out), np.int32), np.empty(len(out), np.uintp)
+    """Return the side of each view's pictures, and the address of its first one."""
+    sizes = np.empty(len(out), np.int32)
+    addresses = np.empty(len(out), np.uintp)
     for i, view in enumerate(out):
         size = view.shape[-1]
         inner = (size * size, size, 1)
         if view.ndim != axes or view.strides[-3:] != inner or view.dtype != np.uint8:
             raise ValueError("out must be uint8 [3, S, S] of each view, contiguous")
-        sizes[i], addresses[i] = size, view.__array_interface__["data"][0]
+        sizes[i] = size
+        addresses[i] = view.__array_interface__["data"][0]
     return sizes, addresses
 
 
 def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> bool:
-    """As `maect.data.decode.render`, for ordinary JPEGs; False of others, or of a corrupt one."""
+    """Do as `maect.data.decode.render` for ordinary JPEGs; return False for all others."""
     native = library()
     if native is None:
         return False
@@ -125,7 +127,7 @@ def crops(
     geometries: NDArray[np.int32],
     out: Images,
 ) -> bool:
-    """All views of several images that are decoded already, with the bits of `render`.
+    """Resample all views of several decoded images, with the bits of `render`.
 
     Args:
         images: [n, H, W, 3], contiguous; image i fills the upper left corner of images[i].
@@ -141,7 +143,8 @@ def crops(
     native = library()
     if native is None:
         return False
-    ids, sides = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(sides, np.int32)
+    ids = np.ascontiguousarray(ids, np.int64)
+    sides = np.ascontiguousarray(sides, np.int32)
     geometries = np.ascontiguousarray(geometries, np.int32)
     count, views = len(ids), len(out)
     sizes, addresses = _outputs(out, 4)

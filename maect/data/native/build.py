@@ -1,4 +1,4 @@
-"""Builds the native extension: `python -m maect.data.native.build`."""
+"""Build the native extension: `python -m maect.data.native.build`."""
 
 import os
 import re
@@ -43,9 +43,9 @@ def compile_c(sources: Sequence[Path], output: Path, *flags: str) -> None:
 
 
 def build(library: Path = LIBRARY) -> Path:
-    """Compile the library, and put the libjpeg that it takes beside it.
+    """Compile the library, and put its libjpeg beside it.
 
-    A node or container without libjpeg, or with another one, decodes the same bits then.
+    So a node or container without libjpeg, or with another one, decodes the same bits.
     """
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder, library.name)
@@ -60,9 +60,9 @@ def build(library: Path = LIBRARY) -> Path:
 
 
 def _libjpeg(library: Path) -> list[Path]:
-    """The shared libjpeg of a library, by the name that it asks for; none if it is inside.
+    """Return the shared libjpeg of a library, by the name that the library asks for.
 
-    Nor is any where the linker's own `ldd` is not, or does not find it: the environment has to.
+    The list is empty if libjpeg is linked in, or if `ldd` is missing or does not find it.
     """
     try:
         needed = subprocess.run(["ldd", str(library)], capture_output=True, text=True)

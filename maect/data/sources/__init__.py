@@ -1,4 +1,4 @@
-"""Sources of images: each kind lists and reads its own, all else treats them alike.
+"""Sources of images; each kind lists and reads its own.
 
 A new kind is a module here that declares it, and a line in `SOURCES`; experiments, `maect shard`
 and its help know it from there.
@@ -9,12 +9,11 @@ from pathlib import Path
 
 from maect.core.errors import UserError, entry
 from maect.data.sources.archives import Archive, WebDataset
-from maect.data.sources.base import SUFFIXES, ImageSource, Source, files_of, walk_images
+from maect.data.sources.base import SUFFIXES, ClassView, ImageSource, Source, files_of, walk_images
 from maect.data.sources.columns import Columns, has_images
 from maect.data.sources.corrupted import JPEG, Blur, Contrast, Noise, Pixelate
 from maect.data.sources.image_files import Folder, ImageList, Masks, Unlabelled
 from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, ImageNetVal
-from maect.data.sources.view import ClassView
 from maect.recipes import Pixels
 
 SOURCES: dict[str, type[Source]] = {
@@ -41,21 +40,21 @@ SOURCES: dict[str, type[Source]] = {
 }
 
 BUNDLED = {
-    "digits": "maect.data.digits:write_digits",
-    "shapes": "maect.data.shapes:write_shapes",
+    "digits": "maect.data.bundled:write_digits",
+    "shapes": "maect.data.bundled:write_shapes",
 }
-"""Datasets that come with a library or are drawn: what writes their splits as image folders."""
+"""Functions that write the splits of bundled data sets as image folders."""
 
 
 def find_source(kind: str) -> type[Source]:
-    """The source of a name."""
+    """Return the source of a kind; UserError with a hint if there is none."""
     return entry(kind, SOURCES, "kind of source")
 
 
 def open_source(
     kind: str, path: Path, labels: Path | None = None, pixels: Pixels | None = None
 ) -> ImageSource:
-    """The images of a folder or file, and what their data set says of their pixels."""
+    """Open the images of a folder or file; `pixels` are those of their data set."""
     source = find_source(kind)
     if not issubclass(source, ImageSource):
         raise UserError(f"kind {kind} has no images of its own")
@@ -67,10 +66,11 @@ def open_source(
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of source that a file or folder is by its name and by what lies in it.
+    """Guess the kind of a file or folder by its name and content.
 
-    None: a folder of image files, whose folders may be classes, or nothing that is known. Archives
-    and tables beside these are none of it.
+    Returns:
+        None for a folder of image files, with or without class folders, and for anything unknown.
+        Archives and tables beside image files do not count.
     """
     suffix = path.suffix.lower()
     if path.is_dir():

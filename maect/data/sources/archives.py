@@ -1,4 +1,4 @@
-"""Images in archives, which are read where they are: zip, tar, and the tars of webdataset."""
+"""Read images in archives without unpacking: zip, tar, and the tars of webdataset."""
 
 import logging
 import lzma
@@ -40,7 +40,7 @@ class Archive(ImageSource):
     about = "a .zip or .tar of CLASS/IMAGE, or of images without folders, which have no labels"
 
     def list_images(self) -> Listing:
-        """Images by name; the folders that all of them lie in are no class."""
+        """List images by name; folders that contain all images are no class."""
         if self._archive is not None:
             files = (info.filename for info in self._archive.infolist() if not info.is_dir())
             members = [(name, -1, -1) for name in files]
@@ -74,11 +74,11 @@ class Archive(ImageSource):
         return Listing(entries, classes, [name for name, *_ in members if not is_image(name)])
 
     def file_of(self, entry: Entry) -> str:
-        """The archive."""
+        """Return the archive's name."""
         return self.path.name
 
     def read(self, entry: Entry) -> bytes:
-        """The unpacked bytes; a zip has a lock of its own."""
+        """Read the unpacked bytes; a zip has a lock of its own."""
         if self._archive is None:
             return super().read(entry)
         size = self._archive.getinfo(entry.path).file_size
@@ -93,7 +93,7 @@ class Archive(ImageSource):
 
     @cached_property
     def _archive(self) -> zipfile.ZipFile | None:
-        """The zip; None of a tar."""
+        """Open the zip; return None for a tar."""
         if tarfile.is_tarfile(self.path) and not zipfile.is_zipfile(self.path):
             with open(self.path, "rb") as file:
                 if file.read(2) in (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5"):
@@ -121,11 +121,11 @@ class WebDataset(ImageSource):
 
     @cached_property
     def tars(self) -> list[Path]:
-        """All of them, by name."""
+        """Return the tars, by name."""
         return files_of(self.path, ".tar")
 
     def list_images(self) -> Listing:
-        """Samples tar by tar; where names recur in other tars, that of the tar goes before."""
+        """List samples tar by tar; the tar's name goes before names that recur in other tars."""
         samples: list[tuple[str, str, int, int, str | None]] = []
         ignored: list[str] = []
         for tar in self.tars:
@@ -143,9 +143,9 @@ class WebDataset(ImageSource):
                     if len(set(files)) < len(files):
                         name = max(files, key=files.count)
                         raise UserError(f"{tar}: holds {name!r} twice; make it with one of them")
-                    image = name, offset, size = _chosen(images, key, tar, "images")
+                    image = name, offset, size = _choose_member(images, key, tar, "images")
                     ignored += [f"{where}/{other[0]}" for other in images if other != image]
-                    label = _class_of(file, members, key, tar)
+                    label = _read_class(file, members, key, tar)
                     samples.append((name, where, offset, size, label))
         names = [name for name, *_ in samples]
         if len(set(names)) < len(names):
@@ -158,7 +158,7 @@ class WebDataset(ImageSource):
         return Listing(entries, classes, ignored)
 
     def _labels(self, given: list[str | None]) -> tuple[list[int], list[str]]:
-        """Label of each sample, and the classes' names: numbers stand for themselves."""
+        """Return the label of each sample and the classes' names; numbers are labels."""
         known = [text for text in given if text is not None]
         if not known:
             return [UNLABELLED] * len(given), []
@@ -186,21 +186,22 @@ def is_image(name: str) -> bool:
 
 
 def sample_key(name: str) -> str:
-    """Return what the members of a webdataset's sample share: the name up to its first dot."""
+    """Return the key of a webdataset's sample: a member's name up to its first dot."""
     folder, slash, base = name.rpartition("/")
     return f"{folder}{slash}{base.partition('.')[0]}"
 
 
 def _shared_folder(names: list[str]) -> str:
-    """The folders that all names lie in, with a slash at the end."""
-    first, last = min(names, default="").split("/"), max(names, default="").split("/")
+    """Return the folders that contain all names, with a slash at the end."""
+    first = min(names, default="").split("/")
+    last = max(names, default="").split("/")
     shared = 0
     while shared < min(len(first), len(last)) - 1 and first[shared] == last[shared]:
         shared += 1
     return "".join(f"{part}/" for part in first[:shared])
 
 
-def _chosen(members: list[Member], key: str, where: Path, what: str) -> Member:
+def _choose_member(members: list[Member], key: str, where: Path, what: str) -> Member:
     """Return the only one of a sample's members of a kind, or the one named KEY.EXTENSION.
 
     Raises:
@@ -216,20 +217,20 @@ def _chosen(members: list[Member], key: str, where: Path, what: str) -> Member:
     return plain[0]
 
 
-def _class_of(file: IO[bytes], members: list[Member], key: str, where: Path) -> str | None:
-    """Return what a sample's .cls says."""
+def _read_class(file: IO[bytes], members: list[Member], key: str, where: Path) -> str | None:
+    """Read the class from a sample's .cls file; None if it has none."""
     classes = [member for member in members if member[0].endswith(".cls")]
     if not classes:
         return None
-    _, offset, size = _chosen(classes, key, where, "classes")
+    _, offset, size = _choose_member(classes, key, where, "classes")
     text = os.pread(file.fileno(), min(size, 1000), offset)
     return text.decode("utf-8", "replace").strip()
 
 
 def tar_members(file: IO[bytes], offset: int, where: str) -> list[Member]:
-    """Name, offset in `file` and size of each file of a tar that starts at `offset`.
+    """Return name, offset in `file` and size of each file of a tar that starts at `offset`.
 
-    A link is the file that it leads to.
+    A link gets the offset and size of its target.
     """
     length = os.fstat(file.fileno()).st_size
     file.seek(offset)
@@ -256,9 +257,10 @@ def tar_members(file: IO[bytes], offset: int, where: str) -> list[Member]:
                 )
     except (tarfile.TarError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise UserError(f"{where}: not a complete tar ({error}); download it again") from None
-    lies = {posixpath.normpath(name): (start, size) for name, start, size in members if links}
+    places = {posixpath.normpath(name): (start, size) for name, start, size in members if links}
     for name, target in links:
-        if (linked := lies.get(posixpath.normpath(target))) is not None:
+        linked = places.get(posixpath.normpath(target))
+        if linked is not None:
             members.append((name, *linked))
         elif is_image(name):
             raise UserError(f"{where}: {name} is a link to {target}, which is not in it")

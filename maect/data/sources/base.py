@@ -1,7 +1,7 @@
-"""Base of the sources: a declaration, and how its images are listed and read.
+"""Base classes of the sources, and how image folders are walked.
 
-What cannot be used raises a `UserError` when it is listed: nothing there, an empty class, a name
-twice, labels that do not fit. An image that is gone raises an `OSError` when it is read.
+Listing raises `UserError` for a source without images, an empty class, a name that occurs twice and
+labels that do not fit. Reading raises `OSError` for an image that is gone.
 """
 
 import logging
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from maect.core.errors import UserError, counted
+from maect.core.files import read_record
 from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ RAW = {
     ".3fr", ".arw", ".cr2", ".cr3", ".dng", ".erf", ".iiq", ".kdc", ".mrw", ".nef", ".nrw", ".orf",
     ".pef", ".raf", ".rw2", ".srw", ".x3f",
 }  # fmt: skip
-"""Suffixes of cameras' raw files, of which no picture is read."""
+"""Suffixes of cameras' raw files, which are not read."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +135,14 @@ class ImageSource(Source):
         return listing
 
     def read(self, entry: Entry) -> bytes:
-        """The bytes of an image file; several threads read at once."""
+        """Read the bytes of an image file; several threads read at once."""
         with open(self.root / entry.path, "rb") as file:
             if entry.offset < 0:
                 return file.read()
             return os.pread(file.fileno(), entry.size, entry.offset)
 
     def file_of(self, entry: Entry) -> str:
-        """Name below the source's folder of the file that an image is in."""
+        """Return the name, below the source's folder, of the file that has an image."""
         return entry.path
 
     def read_ahead(self, entries: Sequence[Entry], folder: Path) -> None:
@@ -151,12 +152,59 @@ class ImageSource(Source):
         """
 
     def folder_names(self) -> Sequence[str] | None:
-        """Names of the folders that are classes; None: the images lie in no such folders."""
+        """Return the names of class folders; None if the images lie in no such folders."""
         return None
 
     def known_classes(self) -> Sequence[str] | None:
-        """Class names as far as they are known without listing the images; None: they are not."""
+        """Return the class names if they are known without listing the images, else None."""
         return None
+
+
+class ClassView(Source):
+    """Some classes of a split: an index into its shards, which `maect.data.subsets` writes."""
+
+    kind = "view"
+    about = "the shards of a split: some of its `classes`, without copying"
+    takes = ("of", "classes")
+    needs = ("of", "classes")
+    sharded = False
+
+
+# ImageNet-Dogs-15 as the deep clustering literature uses it (Chang et al. 2017).
+DOGS15 = (
+    "n02085936", "n02086646", "n02088238", "n02091467", "n02097130",
+    "n02099601", "n02101388", "n02101556", "n02102177", "n02105056",
+    "n02105412", "n02105855", "n02107142", "n02110958", "n02112137",
+)  # fmt: skip
+CLASS_LISTS = {"dogs15": DOGS15}
+
+
+def read_classes(text: str) -> tuple[str, ...]:
+    """Return the class names of a list in `CLASS_LISTS`, or of a text file, one a line."""
+    if text in CLASS_LISTS:
+        return CLASS_LISTS[text]
+    return tuple(read_list(Path(text)))
+
+
+def check_classes(classes: str, shards: Path, split: ImageSource) -> None:
+    """Refuse a view of classes that its split lacks (UserError), if they are known already.
+
+    Args:
+        shards: folder of that split's shards, written or not.
+        split: the images of that split.
+    """
+    if classes not in CLASS_LISTS and not Path(classes).exists():
+        return
+    known: Sequence[str] | None
+    if (shards / "index.json").exists():
+        known = read_record(shards / "index.json")["class_names"]
+    else:
+        known = split.known_classes()
+    if known is None:
+        return
+    for name in read_classes(classes):
+        if name not in known:
+            raise UserError(f"classes {classes}: {name!r} is no class of {split.path}")
 
 
 def is_there(path: Path) -> bool:
@@ -165,7 +213,7 @@ def is_there(path: Path) -> bool:
 
 
 def files_of(path: Path, *suffixes: str) -> list[Path]:
-    """A file, those that a pattern fits, or all with the suffixes in a folder; by name."""
+    """Return a file, those that fit a pattern, or all with the suffixes in a folder; by name."""
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes)
     else:
@@ -176,9 +224,9 @@ def files_of(path: Path, *suffixes: str) -> list[Path]:
 
 
 def walk_images(root: Path) -> Iterator[tuple[str, bool]]:
-    """Names relative to `root`, sorted, and whether each looks like an image; hidden ones not.
+    """Yield names relative to `root`, sorted, and whether each looks like an image.
 
-    Links are followed.
+    Hidden files are left out. Links are followed.
     """
     # Folders still to read: the name below `root` with a slash, and all that it lies in.
     pending: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", ())]
@@ -216,7 +264,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_special(entry: os.DirEntry[str]) -> bool:
-    """Return whether reading could wait for ever; links to nowhere are unreadable images."""
+    """Return whether reading could wait for ever; dangling links count as unreadable images."""
     if not entry.is_symlink():
         return not entry.is_file()  # without asking the disk
     try:
@@ -236,7 +284,7 @@ def _leads_back(link: os.DirEntry[str], folder: str, chain: tuple[tuple[int, int
 
 
 def text_lines(path: Path) -> list[str]:
-    """Lines of a text file, or a UserError."""
+    """Return the lines of a text file; UserError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -246,7 +294,7 @@ def text_lines(path: Path) -> list[str]:
 
 
 def read_list(path: Path) -> list[str]:
-    """Names in a text file, one a line, such as SimCLR's and MSN's low-shot lists."""
+    """Read names in a text file, one a line, such as SimCLR's and MSN's low-shot lists."""
     names = [line.strip() for line in text_lines(path) if line.strip()]
     if not names or len(set(names)) != len(names):
         raise UserError(f"{path}: {'names repeat' if names else 'empty'}")
@@ -254,7 +302,7 @@ def read_list(path: Path) -> list[str]:
 
 
 def class_folders(source: Path) -> list[str]:
-    """Sorted names of the folders in `source`."""
+    """Return the sorted names of the folders in `source`."""
     if not source.is_dir():
         raise UserError(f"{source}: not a folder")
     names = sorted(
@@ -274,14 +322,15 @@ def is_utf8(name: str) -> bool:
 
 
 def as_utf8(name: str) -> str:
-    """Return a file's name as it can be written: bytes that are not UTF-8 as their numbers."""
+    """Return a file's name with bytes that are not UTF-8 escaped."""
     return name.encode(errors="backslashreplace").decode()
 
 
 def list_classes(source: Path, folders: list[tuple[str, int]], class_names: list[str]) -> Listing:
-    """Images in class folders, given each folder's label."""
+    """List the images in class folders, given each folder's label."""
     beside = [e.name for e in os.scandir(source) if not is_folder(e) and not e.name.startswith(".")]
-    if images := sum(os.path.splitext(name)[1].lower() in SUFFIXES for name in beside):
+    images = sum(os.path.splitext(name)[1].lower() in SUFFIXES for name in beside)
+    if images:
         log.warning("%s: left out: %s in no class folder", source, counted(images, "image"))
     entries: list[Entry] = []
     ignored: list[str] = []

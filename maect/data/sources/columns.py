@@ -1,4 +1,4 @@
-"""Images in the columns of parquet and arrow files, as Hugging Face's data sets have them."""
+"""Read images in the columns of parquet and arrow files, as Hugging Face's data sets have them."""
 
 import json
 import os
@@ -46,26 +46,27 @@ class Columns(ImageSource):
 
     @cached_property
     def _tables(self) -> dict[str, "_Table"]:
-        """The files, by their names below the folder."""
+        """Open the files, by their names below the folder."""
         files = files_of(self.path, ".parquet", ".arrow")
         if self.path.is_dir():  # what `datasets` keeps there of `map` and `filter`
             files = [file for file in files if not file.name.startswith("cache-")] or files
         return {str(file.relative_to(self.root)): _Table(file) for file in files}
 
     def list_images(self) -> Listing:
-        """Rows of all files in order, named as their images' paths say if those differ."""
+        """List the rows of all files in order, named by their images' paths if those differ."""
         rows: list[tuple[str, int, str | None]] = []
         values: list[Any] = []
         known: list[str] | None = None
         for where, table in self._tables.items():
             names, labels = table.names_and_labels()
             rows += [(where, row, name) for row, name in enumerate(names)]
-            if own := table.class_names:
+            own = table.class_names
+            if own:
                 known = [*(known or []), *(name for name in own if name not in (known or []))]
-                labels = _renumbered(labels, table.path, own, known)
+                labels = _renumber(labels, table.path, own, known)
             values += labels
         labels_, classes = self._labels(values, known)
-        paths = [name and _safe(name) for *_, name in rows]
+        paths = [name and _safe_name(name) for *_, name in rows]
         if None in paths or len(set(paths)) < len(paths):
             paths = [f"{PurePosixPath(where).stem}/{row:08d}.image" for where, row, _ in rows]
         entries = [
@@ -94,7 +95,7 @@ class Columns(ImageSource):
         return [number[value] for value in values], [str(value) for value in different]
 
     def read(self, entry: Entry) -> bytes:
-        """The bytes of a row."""
+        """Read the bytes of a row."""
         if entry in self._ahead:
             size, offset = self._ahead[entry]
             return os.pread(self._scratch.fileno(), size, offset)
@@ -109,7 +110,8 @@ class Columns(ImageSource):
 
         A row comes with those around it, and memory need not hold a shard's images.
         """
-        self._ahead, self._scratch = {}, tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._ahead = {}
+        self._scratch = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         for entry in sorted(entries, key=lambda entry: (entry.path, entry.offset)):
             data = self._tables[entry.path].image(entry.offset)
             if data is not None:
@@ -118,8 +120,8 @@ class Columns(ImageSource):
         self._scratch.flush()
 
 
-def _renumbered(labels: list[Any], path: Path, own: list[str], known: list[str]) -> list[Any]:
-    """The labels of a file, which number its own names, as those of all names known."""
+def _renumber(labels: list[Any], path: Path, own: list[str], known: list[str]) -> list[Any]:
+    """Return a file's labels, which number its `own` names, as numbers of all `known` names."""
     given = {value for value in labels if value is not None and value != UNLABELLED}
     if not given <= set(range(len(own))):
         raise UserError(f"{path}: labels beyond its {len(own)} class names")
@@ -188,7 +190,7 @@ class _Table:
         return next((name for name in _IMAGES if name in found), found[0])
 
     def names_and_labels(self) -> tuple[list[str | None], list[Any]]:
-        """Path and label of each row, None where it has none; no image is read."""
+        """Return path and label of each row, None where it has none; read no image."""
         import pyarrow as pa
 
         rows = self._starts[-1]
@@ -208,7 +210,7 @@ class _Table:
         return names, labels
 
     def image(self, row: int) -> bytes | None:
-        """The image of a row; quick where rows are asked for in about their order."""
+        """Return the image of a row; fast if rows are asked for in about their order."""
         if self._mapped is not None:
             return _bytes(self._mapped[self._image][row])
         for start, images in self._batches:
@@ -233,7 +235,7 @@ def _bytes(image: "pa.Scalar") -> bytes | None:
 
 
 def _class_names(schema: "pa.Schema", column: str) -> list[str] | None:
-    """The names of Hugging Face's ClassLabel, which are in the file's metadata."""
+    """Return the names of Hugging Face's ClassLabel in a file's metadata, or None."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         names = features[column]["names"]
@@ -242,8 +244,8 @@ def _class_names(schema: "pa.Schema", column: str) -> list[str] | None:
     return [str(name) for name in names] if isinstance(names, list) else None
 
 
-def _safe(path: str) -> str | None:
-    """A path as a name; None if it is none below a folder."""
+def _safe_name(path: str) -> str | None:
+    """Return a path as a name below a folder; None if it leads out of it."""
     pure = PurePosixPath(path)
     parts = pure.parts[1:] if pure.is_absolute() else pure.parts
     return None if ".." in parts or not parts else "/".join(parts)

@@ -1,4 +1,4 @@
-"""Image folders that are changed while they are read: test sets under common corruptions.
+"""Corrupt the images of a folder while they are read: test sets under common corruptions.
 
 After ImageNet-C and CIFAR-10-C (Hendrycks and Dietterich 2019), with strengths like the highest of
 their five for images of 32 pixels. Those are files of their own, which these do not reproduce.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _VALUES = 1 << 16
-"""That noise is drawn for at once."""
+"""Values for which noise is drawn at once."""
 
 
 class Corrupted(Folder):
@@ -33,10 +33,10 @@ class Corrupted(Folder):
 
     @abstractmethod
     def change(self, image: Image.Image, name: str) -> Image.Image:
-        """The RGB image of this name, changed."""
+        """Return the changed RGB image of this name."""
 
     def list_images(self) -> Listing:
-        """As of `folder`."""
+        """List images as `folder` does; refuse other than one or three channels."""
         if self.pixels is not None and self.pixels.channels not in (1, 3):
             raise UserError(
                 f"{self.path}: kind {self.kind} changes pictures in colour or grey, and the data "
@@ -45,7 +45,7 @@ class Corrupted(Folder):
         return super().list_images()
 
     def read(self, entry: Entry) -> bytes:
-        """The changed image, encoded."""
+        """Read an image, change it and encode it."""
         from maect.data.convert import as_stored
 
         stream = io.BytesIO()
@@ -62,7 +62,7 @@ class Noise(Corrupted):
     deviation = 0.1
 
     def change(self, image: Image.Image, name: str) -> Image.Image:
-        """Twelve uniform numbers make a normal one: sums of integers are the same everywhere."""
+        """Add noise: a normal number is the sum of twelve uniform integers, exact everywhere."""
         import numpy as np
         from PIL import Image
 
@@ -89,7 +89,7 @@ class Blur(Corrupted):
     sigma = 1.0
 
     def change(self, image: Image.Image, name: str) -> Image.Image:
-        """Blurred."""
+        """Blur the image."""
         from PIL import ImageFilter
 
         return image.filter(ImageFilter.GaussianBlur(self.sigma))
@@ -105,7 +105,7 @@ class Contrast(Corrupted):
     remains = 0.15
 
     def change(self, image: Image.Image, name: str) -> Image.Image:
-        """Low in contrast."""
+        """Reduce the contrast."""
         import numpy as np
         from PIL import Image
 
@@ -122,7 +122,7 @@ class Pixelate(Corrupted):
     part = 0.65
 
     def change(self, image: Image.Image, name: str) -> Image.Image:
-        """Averaged over boxes, then repeated."""
+        """Average over boxes, then repeat."""
         from PIL import Image
 
         size = max(1, round(self.part * image.width)), max(1, round(self.part * image.height))
@@ -138,5 +138,5 @@ class JPEG(Corrupted):
     encoding: ClassVar[dict[str, Any]] = {"format": "JPEG", "quality": 40}
 
     def change(self, image: Image.Image, name: str) -> Image.Image:
-        """As it is: the encoding is what changes it."""
+        """Return the image itself: its encoding changes it."""
         return image

@@ -1,4 +1,4 @@
-"""Images that are files: in class folders, without classes, or named in a table."""
+"""List images that are files: in class folders, without classes, or named in a table."""
 
 import csv
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ class Folder(ImageSource):
     about = "CLASS/IMAGE, at any depth below CLASS"
 
     def list_images(self) -> Listing:
-        """Images class by class."""
+        """List images class by class."""
         names = class_folders(self.path)
         return list_classes(self.path, [(name, i) for i, name in enumerate(names)], names)
 
     def folder_names(self) -> Sequence[str] | None:
-        """The class folders, where they are."""
+        """Return the class folders, if the source is a folder."""
         return class_folders(self.path) if self.path.is_dir() else None
 
     def known_classes(self) -> Sequence[str] | None:
-        """The class folders."""
+        """Return the class folders."""
         return self.folder_names()
 
 
@@ -45,7 +45,7 @@ class Unlabelled(ImageSource):
     about = "images at any depth"
 
     def list_images(self) -> Listing:
-        """All images."""
+        """List all images."""
         files = [*walk_images(self.path)]
         entries = [Entry(name, UNLABELLED, name) for name, is_image in files if is_image]
         return Listing(entries, [], [name for name, is_image in files if not is_image])
@@ -59,7 +59,7 @@ class Masks(Unlabelled):
     numbers = True
 
     def list_images(self) -> Listing:
-        """All masks."""
+        """List all masks; refuse formats that change numbers."""
         listing = super().list_images()
         for entry in listing.entries:
             if not entry.name.lower().endswith(LOSSLESS):
@@ -80,7 +80,7 @@ class ImageList(ImageSource):
     )
 
     def list_images(self) -> Listing:
-        """Images in the order of the lines."""
+        """List images in the order of the lines."""
         columns, lines = self._table()
         if "path" not in columns:
             raise UserError(f"{self.path}: the first line names no column `path`")
@@ -102,7 +102,7 @@ class ImageList(ImageSource):
         return Listing(entries, names, [])
 
     def _table(self) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
-        """Names of the columns, and each line with its number."""
+        """Return the names of the columns, and each line with its number."""
         if self.path.suffix == ".parquet":
             return self._parquet()
         delimiter = "\t" if self.path.suffix == ".tsv" else ","

@@ -29,7 +29,7 @@ _VAL_NAME = "ILSVRC2012_val_{:08d}.JPEG"
 
 @cache
 def imagenet_classes() -> tuple[str, ...]:
-    """WordNet ids of the 1,000 classes in the usual (sorted) order, as timm ships them."""
+    """Return the WordNet ids of the 1,000 classes in the usual (sorted) order, from timm."""
     # Found without importing timm, which would bring torch along.
     spec = importlib.util.find_spec("timm")
     if spec is None or spec.origin is None:
@@ -51,7 +51,7 @@ def _label(wnid: str, where: str) -> int:
 
 class _ImageNet(ImageSource):
     def known_classes(self) -> Sequence[str] | None:
-        """The 1,000."""
+        """Return the 1,000 WordNet ids."""
         return imagenet_classes()
 
 
@@ -62,12 +62,12 @@ class ImageNet(_ImageNet):
     about = "folders named by WordNet id: ImageNet-1k unpacked, ImageNet-R, -A, -Sketch"
 
     def list_images(self) -> Listing:
-        """Images class by class."""
+        """List images class by class."""
         folders = [(name, _label(name, str(self.path))) for name in class_folders(self.path)]
         return list_classes(self.path, folders, [*imagenet_classes()])
 
     def folder_names(self) -> Sequence[str] | None:
-        """The class folders, where they are."""
+        """Return the class folders, if the source is a folder."""
         return class_folders(self.path) if self.path.is_dir() else None
 
 
@@ -78,7 +78,7 @@ class ImageNetTrainTar(_ImageNet):
     about = "ILSVRC2012_img_train.tar as distributed, a tar of one tar per class"
 
     def list_images(self) -> Listing:
-        """Images class by class."""
+        """List images class by class."""
         entries: list[Entry] = []
         with open(self.path, "rb") as file:
             inner = sorted(
@@ -103,7 +103,7 @@ class ImageNetVal(_ImageNet):
     needs = ("labels",)
 
     def list_images(self) -> Listing:
-        """Images by name."""
+        """List images by name."""
         known = None if self.labels is None else read_labels(self.labels)
         entries = []
         for name, path, offset, size in self._images():
@@ -114,7 +114,7 @@ class ImageNetVal(_ImageNet):
         return Listing(entries, [] if known is None else [*imagenet_classes()], [])
 
     def _images(self) -> list[tuple[str, str, int, int]]:
-        """Name, file, offset and size of each image."""
+        """Return name, file, offset and size of each image."""
         if self.path.is_dir():
             return [(name, name, -1, -1) for name, is_image in walk_images(self.path) if is_image]
         with open(self.path, "rb") as file:
@@ -129,7 +129,7 @@ class ImageNetV2(_ImageNet):
     about = "folders 0 to 999 of one of ImageNet-V2's three variants"
 
     def list_images(self) -> Listing:
-        """Images class by class."""
+        """List images class by class."""
         names = class_folders(self.path)
         wrong = [name for name in names if not name.isdecimal() or int(name) > 999]
         if wrong:
@@ -139,7 +139,7 @@ class ImageNetV2(_ImageNet):
 
 
 def read_labels(path: Path) -> dict[str, int]:
-    """Labels by image name without extension.
+    """Read labels by image name without extension.
 
     Args:
         path: the devkit as distributed (.tar.gz) or unpacked, or a text file with lines
@@ -170,7 +170,7 @@ def read_labels(path: Path) -> dict[str, int]:
 
 
 def _devkit(open_member, path: Path) -> dict[str, int]:  # type: ignore[no-untyped-def]
-    """The devkit numbers classes in an order of its own, resolved by its meta.mat."""
+    """Read labels of the devkit, which numbers classes in an order of its own (meta.mat)."""
     from scipy.io import loadmat
 
     try:

@@ -103,7 +103,7 @@ def test_tune_on_my_images(
     skip: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an encoder for 16 pixels under the name of ViT-B."""
-    from maect.data.digits import write_digits
+    from maect.data.bundled import write_digits
 
     monkeypatch.setattr("maect.tools.own_training.PUBLIC", {"mae_base": "tiny"})
     monkeypatch.setenv("WEIGHTS", str(tmp_path / "weights"))

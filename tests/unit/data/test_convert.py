@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from maect.core.errors import UserError
 from maect.core.settings import digest
 from maect.data.convert import (
+    convert_array,
+    convert_picture,
     inspect_image,
     make_ready,
     picture_of,
     ready_pixels,
     render_ready,
-    see_array,
-    see_picture,
 )
 from maect.data.decode import UnreadableError, read_rgb
 from maect.data.index import open_index
@@ -84,8 +84,8 @@ def test_every_orientation_is_cropped_as_if_it_were_upright(code: int) -> None:
     assert abs(made.astype(int) - expected).max() <= 3  # another order of rounding
     assert np.array_equal(np.asarray(picture_of(data, EXIF)), np.asarray(upright))
     with Image.open(io.BytesIO(data)) as image:  # and as a picture, where the data set says so
-        assert np.array_equal(see_picture(image, EXIF).pixels, np.asarray(upright))
-        stored = see_picture(image, Pixels(background=(0, 0, 0)))
+        assert np.array_equal(convert_picture(image, EXIF).pixels, np.asarray(upright))
+        stored = convert_picture(image, Pixels(background=(0, 0, 0)))
         assert stored.size == image.size and stored.unturned == (code > 1)
     if code > 1:  # a format without loss is turned for good
         png = make_ready(turned(code, "PNG"), EXIF)
@@ -410,7 +410,7 @@ def test_public_weights_see_other_channels(pixels: Pixels) -> None:
 def test_arrays_and_pictures_are_made_ready_alike() -> None:
     values = bands(0)
     shown = ready_pixels(make_ready(npy(values), BANDS).data, False, 5)
-    assert np.array_equal(see_array(values, BANDS).pixels, shown)
+    assert np.array_equal(convert_array(values, BANDS).pixels, shown)
     assert json.loads(json.dumps(BANDS.files)) == {"channels": 5, "range": [0.0, 4095.0]}
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from maect.data.digits import SHIFTS, write_digits
+from maect.data.bundled import SHIFTS, write_digits
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:

@@ -61,3 +61,19 @@ def test_drop_path_keeps_the_mean_and_depends_on_the_sample_alone() -> None:
     assert dropped[0] == 0 and (dropped - torch.tensor(rates)).abs().max() < 0.015
     assert (factors.mean(1) - 1).abs().max() < 0.02
     assert torch.equal(drop_path_factors(rates, 0, ids[:9] * 0, ids[50:59]), factors[:, 50:59])
+
+
+def test_draws_are_pinned() -> None:
+    # A change of these values changes every run: never update them.
+    ids, epochs = np.array([7, 8, 1000]), np.array([0, 0, 3])
+    assert ids_shuffle(6, 1, epochs, ids, range(2)).tolist() == [
+        [[5, 4, 0, 1, 3, 2], [3, 4, 0, 2, 1, 5], [0, 1, 5, 3, 4, 2]],
+        [[4, 0, 2, 3, 5, 1], [3, 1, 0, 5, 2, 4], [5, 1, 4, 0, 2, 3]],
+    ]
+    numbers = lookup_numbers(20, 1, epochs, ids, 2)
+    assert numbers.dtype == torch.int64
+    assert numbers.tolist() == [[19, 15, 16], [15, 7, 3]]
+    wrong = wrong_lookups(0.5, 1, epochs, ids, 2)
+    assert wrong.tolist() == [[False, True, True], [False, True, False]]
+    factors = drop_path_factors(np.array([0.2, 0.5]), 1, epochs, ids)
+    assert factors.tolist() == [[0.0, 1.25, 1.25], [2.0, 2.0, 0.0]]

@@ -22,9 +22,9 @@ from maect.core.errors import UserError
 from maect.data.config import CONFIG
 from maect.data.index import open_index
 from maect.data.sources import SOURCES, open_source
+from maect.data.sources.base import CLASS_LISTS, DOGS15, check_classes, read_classes
 from maect.data.sources.corrupted import Corrupted
 from maect.data.sources.image_files import Folder
-from maect.data.sources.view import CLASS_LISTS, DOGS15, check_classes, read_classes
 from maect.experiment import Experiment, load
 from maect.experiment.start import missing_images
 

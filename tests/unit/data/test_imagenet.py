@@ -13,8 +13,8 @@ from scipy.io import savemat
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.shards import shard
+from maect.data.sources.base import DOGS15
 from maect.data.sources.imagenet import imagenet_classes, read_labels
-from maect.data.sources.view import DOGS15
 
 # Out of the sorted order on purpose.
 WNIDS = ("n02097130", "n01440764", "n15075141")

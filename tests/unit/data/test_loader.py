@@ -303,7 +303,7 @@ def test_ranks_restarts_and_packed_memory_of_several_sizes(index: Index) -> None
         for step, batch in enumerate(whole):
             parts = torch.cat([rank[step].images[number] for rank in ranks], 1)
             assert torch.equal(parts, batch.images[number])
-            images, values = packed[step].on(torch.device("cpu"), lambda epochs, ids: {})
+            images, values = packed[step].to(torch.device("cpu"), lambda epochs, ids: {})
             assert torch.equal(images[number], batch.images[number])
             assert values.keys() == {"ids", "labels"}
         assert torch.equal(later[0].images[number], whole[2].images[number])
@@ -323,7 +323,7 @@ def test_packed_batches_hold_what_is_drawn_for_them(index: Index) -> None:
     for one, other in zip(plain, packed, strict=True):
         assert same(one, other) and other.packed is not None
         (images, expected), (others, found) = (
-            batch.on(torch.device("cpu"), draw) for batch in (one, other)
+            batch.to(torch.device("cpu"), draw) for batch in (one, other)
         )
         assert all(map(torch.equal, images, others))
         assert expected.keys() == found.keys() == {"ids", "labels", "masks", "odd", "kept"}

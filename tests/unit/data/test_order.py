@@ -1,3 +1,5 @@
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -60,22 +62,29 @@ def test_reads_stay_in_few_chunks() -> None:
     assert len(np.unique(rows // 128)) <= 128
 
 
+def digest(rows: np.ndarray) -> str:
+    return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
+
+
 def test_order_is_pinned() -> None:
     # A change of these values changes every run: never update them.
-    assert Order(1000, 5).take(995, 10)[0].tolist() == [
-        296,
-        213,
-        487,
-        989,
-        7,
-        121,
-        648,
-        625,
-        511,
-        163,
-    ]
+    pinned = [296, 213, 487, 989, 7, 121, 648, 625, 511, 163]
+    assert Order(1000, 5).take(995, 10)[0].tolist() == pinned
+    three_windows, _ = Order(20_000, 5).take(7_000, 60_000)
+    assert digest(three_windows).startswith("a930c4f3531953d47a0e5693cf4273ca")
+    small_chunks, _ = Order(1000, 2, 7, 3).take(0, 3000)
+    assert digest(small_chunks).startswith("d0c885057b45f107b7b9befa5172d577")
+    permutation = Permutation(10, 3, 1, random.CHUNK)
+    assert permutation(np.arange(10)).tolist() == [9, 7, 4, 3, 0, 8, 2, 5, 6, 1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 30])
+def test_rows_can_index_whatever_their_number(count: int) -> None:
+    rows, epochs = Order(10, 0).take(7, count)
+    assert rows.shape == epochs.shape == (count,)
+    assert rows.dtype == epochs.dtype == np.int64
 
 
 def test_an_empty_order_is_refused() -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="an order needs at least one sample"):
         Order(0, 0)

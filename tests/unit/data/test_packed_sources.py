@@ -19,7 +19,7 @@ from maect.data.changes import advice, changes
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_parts
 from maect.data.shard_check import verify
-from maect.data.shards import finish_index, plan_shards, shard
+from maect.data.shards import shard
 from maect.data.sources import kind_of, open_source
 from maect.data.subsets import class_view
 from maect.experiment import load
@@ -183,9 +183,8 @@ def test_a_webdataset_is_indexed_where_it_lies(dataset: Path, shards: Path, tmp_
     assert kind_of(dataset) == kind_of(dataset / "train-*.tar") == "webdataset"
     (tmp_path / "names.txt").write_text("c0\nc1\nc2\n")
     out = tmp_path / "train"
-    # As the pipeline's two jobs.
-    plan_shards(dataset, "webdataset", out, 1, labels=tmp_path / "names.txt")
-    assert finish_index(out, threads=2) == 24
+    names = tmp_path / "names.txt"
+    assert shard(dataset, out, "webdataset", 1, threads=2, labels=names) == 24
     index, copied = open_index(out), open_index(shards)
     assert not list(out.glob("*.tar")) and index.shards[0].parent == dataset
     assert index.class_names == ("c0", "c1", "c2") and index.record["in_place"]
@@ -201,7 +200,7 @@ def test_a_webdataset_is_indexed_where_it_lies(dataset: Path, shards: Path, tmp_
     assert batch[1].tolist() == [0] * 8
     assert verify(tmp_path / "view") == 8
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    finish_index(out)
+    shard(dataset, out, "webdataset", 1, labels=names)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 

@@ -28,6 +28,14 @@ def test_bits_are_pinned() -> None:
         [10144255542820365049, 9580809202707078609],
         [3352415301950461236, 11560008063984983409],
     ]
+    # A seed below 0, an id above 2^63, and words behind the first four.
+    ids = np.array([2**63 + 5], np.uint64)
+    assert random.bits(-3, 0, ids, 0, random.CROP, 1, 4).tolist() == [[15418824374037924557]]
+    u = random.uniform(1, [0, 3], [7, 1000], 0, random.CROP, 2)
+    assert u.tolist() == [
+        [0.3542450866248359, 0.3913170927591353],
+        [0.2143439086410498, 0.5195297379165521],
+    ]
 
 
 @given(st.integers(0, 2**63), st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 39))
@@ -68,5 +76,5 @@ def test_uniform_has_a_uniform_distribution() -> None:
 
 
 def test_ids_must_be_integers() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="integers expected, not float64"):
         random.bits(0, 0, [0.5], 0, random.CROP, 1)

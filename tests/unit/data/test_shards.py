@@ -18,10 +18,11 @@ from sample_images import image_folder, jpeg, random_crop
 from maect.core import files
 from maect.core.errors import UserError
 from maect.core.files import read_record
-from maect.data.digits import SHIFTS, write_digits
+from maect.data.bundled import SHIFTS, write_digits
 from maect.data.index import Index, open_index
 from maect.data.shard_check import verify
-from maect.data.shards import finish_index, plan_shards, shard, write_shard
+from maect.data.shard_plan import plan_shards
+from maect.data.shards import shard
 from maect.data.sources.base import Entry
 from maect.data.sources.image_files import Folder
 
@@ -143,26 +144,12 @@ def test_images_are_shuffled(tmp_path: Path) -> None:
     assert (np.diff(labels) == 0).mean() < 0.2
 
 
-def test_every_step_can_be_repeated_and_changes_nothing(images: Path, tmp_path: Path) -> None:
+def test_repeated_it_changes_nothing(images: Path, tmp_path: Path) -> None:
     out = tmp_path / "train"
-    plan_shards(images, "folder", out, 3)
-    for number in (2, 0, 1):
-        write_shard(out, number)
-    finish_index(out)
+    assert shard(images, out, "folder", 3) == 24
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
-    plan_shards(images, "folder", out, 3)
-    assert write_shard(out, 1) == out / "train-000001.tar"
-    assert finish_index(out) == 24
+    assert shard(images, out, "folder", 3) == 24
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
-
-
-def test_index_names_missing_shards(images: Path, tmp_path: Path) -> None:
-    plan_shards(images, "folder", tmp_path, 3)
-    write_shard(tmp_path, 1)
-    with pytest.raises(UserError, match=r"2 shards are not written \(number 0, 2 first\)"):
-        finish_index(tmp_path)
-    with pytest.raises(UserError, match=r"no index\.json"):
-        open_index(tmp_path)
 
 
 KILLED = """
@@ -209,33 +196,20 @@ import maect.data.shards as shards
 def wait(*_):
     print("at work", flush=True)
     sys.stdin.read()
-shards._write = wait
-step, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-shards.shard(source, out, "folder", 2) if step == "all" else shards.write_shard(out, 0)
+shards._write_tar = wait
+shards.shard(Path(sys.argv[1]), Path(sys.argv[2]), "folder", 2)
 """
 
 
-@pytest.mark.parametrize("step", ["all", "one"])
-def test_two_at_work_in_one_folder(step: str, images: Path, tmp_path: Path) -> None:
+def test_only_one_job_works_in_a_folder(images: Path, tmp_path: Path) -> None:
     out, other = tmp_path / "train", image_folder(tmp_path / "images", 2, 2)
-    plan_shards(images, "folder", out, 2)
-    planned = tree(out)
-    arguments = [sys.executable, "-c", AT_WORK, step, str(images), str(out)]
+    arguments = [sys.executable, "-c", AT_WORK, str(images), str(out)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdin and first.stdout and first.stdout.readline() == b"at work\n"
-        for second in (
-            lambda: shard(other, out, "folder", 2),
-            lambda: plan_shards(other, "folder", out, 2),
-            lambda: finish_index(out),
-        ):
-            with pytest.raises(UserError, match="another maect shard is at work here"):
-                second()
-        if step == "one":  # the jobs of one plan run side by side
-            write_shard(out, 1)
-        else:
-            with pytest.raises(UserError, match="another maect shard is at work here"):
-                write_shard(out, 1)
-        assert planned.items() <= tree(out).items()
+        planned = tree(out)
+        with pytest.raises(UserError, match="another maect shard is at work here"):
+            shard(other, out, "folder", 2)
+        assert tree(out) == planned
         first.kill()
     assert shard(images, out, "folder", 2) == 24  # a lock ends with who held it
 
@@ -243,8 +217,8 @@ def test_two_at_work_in_one_folder(step: str, images: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", "cut", "flip", "fewer"])
 def test_a_damaged_part_of_the_index(damage: bytes | str, images: Path, tmp_path: Path) -> None:
     out = tmp_path / "train"
-    plan_shards(images, "folder", out, 2)
-    write_shard(out, 0), write_shard(out, 1)
+    shard(images, out, "folder", 2)
+    (out / "index.json").unlink()  # as if the job was killed before it wrote the index
     part = out / "parts/000001.npz"
     whole = part.read_bytes()
     if damage == "fewer":
@@ -258,13 +232,10 @@ def test_a_damaged_part_of_the_index(damage: bytes | str, images: Path, tmp_path
     with pytest.raises(
         UserError, match=r"000001\.npz: damaged .* delete it and \S+01\.tar"
     ) as fault:
-        finish_index(out)
+        shard(images, out, "folder", 2)
     assert "\n" not in str(fault.value) and not (out / "index.json").exists()
     part.unlink()
-    with pytest.raises(UserError, match=r"1 shards are not written \(number 1 first\)"):
-        finish_index(out)
-    write_shard(out, 1)
-    assert part.read_bytes() == whole and finish_index(out) == 24
+    assert shard(images, out, "folder", 2) == 24 and part.read_bytes() == whole
 
 
 def test_a_lost_or_cut_tar_is_written_again(images: Path, shards: Path, tmp_path: Path) -> None:
@@ -367,101 +338,74 @@ def test_unreadable_images_can_be_left_out(tmp_path: Path) -> None:
     assert open_index(tmp_path / "other").digest == index.digest
 
 
-def test_jobs_of_a_pipeline_report_side_by_side(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_listed_and_repaired_images_taken(tmp_path: Path) -> None:
     source, out = image_folder(tmp_path / "images"), tmp_path / "out"
-    whole = {path: path.read_bytes() for path in sorted(source.rglob("*.jpg"))}
-    odd = os.fsdecode(b"caf\xe9.jpg")  # a name that is not UTF-8
-    (source / "c0" / odd).write_bytes(b"")
-    for path in whole:
-        path.write_bytes(b"")
-    plan_shards(source, "folder", out, 2)
-    for number in (0, 1):
-        with pytest.raises(UserError, match=rf"unreadable-00000{number}\.txt"):
-            write_shard(out, number)
-    lines = [line for p in out.glob("unreadable-*.txt") for line in p.read_text().splitlines()]
-    assert sorted(line.split("\t")[0] for line in lines) == sorted(
-        [*(str(path.relative_to(source)) for path in whole), "c0/caf\\udce9.jpg"]
-    )
-    for path, data in whole.items():
-        path.write_bytes(data)
-    (source / "c0" / odd).write_bytes(data)
-    assert shard(source, out, "folder", 2) == 25  # the plan holds, the files are repaired
+    odd = source / "c0" / os.fsdecode(b"caf\xe9.jpg")
+    odd.write_bytes(b"")
+    with pytest.raises(UserError, match="1 unreadable image: "):
+        shard(source, out, "folder", 2)
+    assert (out / "unreadable.txt").read_text() == "c0/caf\\udce9.jpg\tempty file\n"
+    odd.write_bytes((source / "c0/001.jpg").read_bytes())
+    assert shard(source, out, "folder", 2) == 25  # the plan holds
     assert not list(out.glob("unreadable*"))
 
 
-def test_a_link_back_is_refused(tmp_path: Path) -> None:
+def test_links_to_other_folders_are_followed(tmp_path: Path) -> None:
     source = image_folder(tmp_path / "images")
-    (source / "images").symlink_to(source)
-    with pytest.raises(UserError, match="images/images: a link to a folder that it lies in"):
-        plan_shards(source, "folder", tmp_path / "out", 1)
-    (source / "images").unlink()
     (tmp_path / "more").mkdir()
     (tmp_path / "more/x.jpg").write_bytes(jpeg(random_crop(np.random.default_rng(0))))
-    (source / "c1/more").symlink_to(tmp_path / "more")  # any other link is followed
-    assert plan_shards(source, "folder", tmp_path / "out", 1)["n"] == 25
+    (source / "c1/more").symlink_to(tmp_path / "more")
+    assert plan_shards(source, "folder", tmp_path / "out", 1).record["n"] == 25
+
+
+NAMES = [f"c{label}/00{number}.jpg" for label in range(2) for number in range(2)]
+"""Images of the folder that the refusals below begin with."""
+
+
+def rename(source: Path) -> None:
+    source.rename(source.with_name("gone"))
+
+
+def empty(source: Path) -> None:
+    shutil.rmtree(source)
+    source.mkdir()
 
 
 @pytest.mark.parametrize(
-    ("prepare", "kind", "message"),
+    ("prepare", "arguments", "message"),
     [
-        (lambda p: None, "folder", "no such file or folder"),
-        (lambda p: p.mkdir(), "folder", "no class folders"),
-        (lambda p: (p / "cat").mkdir(parents=True), "folder", "cat: class folder without images"),
-        (lambda p: p.mkdir(), "unlabelled", "no images found"),
-        (lambda p: p.mkdir(), "picture_book", "unknown kind"),
+        (rename, {}, "no such file or folder"),
+        (empty, {}, "no class folders"),
+        (empty, {"kind": "unlabelled"}, "no images found"),
+        (lambda p: (p / "cat").mkdir(), {}, "cat: class folder without images"),
+        (lambda p: (p / "up").symlink_to(p), {}, "images/up: a link to a folder that it lies in"),
+        (None, {"kind": "picture_book"}, "unknown kind"),
+        (None, {"shards": 5}, "5 shards for 4 images; lower the number"),
+        (None, {"shards": 2, "only": NAMES[:1]}, "2 shards for 1 images; lower the number"),
+        (None, {"exclude": ["c0/none.jpg"]}, "'c0/none.jpg' is not in the source"),
+        (None, {"exclude": b"caf\xe9.jpg\n"}, "not a text file"),
+        (None, {"exclude": Path("none.txt")}, r"none\.txt: No such file"),
+        (None, {"only": []}, r"only\.txt: no image of \S+images is left; correct the"),
+        (None, {"only": ["c0/gone.jpg"], "skip_unreadable": True}, r"only\.txt: no image of"),
+        (None, {"exclude": NAMES}, r"exclude\.txt: no image of \S+images is left; correct the"),
+        (None, {"only": NAMES[:1], "exclude": NAMES}, r"only\.txt and \S+exclude\.txt: no image"),
     ],
-)
-def test_wrong_sources_are_refused(prepare, kind: str, message: str, tmp_path: Path) -> None:
-    prepare(tmp_path / "images")
+)  # fmt: skip
+def test_refusals(prepare, arguments: dict, message: str, tmp_path: Path) -> None:
+    source = image_folder(tmp_path / "images", 2, 2)
+    if prepare is not None:
+        prepare(source)
+    given = {"kind": "folder", "shards": 1} | arguments
+    for name in arguments.keys() & {"only", "exclude"}:
+        if isinstance(given[name], Path):
+            continue
+        lines = given[name]
+        data = lines if isinstance(lines, bytes) else "".join(f"{n}\n" for n in lines).encode()
+        given[name] = tmp_path / f"{name}.txt"
+        given[name].write_bytes(data)
     with pytest.raises(UserError, match=message):
-        plan_shards(tmp_path / "images", kind, tmp_path / "out", 1)
+        shard(source, tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"c0/none.jpg\n", "'c0/none.jpg' is not in the source"),
-        (b"caf\xe9.jpg\n", "not a text file"),
-    ],
-)
-def test_wrong_lists_of_what_to_leave_out(
-    text: bytes, message: str, images: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "bad.txt").write_bytes(text)
-    with pytest.raises(UserError, match=message):
-        shard(images, tmp_path / "out", "folder", 1, exclude=tmp_path / "bad.txt")
-    with pytest.raises(UserError, match=r"none\.txt: No such file"):
-        shard(images, tmp_path / "out", "folder", 1, exclude=tmp_path / "none.txt")
-
-
-def test_lists_that_leave_no_image_are_named(tmp_path: Path) -> None:
-    source, lists = image_folder(tmp_path / "images"), {}
-    names = sorted(str(path.relative_to(source)) for path in source.rglob("*.jpg"))
-    for name, lines in {
-        "none": [],
-        "gone": ["c0/gone.jpg"],
-        "all": names,
-        "one": names[:1],
-    }.items():
-        lists[name] = tmp_path / f"{name}.txt"
-        lists[name].write_text("".join(f"{line}\n" for line in lines))
-    for said, how in (
-        (r"/none\.txt", {"only": lists["none"]}),
-        (r"/gone\.txt", {"only": lists["gone"], "skip_unreadable": True}),
-        (r"/all\.txt", {"exclude": lists["all"]}),
-        (r"/one\.txt and .*/all\.txt", {"only": lists["one"], "exclude": lists["all"]}),
-    ):
-        with pytest.raises(UserError, match=rf"{said}: no image of {source} is left; correct the"):
-            shard(source, tmp_path / "out", "folder", 1, **how)
-    with pytest.raises(UserError, match="2 shards for 1 images; lower the number"):
-        shard(source, tmp_path / "out", "folder", 2, only=lists["one"])
-
-
-def test_more_shards_than_images(tmp_path: Path) -> None:
-    image_folder(tmp_path / "images", 1, 2)
-    with pytest.raises(UserError, match="3 shards for 2 images"):
-        plan_shards(tmp_path / "images", "folder", tmp_path / "out", 3)
 
 
 def test_names_that_tars_and_webdataset_do_not_like(tmp_path: Path) -> None:
@@ -523,6 +467,12 @@ def test_recompression_is_an_option_named_in_the_index(tmp_path: Path) -> None:
         assert untouched == (min(Image.open(source / f"{index.key(i)}.jpg").size) <= 40)
 
 
+def flip_last_bit(folder: Path) -> None:
+    data = bytearray((folder / "index.npy").read_bytes())
+    data[-1] ^= 1
+    (folder / "index.npy").write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -530,21 +480,13 @@ def test_recompression_is_an_option_named_in_the_index(tmp_path: Path) -> None:
         (lambda d: (d / "index.npy").write_bytes(b"x"), "index.npy"),
         (lambda d: (d / "index.json").write_text("{"), "not valid JSON"),
         (lambda d: (d / "train-000000.tar").write_bytes(b""), "0 bytes"),
+        (flip_last_bit, "index.npy: changed since it was written"),
     ],
 )
 def test_a_damaged_folder_is_not_opened(damage, message: str, shards: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
     damage(copy)
     with pytest.raises(UserError, match=message):
-        open_index(copy)
-
-
-def test_a_changed_index_is_not_opened(shards: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(shards, tmp_path / "copy"))
-    data = bytearray((copy / "index.npy").read_bytes())
-    data[-1] ^= 1
-    (copy / "index.npy").write_bytes(data)
-    with pytest.raises(UserError, match="changed since it was written"):
         open_index(copy)
 
 
@@ -574,6 +516,5 @@ def test_an_index_is_made_again_if_a_tar_was_written_again(tmp_path: Path) -> No
     for path in (tmp_path / "images/a").iterdir():
         Image.new("RGB", (8, 8), (0, 0, 99)).save(path)
     (out / "out-000000.tar").unlink()
-    write_shard(out, 0)
-    finish_index(out)
+    shard(tmp_path / "images", out, "folder", 1)
     assert read_record(files[0])["digest"] != before and verify(out) == 4

@@ -16,8 +16,8 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from maect.core.errors import UserError
 from maect.core.files import read_record
+from maect.data.bundled import draw, write_shapes
 from maect.data.index import WIDTH, Index, open_index
-from maect.data.shapes import draw, write_shapes
 from maect.data.shards import shard
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.dense import MaskSplit, miou

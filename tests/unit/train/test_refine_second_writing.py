@@ -14,7 +14,7 @@ from lookups import clear
 from test_second_writing import block, layer_norm, seen
 from torch.nn import functional as F
 
-from maect.data.digits import write_digits
+from maect.data.bundled import write_digits
 from maect.data.index import open_index
 from maect.data.loader import train_batches
 from maect.data.shards import shard

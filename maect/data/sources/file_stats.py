@@ -1,4 +1,4 @@
-"""Names, sizes and times of the files that images were sharded from, noted beside the shards."""
+"""Note name, size and time of each file that images were sharded from, and read the notes."""
 
 import logging
 import os
@@ -13,25 +13,27 @@ log = logging.getLogger(__name__)
 
 FILES = "files.json"
 MOST = 50_000
-"""Files that are compared again: more would delay every start."""
+"""Files that a start compares: more would delay it."""
 
 Stat = tuple[int, int]
-"""Bytes of a file and when it was changed, in nanoseconds; -1 and 0 of one that is gone."""
+"""Size of a file in bytes, and its time of change in nanoseconds; -1 and 0 if it is gone."""
 
 
 def note_files(out: Path, source: ImageSource, entries: Sequence[Entry]) -> None:
-    """Write beside shards names, sizes and times of the files with the images.
+    """Write the names, sizes and times of the images' files beside their shards.
 
-    Of more than `MOST` files only the names of their class folders.
+    Of more than `MOST` files, write only the names of their class folders.
     """
     if len({source.file_of(entry) for entry in entries}) <= MOST:
         write_record(out / FILES, {"files": dict(sorted(file_stats(source, entries).items()))})
-    elif folders := source.folder_names():
+        return
+    folders = source.folder_names()
+    if folders:
         write_record(out / FILES, {"folders": [*folders]})
 
 
 def file_stats(source: ImageSource, entries: Iterable[Entry]) -> dict[str, Stat]:
-    """Return the size and time of each file that images are in."""
+    """Return size and time of each file that has some of the images."""
     stats = {}
     for name in {source.file_of(entry) for entry in entries}:
         try:
@@ -42,15 +44,19 @@ def file_stats(source: ImageSource, entries: Iterable[Entry]) -> dict[str, Stat]
     return stats
 
 
-def read_noted(out: Path) -> tuple[dict[str, Stat] | None, list[str] | None]:
-    """Return what `note_files` wrote: of files, or of class folders."""
+def read_notes(out: Path) -> tuple[dict[str, Stat] | None, list[str] | None]:
+    """Return what `note_files` wrote: stats of files, or names of class folders.
+
+    Raises:
+        UserError: the notes are damaged. A warning says so, too.
+    """
     if not (out / FILES).exists():
         return None, None
     try:
-        noted = read_record(out / FILES)
+        notes = read_record(out / FILES)
     except UserError as error:
         log.warning("%s", error)
         raise
-    files = noted.get("files")
+    files = notes.get("files")
     stats = None if files is None else {name: (size, time) for name, (size, time) in files.items()}
-    return stats, noted.get("folders")
+    return stats, notes.get("folders")
