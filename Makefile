@@ -1,6 +1,7 @@
 # make demo      set up, then the whole pipeline on bundled digits: tables, figures, a report
 # make test      set up, then all checks and tests
 # make test-faults everything that three audits of faults tried; writes docs/results/reliability/fault_audit.csv
+# make mutate    small faults in the modules that matter most; writes docs/results/reliability/mutation.csv
 # make test-cpus the numeric tests once more, as they compute on processors without AVX-512 or AVX2
 # make install   only the environment (.venv, from the lock file): for a cluster's login node
 
@@ -82,10 +83,14 @@ test-cpus: install
 
 # The first two audits' trials lie beside what they attack.
 FAULTS := tests/faults tests/unit/launch tests/unit/test_power_loss.py tests/unit/test_files.py tests/unit/test_run_folder.py \
-	tests/unit/test_changed_images.py tests/unit/test_kept.py tests/unit/train/test_damage.py tests/unit/train/test_run_lock.py \
+	tests/unit/test_changed_images.py tests/unit/train/test_damage.py tests/unit/train/test_run_lock.py \
 	tests/unit/train/test_kills.py tests/unit/train/test_resume.py tests/unit/data/test_odd_images.py
 test-faults: install
 	$(PYTEST) $(FAULTS) --audit docs/results/reliability/fault_audit.csv
+
+# Hours for all modules; stopped, it continues. MODULES=maect/data/order.py for some.
+mutate: install
+	$(BIN)/python -P tests/mutation.py $(MODULES)
 
 test-slow: install
 	$(BIN)/pytest tests -m slow --session-timeout 36000 -o faulthandler_timeout=3700

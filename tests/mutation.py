@@ -1,0 +1,159 @@
+"""Mutation testing: plant small faults in a module, one at a time, and run the tests that guard it.
+
+`make mutate` does so for the modules of mutation.yaml with mutmut. It writes the scores to
+docs/results/reliability/mutation.csv, and beside it the faults that no test noticed. Stopped, it
+continues; a module is done again when it or its tests change. For some modules:
+`make mutate MODULES=maect/data/order.py`.
+"""
+
+import argparse
+import csv
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "tests/mutation.yaml"
+RESULTS = ROOT / "docs/results/reliability/mutation.json"
+BUILD = ROOT / "build/mutation"
+COLUMNS = ("module", "revision", "mutants", "killed", "equivalent", "survived", "killed_percent")
+
+
+def load_table() -> dict[str, dict[str, Any]]:
+    """Read the tests and the equivalent mutants of each module."""
+    table: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def run(module: str, entry: dict[str, Any], children: int) -> dict[str, Any]:
+    """Try every mutant of a module that was not tried yet; return its result."""
+    folder = BUILD / module.removesuffix(".py").replace("/", ".")
+    state = _digest([module, *entry["tests"], *entry.get("also", [])])
+    if not (folder / "state").exists() or (folder / "state").read_text() != state:
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        folder.mkdir(parents=True)
+        _prepare(folder, module, entry)
+        (folder / "state").write_text(state)
+    if not (folder / "done").exists():
+        _mutmut(folder, "run", "--max-children", str(children), stdout=None)
+        (folder / "done").touch()
+    equivalent = entry.get("equivalent", {})
+    counts = {"killed": 0, "equivalent": 0, "survived": 0}
+    survivors = []
+    for line in _mutmut(folder, "results", "--all", "true").stdout.splitlines():
+        name, _, status = line.strip().rpartition(": ")
+        if status in ("killed", "timeout", "segfault", "caught by type check"):
+            counts["killed"] += 1
+            continue
+        diff = _mutmut(folder, "show", name).stdout
+        function = name.rpartition(".")[2].rpartition("__mutmut_")[0].removeprefix("x_")
+        fault = f"{function.replace('ǁ', '.').removeprefix('x.')}: {_changed(diff)}"
+        if fault in equivalent:
+            counts["equivalent"] += 1
+        else:
+            counts["survived"] += 1
+            survivors.append(fault if status == "survived" else f"{fault} ({status})")
+    return {"revision": _revision(), "counts": counts, "survivors": survivors}
+
+
+def _prepare(folder: Path, module: str, entry: dict[str, Any]) -> None:
+    """Make a folder in which mutmut sees the repository with a configuration for one module."""
+    for name in ("maect", "tests", *entry.get("also", [])):
+        (folder / name).symlink_to(ROOT / name)
+    settings = {
+        "source_paths": ["maect"],
+        "only_mutate": [module],
+        "also_copy": entry.get("also", []),
+        "pytest_add_cli_args": ["-p", "no:cacheprovider", "-n", "0"],
+        "pytest_add_cli_args_test_selection": entry["tests"],
+        "use_git_change_detection": False,
+        "timeout_multiplier": 5.0,  # of CPU time
+    }
+    pytest = 'addopts = "--strict-markers"\nmarkers = ["slow: minutes", "cluster: needs SLURM"]\n'
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    text = f"[tool.pytest.ini_options]\n{pytest}\n[tool.mutmut]\n" + "\n".join(lines) + "\n"
+    (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+
+
+def _mutmut(
+    folder: Path, *arguments: str, stdout: int | None = subprocess.PIPE
+) -> "subprocess.CompletedProcess[str]":
+    """Run mutmut in a module's folder; by default return what it prints."""
+    return subprocess.run(
+        [sys.executable, "-m", "mutmut", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        check=True,
+        stdout=stdout,
+        text=True,
+    )
+
+
+def _changed(diff: str) -> str:
+    """Return the lines that a mutant has in place of others."""
+    added = [line[1:].strip() for line in diff.splitlines() if line[:1] == "+"]
+    return " ".join(line for line in added if not line.startswith("++"))
+
+
+def _digest(names: list[str]) -> str:
+    """Return the identity of files and of the Python files in folders."""
+    digest = hashlib.sha256(repr(names).encode())
+    for name in names:
+        path = ROOT / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _revision() -> str:
+    command = ["git", "rev-parse", "--short=9", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def score_table(results: dict[str, dict[str, Any]], modules: list[str]) -> str:
+    """Return the scores as CSV; a module that was never run has an empty row.
+
+    `killed_percent` is of the mutants that are not equivalent.
+    """
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for module in modules:
+        if module not in results:
+            writer.writerow([module])
+            continue
+        counts = results[module]["counts"]
+        total = sum(counts.values())
+        percent = 100 * counts["killed"] / max(1, total - counts["equivalent"])
+        numbers = [total, counts["killed"], counts["equivalent"], counts["survived"]]
+        writer.writerow([module, results[module]["revision"], *numbers, round(percent)])
+    return stream.getvalue()
+
+
+def main() -> None:
+    """Run the modules that are named, or all; write the results after each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("modules", nargs="*")
+    parser.add_argument("--children", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    arguments = parser.parse_args()
+    table = load_table()
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    for module in arguments.modules or table:
+        results[module] = run(module, table[module], arguments.children)
+        text = json.dumps(results, indent=1, ensure_ascii=False, sort_keys=True)
+        RESULTS.write_text(f"{text}\n", encoding="utf-8")
+        scores = score_table(results, list(table))
+        RESULTS.with_suffix(".csv").write_text(scores, encoding="utf-8")
+        print(f"{module}: {results[module]['counts']}")
+
+
+if __name__ == "__main__":
+    main()
