@@ -417,7 +417,8 @@ def _tiff(data: bytes, bands: bool) -> NDArray[Any] | None:
 
     try:
         with tifffile.TiffFile(io.BytesIO(data)) as file:
-            series, page = file.series[0], file.pages[0]
+            series = file.series[0]
+            page = file.pages[0]
             colors = page.photometric.name  # type: ignore[union-attr]
             shape = [side for side in series.shape if side > 1]
             extra = page.extrasamples  # type: ignore[union-attr]

@@ -39,8 +39,10 @@ class Permutation:
 
     def _walk(self, start: NDArray[np.int64], step) -> NDArray[np.int64]:  # type: ignore[no-untyped-def]
         x = step(np.asarray(start).astype(np.uint64))
-        while (outside := x >= self.n).any():
+        outside = x >= self.n
+        while outside.any():
             x[outside] = step(x[outside])
+            outside = x >= self.n
         return x.astype(np.int64)
 
     def _forward(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:

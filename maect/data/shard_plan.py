@@ -114,7 +114,8 @@ def plan_shards(
         record["shards"] = max(1, min(len(tars), len(choice.entries)))
         if tars:
             record["tars"] = tars
-    shards, n = record["shards"], record["n"]
+    shards = record["shards"]
+    n = record["n"]
     if shards > n:
         raise UserError(f"{source}: {shards} shards for {n} images; lower the number")
     listings = _listings(choice.entries, shards)

@@ -68,7 +68,8 @@ def _storage_folder(storage: str) -> Path:
 
 def _copy(index: Index, out: Path) -> None:
     """Copy the index and shards of a split that are not copied yet."""
-    record, pixels = index.record, pixels_files(index)
+    record = index.record
+    pixels = pixels_files(index)
     checksums = {
         index.directory / "index.npy": record["index_sha256"],
         index.directory / CHECKSUMS: record["crc32_sha256"],

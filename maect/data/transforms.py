@@ -76,7 +76,8 @@ def random_crops(
     w, h = w[rows, first], h[rows, first]
 
     shape = width / height
-    narrow, wide = shape < _CROP_RATIO[0], shape > _CROP_RATIO[1]
+    narrow = shape < _CROP_RATIO[0]
+    wide = shape > _CROP_RATIO[1]
     central_w = np.where(wide, np.rint(height * _CROP_RATIO[1]).astype(np.int64), width)
     central_h = np.where(narrow, np.rint(width / _CROP_RATIO[0]).astype(np.int64), height)
     w = np.maximum(np.where(fitting, w, central_w), 1)
@@ -173,7 +174,9 @@ def draw_changes(
     Args:
         views: probabilities of each change, by the number of the view, which draws its own.
     """
-    flips, uniforms, likely = [], [], []
+    flips = []
+    uniforms = []
+    likely = []
     for number, view in views.items():
         flips.append(random.uniform(seed, epochs, ids, number, random.FLIP, 1)[:, 0] < view.flip)
         colours = view.jitter, view.blur, view.gray, view.solarize
@@ -182,11 +185,20 @@ def draw_changes(
         else:
             uniforms.append(np.zeros((len(flips[-1]), 13)))
         likely.append(np.tile(colours, (len(flips[-1]), 1)))
-    u, chosen = np.concatenate(uniforms), np.concatenate(uniforms)[:, [0, 9, 11, 12]]
-    jittered, blurred, grey, solarized = (chosen < np.concatenate(likely)).T
-    sigma = SIGMA[0] + (SIGMA[1] - SIGMA[0]) * u[:, 10]
-    flipped = np.concatenate(flips)
-    return PixelChanges(flipped, jittered, blurred, grey, solarized, u[:, 1:5], u[:, 5:9], sigma)
+    # Number 0 decides on jitter, 1 to 4 are its strengths and 5 to 8 its order; 9 decides on blur,
+    # and 10 is its sigma; 11 and 12 decide on grey and solarize.
+    u = np.concatenate(uniforms)
+    jittered, blurred, grey, solarized = (u[:, [0, 9, 11, 12]] < np.concatenate(likely)).T
+    return PixelChanges(
+        flipped=np.concatenate(flips),
+        jittered=jittered,
+        blurred=blurred,
+        grey=grey,
+        solarized=solarized,
+        strengths=u[:, 1:5],
+        order=u[:, 5:9],
+        sigma=SIGMA[0] + (SIGMA[1] - SIGMA[0]) * u[:, 10],
+    )
 
 
 def apply_changes(images: Tensor, changes: PixelChanges, pixels: Pixels) -> Tensor:
@@ -364,9 +376,11 @@ def _blur_index(size: int, device: torch.device) -> Tensor:
     """Return the column of `_blur_table` of each element of a matrix, [size * size]."""
     taps = 2 * _REACH + 1
     outputs, inputs = np.indices((size, size))
-    tap, nothing = inputs - outputs + _REACH, 3 * taps
+    tap = inputs - outputs + _REACH
+    nothing = 3 * taps
     index = np.where((tap >= 0) & (tap < taps), tap, nothing)
-    first, last = tap[:, 0], tap[:, -1]
+    first = tap[:, 0]
+    last = tap[:, -1]
     index[:, 0] = np.where(first >= 0, taps + first, nothing)
     index[:, -1] = np.where(last < taps, 2 * taps + last, nothing)
     return torch.from_numpy(index.flatten()).to(device)

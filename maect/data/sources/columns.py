@@ -221,7 +221,8 @@ class _Table:
             self._group, self._next = group, self._starts[group]
             self._reader = self._file.iter_batches(_ROWS, [group], [self._image])
         for batch in self._reader:
-            start, images = self._next, batch.column(self._image)
+            start = self._next
+            images = batch.column(self._image)
             self._next += len(images)
             if row < self._next:
                 self._batches.append((start, images))
