@@ -147,8 +147,10 @@ class Index:
         row = self.rows[i]
         file = self._open(int(row[SHARD]))
         header = os.pread(file.number, 100, int(row[OFFSET]) - _BLOCK)
-        # It names the sample in messages about damage too, so the header may be anything.
+        # It names the sample in messages about damage, too, so the header may be anything.
         name = header.rstrip(b"\0").decode("utf-8", "backslashreplace")
+        if not name.isprintable():
+            name = ascii(name)[1:-1]
         folder, _, base = name.rpartition("/")
         return f"{folder}/{base.split('.')[0]}" if folder else base.split(".")[0]
 

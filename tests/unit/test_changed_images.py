@@ -21,7 +21,7 @@ from maect.data.config import CONFIG, index_digest
 from maect.data.index import open_index
 from maect.data.shard_plan import plan_shards, store_plan
 from maect.data.shards import shard
-from maect.data.sources import noted, open_source
+from maect.data.sources import file_stats, open_source
 from maect.data.sources.imagenet import imagenet_classes
 from maect.evaluate.base import Features
 from maect.experiment import Experiment, load
@@ -141,20 +141,20 @@ def test_what_is_said_otherwise_is_named(
 def test_other_images_of_which_there_are_too_many_to_look_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(noted, "MOST", 3)
+    monkeypatch.setattr(file_stats, "MOST", 3)
     make(experiment())
     fruit(Path("other"), "abc")
     fruit(Path("same"))
     for _ in range(2):
         (note,) = other_shards(experiment(images="other"), [PAIR])
         assert "1 file added (c/)" in note
-        (experiment().own_shards(*PAIR) / noted.FILES).unlink(missing_ok=True)
+        (experiment().own_shards(*PAIR) / file_stats.FILES).unlink(missing_ok=True)
     assert changed_images(experiment(images="same")) == []
 
 
 def test_other_folders_of_imagenet(monkeypatch: pytest.MonkeyPatch) -> None:
     """All its classes are known, whichever are there."""
-    monkeypatch.setattr(noted, "MOST", 3)
+    monkeypatch.setattr(file_stats, "MOST", 3)
     ids, given = imagenet_classes(), {"kind": "imagenet", "only": None, "shards": 1}
     for folder, classes in (("some", ids[:2]), ("all", ids[:4])):
         for name in classes:
