@@ -12,7 +12,7 @@ LOCK := envs/requirements.lock
 OUT := $(LOCK)
 DECODER := maect/data/native/libmaect_jpeg.so
 
-.PHONY: install squashed moved demo test tests test-cpus test-faults test-slow check packages gpu gpu-packages lock docs dist metadata crate conda paper clean
+.PHONY: install squashed moved demo test tests test-cpus test-faults test-slow mutate check packages gpu gpu-packages lock docs dist metadata crate conda paper clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
