@@ -118,7 +118,7 @@ class LogHandler(LogHandlerBase):
 
 
 def _line_of_job(rule: str, message: str | None) -> str:
-    """Return what is said of a job."""
+    """Return the line to print when a job of this rule starts."""
     for title, rules in SHOWN.items():
         if rule in rules:
             return title

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from maect.core.errors import counted
 from maect.core.log import aligned
-from maect.launch.progress import duration, rough
+from maect.launch.progress import rough
 from maect.recipes.memory import GIB
 from maect.stages import STAGES
 from maect.tools.plan import Plan, PlannedJob, critical_path, wall
@@ -21,11 +21,13 @@ def lines(plan: Plan) -> list[str]:
     for job in plan.jobs:
         groups[job.stage].append(job)
     order = sorted(groups, key=lambda s: (ORDER.index(s) if s in ORDER else len(ORDER), s))
+    unit, in_an_hour = ("h", 1) if _device_hours(plan.jobs) >= 1 else ("min", 60)
+    times = (f"device {unit}", f"node {unit}")
     rows: list[tuple[str, ...]] = [
-        ("stage", "jobs", "nodes x devices", "GPU GiB", "device h", "node h", "times from")
+        ("stage", "jobs", "nodes x devices", "GPU GiB", *times, "times from")
     ]
-    rows += [_row(stage, groups[stage]) for stage in order]
-    rows.append(_row("total", plan.jobs))
+    rows += [_row(stage, groups[stage], in_an_hour) for stage in order]
+    rows.append(_row("total", plan.jobs, in_an_hour))
     out = [*aligned(rows, (1, 3, 4, 5)), "", *_storage(plan), *_path(plan), *_fitting(plan)]
     if plan.others:
         commands = counted(plan.others, "short command")
@@ -34,27 +36,27 @@ def lines(plan: Plan) -> list[str]:
     return out
 
 
-def _row(stage: str, jobs: list[PlannedJob]) -> tuple[str, ...]:
+def _device_hours(jobs: list[PlannedJob]) -> float:
+    """Return the hours of jobs, times the devices of a node."""
+    return sum(job.node_hours * job.devices for job in jobs)
+
+
+def _row(stage: str, jobs: list[PlannedJob], in_an_hour: int) -> tuple[str, ...]:
+    """Return a line of the table: a stage, its jobs, and their times in units of `in_an_hour`."""
     sizes = sorted({(job.nodes, job.devices) for job in jobs})
     shapes = [f"{nodes} x {devices}" for nodes, devices in sizes]
-    hours = sum(job.node_hours for job in jobs)
-    devices = sum(job.node_hours * job.devices for job in jobs)
+    node_hours = sum(job.node_hours for job in jobs)
     known = [job for job in jobs if job.seconds is not None]
     sources = sorted({job.source for job in known}) if stage != "total" else []
     shape = ", ".join(shapes) if stage != "total" else ""
     if len(known) < len(jobs):
-        sources.append(f"{len(jobs) - len(known)} not known")
+        sources.append(f"no time known of {counted(len(jobs) - len(known), 'job')}")
     memory = max(job.memory for job in jobs) if stage != "total" else 0
     return (
         stage, str(len(jobs)), shape, f"{memory / GIB:.1f}" if memory else "",
-        _hours(devices), _hours(hours),
+        f"{_device_hours(jobs) * in_an_hour:,.1f}", f"{node_hours * in_an_hour:,.1f}",
         "; ".join(sources[:2]) + (" ..." if len(sources) > 2 else ""),
     )  # fmt: skip
-
-
-def _hours(hours: float) -> str:
-    """Hours, those of small experiments with more digits."""
-    return f"{hours:,.1f}" if hours >= 1 else f"{hours:.2f}"
 
 
 def _fitting(plan: Plan) -> list[str]:
@@ -87,7 +89,7 @@ def _path(plan: Plan) -> list[str]:
     if all(job.here for job in plan.jobs):
         return [f"all of it on this machine, one job after another: {rough(wall(plan.jobs))}"]
     return [
-        f"critical path: {duration(wall(path))}, without waiting in the queue, in "
+        f"critical path: {rough(wall(path))}, without waiting in the queue, in "
         f"{sum(job.pieces for job in path)} jobs{longest}:",
         f"  {names}",
     ]

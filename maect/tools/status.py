@@ -12,7 +12,7 @@ from maect.core.log import aligned
 from maect.core.yaml_files import read_yaml
 from maect.experiment import load
 from maect.launch import clusters, record
-from maect.launch.progress import duration, part, seconds_left
+from maect.launch.progress import part, rough, seconds_left
 from maect.launch.record import Job
 from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, state_of
 from maect.records import RunRecord, is_finished
@@ -260,7 +260,7 @@ def _cells(line: Status, bar: bool) -> dict[str, str]:
         "state": line.state,
         "progress": progress,
         "images/s": "" if line.speed is None else f"{line.speed:.0f}",
-        "left": "" if line.left is None else duration(line.left),
+        "left": "" if line.left is None else rough(line.left),
         "loss": "" if line.loss is None else f"{line.loss:.4f}",
         "online k-NN": "" if line.knn is None else f"{line.knn:.1f}",
         "useful": "" if line.useful is None else f"{int(100 * line.useful)} %",

@@ -282,7 +282,7 @@ def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
     plan = plan_of(unknown_images(here), Device("A100"), "pretrain", run="mae_tiny")
     assert plan.jobs[0].seconds is None
     text = "\n".join(lines(plan))
-    assert "not known, and not counted: images of" in text and "1 not known" in text
+    assert "not known, and not counted: images of" in text and "no time known of 1 job" in text
 
 
 def test_images_are_counted_before_they_are_sharded(here: Path) -> None:
@@ -302,6 +302,7 @@ def test_images_are_counted_before_they_are_sharded(here: Path) -> None:
     assert plan.jobs[0].seconds == pytest.approx(flops / (2 * CPU_RATE))
     told = "\n".join(lines(plan))
     assert "not known" not in told and "all of it on this machine" in told
+    assert "device min" in told and "node min" in told  # of hours there would be 0.0
     assert missing(jobs, experiment) == []
     images.rename(here / "elsewhere")
     assert [fault.split("; ")[0] for fault in missing(jobs, experiment)] == [

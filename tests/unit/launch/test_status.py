@@ -40,7 +40,7 @@ def test_running_interrupted_failed_stopped(run):
     words = line_for(run).split()
     job = run.read("job.json")["id"]
     assert words[1] == "running" and words[-2:] == ["local", job] and "0.5000" in words
-    assert any(word.count(":") == 2 for word in words), "no time left"
+    assert {"second", "seconds", "minutes"} & {*words}, "no time left"
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
     kill(run.processes())
@@ -134,7 +134,7 @@ def test_state_progress_and_time_left_are_whole_in_a_narrow_terminal(width: int)
     table = [head, *rest[::2]]
     assert max(map(len, table)) <= width
     for row in rest[::2]:
-        assert "interrupted" in row and "45 %" in row and "1d 02:03:04" in row
+        assert "interrupted" in row and "45 %" in row and "26.1 hours" in row
     assert [row.split()[0] for row in table[1:]] == [line.name for line in lines] or width == 60
     assert ("slurm" in rest[0]) == ("####" in rest[0]) == (width == 200)
     assert rest[1].split() == ["preempted"] * 30
