@@ -374,7 +374,7 @@ def most_of(
 
 
 def most_alike(one: Array, other: Array, count: int) -> list[tuple[int, int]]:
-    """Positions of the pairs of rows [n, width] with the largest products, the first smaller."""
+    """Return the positions (i < j) of the pairs of rows [n, width] with the largest products."""
     best = np.empty(0, np.float32)
     pairs = np.empty((0, 2), np.int64)
     for start in range(0, len(one), _ROWS):

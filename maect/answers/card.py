@@ -33,7 +33,7 @@ def card_of(
     repository: str | None = None,
     base_model: str | None = None,
 ) -> Card:
-    """All that a run's card says beside the model, as far as its results folder knows.
+    """Return the facts for a run's model card, as far as its results folder has them.
 
     Args:
         licence: of the weights, as the hub calls it.
@@ -136,7 +136,7 @@ def results_of(run: Path) -> "tuple[EvalResult, ...]":
 
 
 def _of_classifier(run: Path) -> "Iterator[EvalResult]":
-    """Accuracy on the test images of a fine-tuned run's own classifier, after its last epoch."""
+    """Return the test accuracy of a fine-tuned run's own classifier, after its last epoch."""
     scores = RunRecord.of(run).scores
     file = run / "config.yaml"
     config = RunConfig.read(file) if file.exists() else None

@@ -52,7 +52,7 @@ class VectorClassifier:
     reading: dict[str, Any] = field(default_factory=dict)
 
     def probabilities(self, vectors: Array) -> NDArray[np.float64]:
-        """Softmax of the logits, float64 [n, classes]; 0 of classes without examples."""
+        """Return the softmax of the logits, float64 [n, classes]; 0 of classes without examples."""
         rows = center_and_scale(vectors) if self.prepared else vectors.astype(np.float64)
         logits = rows @ self.weight + self.bias
         return softmax(np.where(np.isnan(logits), -np.inf, logits), axis=1)
@@ -140,7 +140,7 @@ def read_classifier(path: Path) -> VectorClassifier:
 
 
 def fit_classifier(labelled: Path) -> VectorClassifier:
-    """Logistic regression as the protocol `low_shot` fits it, on all labelled vectors of a file."""
+    """Fit logistic regression, as `low_shot` does, to all labelled vectors of a file."""
     if labelled.suffix == ".parquet":
         vectors = Vectors.read(labelled)
         if vectors.labels is None:

@@ -148,7 +148,7 @@ class ImageEncoder:
         batch_size: int | None = None,
         threads: int | None = None,
     ) -> NDArray[np.float32]:
-        """Feature vectors of images.
+        """Compute feature vectors of images.
 
         On a CPU a vector depends on its image alone; a GPU may round differently for another
         `batch_size`. Pixels of a JPEG are within one level of Pillow's when it is given as a file.
@@ -186,7 +186,7 @@ class ImageEncoder:
         strict: bool = False,
         progress: Callable[[int], None] = lambda done: None,
     ) -> tuple[NDArray[np.float32], dict[int, str]]:
-        """Vectors of those images that can be read.
+        """Compute vectors of the images that can be read.
 
         Args:
             read: gives image number i; called by several threads.
@@ -223,7 +223,7 @@ class ImageEncoder:
         batch_size: int | None = None,
         progress: Callable[[int], None] = lambda done: None,
     ) -> tuple[NDArray[np.float32], dict[int, str]]:
-        """`readable` of some images of a source: out of a file, which is written if it is not so.
+        """Return `readable` of some images of a source, from a file if it has them; else write it.
 
         Args:
             file: its name is that of the encoder and the images. Made again once an image is
@@ -278,7 +278,7 @@ class ImageEncoder:
     def _batches(
         self, read: Callable[[int], ImageLike], n: int, batch_size: int, threads: int | None
     ) -> Iterator[tuple[range, "list[_Input | str]"]]:
-        """Numbers of the images of each batch, and their pixels or why there are none."""
+        """Yield the numbers of each batch's images, and their pixels or the reason for none."""
 
         def one(number: int) -> _Input | str:
             try:

@@ -435,7 +435,7 @@ class Work:
 
     @cached_property
     def stamps(self) -> dict[str, int]:
-        """Stamp of each image's file by its name, of the moment before anything is read."""
+        """Return the stamp of each image's file before anything is read, by its name."""
         found = {}
         for entry in self.entries:
             paths = (self.source.root / self.source.file_of(entry), self.source.path)
@@ -457,7 +457,7 @@ class Work:
         return count
 
     def parts(self, folder: Path) -> Iterator[Vectors]:
-        """Vectors of those images that can be read, part by part.
+        """Yield vectors of the images that can be read, part by part.
 
         A part is computed once: its vectors that were not known wait in the folder.
         """

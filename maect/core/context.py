@@ -51,7 +51,7 @@ class Context:
         """
 
     def held_seconds(self) -> float:
-        """Seconds x ranks for which this job and those before it have held their devices."""
+        """Return seconds x ranks for which this job and earlier ones have held their devices."""
         return 0.0
 
     def store(self, timeout: timedelta, /) -> "Store":

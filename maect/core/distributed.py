@@ -104,7 +104,7 @@ def _cpu_is_asked_for() -> bool:
 
 
 def driver() -> str:
-    """Version of this node's NVIDIA driver, as far as the kernel says it: 580.95.05, or ""."""
+    """Return the version of this node's NVIDIA driver, such as 580.95.05; "" if unknown."""
     try:
         found = re.search(r"\b[0-9]{3}\.[0-9.]+\b", DRIVER.read_text().splitlines()[0])
     except (OSError, IndexError):
@@ -299,7 +299,7 @@ def share_of(context: Context, n: int, batch: int) -> range:
 
 
 def gather_rows(x: Tensor) -> Tensor:
-    """Rows of all ranks in rank order, [b, ...] to [world * b, ...]; gradients pass through.
+    """Gather the rows of all ranks, [b, ...] to [world * b, ...]; gradients pass through.
 
     In the backward pass the gradients that the ranks have for a row are summed: with each rank's
     loss a mean over its own rows, averaging the parameters' gradients over the ranks then gives
@@ -352,7 +352,7 @@ def sum_on_device(values: Sequence[float | Tensor], device: torch.device) -> Ten
 
 
 def differing_ranks(tensors: Iterable[Tensor]) -> list[int]:
-    """Ranks whose copies of tensors have other bits than those of most ranks; of all ranks at once.
+    """Return the ranks whose copies of tensors have other bits than most; called on all ranks.
 
     Sums of the bits as integers are compared: any one that flips is seen.
     """
@@ -399,7 +399,7 @@ def store_barrier(where: str) -> None:
 
 
 def from_rank_0(value: Any) -> Any:
-    """Rank 0's value on every rank, as JSON: nothing that arrives is executed.
+    """Return rank 0's value on every rank, sent as JSON: nothing that arrives is executed.
 
     The other ranks' argument is not read. Tuples arrive as lists.
     """
@@ -407,7 +407,7 @@ def from_rank_0(value: Any) -> Any:
 
 
 def from_all(value: Any) -> list[Any]:
-    """Every rank's value on every rank, in their order, as JSON."""
+    """Return every rank's value on every rank, in order of ranks, sent as JSON."""
     size = rank_and_size()[1]
     if size == 1:
         return [value]

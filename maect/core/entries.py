@@ -54,7 +54,7 @@ def lines(path: Path) -> list[bytes]:
 def entries(
     path: Path, tail: int | None = None, epochs: float | None = None
 ) -> list[dict[str, Any]]:
-    """Sound entries of a log, oldest first; a warning names the lines of damaged ones.
+    """Return the sound entries of a log, oldest first; a warning names damaged lines.
 
     The last line is no damage: a training that is killed, or at work, may not have written it all.
 
@@ -91,7 +91,7 @@ def _check_end(path: Path, found: list[dict[str, Any]], epochs: float) -> None:
 
 
 def finished_entries(run: Path, epochs: float) -> list[dict[str, Any]]:
-    """All entries of a finished run; a warning says so where the last ones are lost.
+    """Return all entries of a finished run; warn if the last ones are lost.
 
     Raises:
         UserError: an entry that is damaged, named; or a log without any.

@@ -184,7 +184,7 @@ def verified(value: Any) -> dict[str, Any]:
 
 
 def checksum(value: dict[str, Any]) -> str:
-    """sha256 of a mapping as JSON with sorted keys."""
+    """Return the sha256 of a mapping as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -256,7 +256,7 @@ def with_retries(read: Callable[..., T], *arguments: Any) -> T:
 
 
 def sha256_file(path: str | Path) -> str:
-    """Hex sha256 of a file's content."""
+    """Return the hexadecimal sha256 of a file's content."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

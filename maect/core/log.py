@@ -52,7 +52,7 @@ def rank_log(rank: int) -> None:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-    """Lines of a table, [n]: columns side by side, those of these numbers to the right."""
+    """Return the lines of a table; `right`: numbers of the columns to align to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
@@ -92,7 +92,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """The present stderr."""
+        """Return the present stderr."""
         return sys.stderr
 
     def handleError(self, record: logging.LogRecord) -> None:

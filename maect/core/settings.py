@@ -49,7 +49,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def validated(model: type[S], values: Any, where: str, context: dict[str, Any] | None = None) -> S:
-    """Values as settings of a class; UserError for the first fault, with its key and a hint."""
+    """Return values as settings of a class; UserError for the first fault, with key and hint."""
     try:
         return model.model_validate(values, context=context)
     except ValidationError as error:
@@ -72,7 +72,7 @@ def one_line(error: ValidationError, model: type[Settings], where: str) -> UserE
 
 
 def _known_keys(model: type[Settings], location: tuple[int | str, ...]) -> list[str]:
-    """Keys that a settings class knows at `location`."""
+    """Return the keys that a settings class knows at `location`."""
     for part in location[:-1]:
         field = model.model_fields.get(str(part))
         inner = _types(field.annotation) if field else []
@@ -87,7 +87,7 @@ def _types(annotation: Any) -> list[type[Settings]]:
 
 
 def digest(*parts: Any) -> str:
-    """Short hexadecimal identity of settings or JSON values, whatever the order of their keys.
+    """Return a short hexadecimal identity of settings or JSON values, in any order of keys.
 
     Of settings it is what differs from their defaults, so that a new one changes no identity. A
     default is therefore a part of the format, and never changes within one.
@@ -204,7 +204,7 @@ class SettingsFile(Settings):
         return digest(self.model_dump(mode="json", exclude_defaults=True, context=context))
 
     def _context(self, path: str | Path) -> dict[str, Path]:
-        """Folder of a file at `path`, and the results folder that it lies in."""
+        """Return the folder of a file at `path`, and its results folder."""
         folder = Path(os.path.abspath(path)).parent
         return {"folder": folder, "root": [folder, *folder.parents][self.depth]}
 

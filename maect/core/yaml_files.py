@@ -55,7 +55,7 @@ class Loader(_BASE):
         return node
 
     def _count(self, node: Any, known: dict[int, int], names: bool) -> int:
-        """Values of a node, aliases counted each time."""
+        """Count the values of a node, aliases each time."""
         if isinstance(node, yaml.ScalarNode):
             made = str(self.construct_object(node)) if names and not node.style else node.value
             if made != node.value:

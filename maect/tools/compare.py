@@ -122,7 +122,7 @@ def open_folder(name: str, path: Path) -> ImageFolder:
 
 
 def _contents(images: Images) -> list[str]:
-    """sha256 of each image's bytes; of a file that cannot be read its name."""
+    """Return the sha256 of each image's bytes; the name of a file that cannot be read."""
     source = open_source(images.kind, images.folder)
     source.listing()
 
@@ -269,13 +269,13 @@ def load_alike(
 
 
 def _names(folder: ImageFolder, which: NDArray[np.bool_]) -> list[str]:
-    """Names of some images of a folder."""
+    """Return the names of some images of a folder."""
     names = [entry.name for part in folder.parts for entry in part.entries]
     return [names[row] for row in np.flatnonzero(which)]
 
 
 def real_of(folder: ImageFolder, which: NDArray[np.bool_], labels: RealLabels) -> Real | None:
-    """ReaL's labels of some images of a folder; UserError if these are not ImageNet's."""
+    """Return ReaL's labels of some images of a folder; UserError if these are not ImageNet's."""
     own = None if folder.labels is None else folder.labels[which]
     return labels.real_labels_of(lambda: _names(folder, which), folder.parts[0].class_names, own)
 

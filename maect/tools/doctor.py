@@ -57,7 +57,7 @@ def result_of_check(holds: bool, what: str, hint: str, fault: str = "") -> Findi
 
 
 def lines(findings: Iterable[Finding]) -> list[str]:
-    """For the terminal."""
+    """Return the lines of a report: each finding, and its hint below it."""
     out = []
     for finding in findings:
         out.append(f"{finding.kind:<5}{finding.what}")
@@ -99,7 +99,7 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
 
 
 def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
-    """Resources of each rule, with environment variables filled in; UserError if there are none."""
+    """Read the resources of each rule, with environment variables filled in."""
     file = profile / "config.yaml"
     try:
         rules = yte.process_yaml(file.read_text(encoding="utf-8"), require_use_yte=True)
@@ -115,7 +115,7 @@ def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
 
 
 def driver_of(profile: Path) -> int | None:
-    """NVIDIA's driver at a site, as its profile says."""
+    """Return the NVIDIA driver of a site, as its profile says."""
     said = yaml.safe_load((profile / "config.yaml").read_text(encoding="utf-8"))
     return (said.get("__variables__") or {}).get("driver")
 
@@ -163,7 +163,7 @@ def driver(said: int | None) -> list[Finding]:
 
 
 def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
-    """Resources that no job reads but nearly, which Snakemake passes over in silence."""
+    """Return misspelt resources: no job reads them, and Snakemake says nothing."""
     known = [*PROFILE, *PROFILE_OF_TRAININGS]
     asked = sorted({(key, rule) for rule, keys in rules.items() for key in keys})
     out = []
@@ -268,7 +268,7 @@ def wall_limits(rules: dict[str, dict[str, Any]]) -> list[Finding]:
 
 
 def minutes_of(limit: str) -> int | None:
-    """Minutes of a time as SLURM writes it, such as 1-00:00:00 or 30:00; None: no limit."""
+    """Parse a time of SLURM, such as 1-00:00:00 or 30:00, into minutes; None: no limit."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
     if found is None:
         return None

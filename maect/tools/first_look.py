@@ -132,7 +132,7 @@ class _Alone:
         self._before = context.held_seconds()
 
     def held_seconds(self) -> float:
-        """Seconds x ranks since it began."""
+        """Return seconds x ranks since this training began."""
         return self._context.held_seconds() - self._before
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +140,7 @@ class _Alone:
 
 
 def _scores(context: Context, run: Path, train: Path, test: Path) -> dict[str, float]:
-    """Accuracies in percent by the titles of `COLUMNS`."""
+    """Return accuracies in percent, by the titles of `COLUMNS`."""
     metrics: dict[str, Any] = {}
     for name in dict.fromkeys(evaluation for evaluation, _ in COLUMNS.values()):
         given = {"train": train, "test": test}

@@ -65,7 +65,7 @@ def _given(config: SettingsFile, path: Path, **more: Any) -> dict[str, Any]:
 
 
 def need_shards(folder: Path) -> str:
-    """Digest of the shards in a folder."""
+    """Return the digest of the shards in a folder."""
     index = need(folder / "index.json", "index of shards (make it with maect shard)")
     return str(read_record(index)["digest"])
 
@@ -130,7 +130,7 @@ def train(
 
 
 def _as_saved(run: Path, nodes: int, where: Where) -> int:
-    """Nodes with as many ranks as saved a run's state, or those given if it has none.
+    """Return the nodes with as many ranks as saved a run's state; without a state those given.
 
     Raises:
         UserError: `where` cannot have as many, or the state is lost.

@@ -35,7 +35,7 @@ SHOWN = {
 
 
 def seconds(rule: str) -> float:
-    """Of a job, on idle cores."""
+    """Return the seconds that a job of a rule takes on idle cores."""
     return SECONDS.get(rule, OTHER)
 
 
@@ -78,7 +78,7 @@ class LogHandler(LogHandlerBase):
         self.running: dict[int, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say what begins."""
+        """Print a line for an event of Snakemake, if people need to know of it."""
         about = record.__dict__
         match about.get("event"):
             case LogEvent.RUN_INFO:

@@ -76,7 +76,7 @@ def measured(experiment: Experiment, name: str) -> Measured | None:
 
 
 def _logged(folder: Path, key: str, last: int) -> float | None:
-    """Mean of the last values of a run's log; None where there are none, as without labels."""
+    """Return the mean of the last values of a run's log; None without values, as without labels."""
     record = RunRecord.find(folder)
     epochs = record.logged_epochs if record else None
     values = [e[key] for e in entries(folder / "metrics.jsonl", TAIL, epochs) if key in e]
@@ -84,7 +84,7 @@ def _logged(folder: Path, key: str, last: int) -> float | None:
 
 
 def nearest(path: Path) -> float | None:
-    """Percent of training images whose nearest image, standardised, has the same class.
+    """Return the percentage of training images whose nearest other image has their class.
 
     None where labels are not known, or the file is too large for a quick answer.
     """

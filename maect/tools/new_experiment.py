@@ -163,7 +163,7 @@ class Written:
     skip_unreadable: bool
 
     def planned(self, chosen: Chosen, public: str | None, device: Device) -> list[PlannedJob]:
-        """All jobs of the experiment, as `maect plan` prices them."""
+        """Return all jobs of the experiment with times, as `maect plan` does."""
         with TemporaryDirectory() as folder:
             file = Path(folder) / "quick.yaml"
             write_text(file, self.text(chosen, public))

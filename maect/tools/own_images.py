@@ -77,7 +77,7 @@ def has_loose(folder: Path) -> bool:
 
 
 def descend(folder: Path, classes: Collection[str] = ()) -> Path:
-    """Through folders that hold everything in one folder, unless it is a class or packed."""
+    """Descend through folders that hold a single folder, unless it is a class or packed."""
     if not folder.is_dir() or kind_of(folder) is not None:
         return folder
     while not has_loose(folder) and len(inside := folders_in(folder)) == 1:
@@ -119,7 +119,7 @@ def find_splits(folder: Path) -> Splits:
 
 
 def _packed_splits(folder: Path) -> Splits:
-    """Patterns of tars or tables that are named after splits; without such names, the folder."""
+    """Return patterns of tars or tables that are named after splits; else the folder."""
     files = sorted(
         file for file in folder.iterdir() if file.suffix in (".tar", ".parquet", ".arrow")
     )
@@ -367,7 +367,7 @@ def _sha256(source: ImageSource, entry: Entry) -> str | None:
 
 
 def held_out(images: Images) -> set[str]:
-    """Names of about one image in ten of every class, chosen by content.
+    """Choose about one image in ten of every class by content; return their names.
 
     Equal images and near-duplicates, such as the frames of a scene, are on one side. More are
     chosen where the classes are so small that there would be too few to evaluate on.

@@ -32,7 +32,7 @@ FEWEST_EPOCHS, FEWEST_SHOWN = 40, 1_000_000  # of pre-training: one of the two h
 
 
 def encoder_for(images: Images, public: str | None) -> tuple[str, int, str]:
-    """Size of the encoder, of its input in pixels, and why."""
+    """Return the size of the encoder, of its input in pixels, and the reason."""
     if public is not None:
         size = PUBLIC[public]
         return size, load_encoder(size).image_size, f"the shape of the public weights {public}"
@@ -60,7 +60,7 @@ def power_of_two(number: float) -> int:
 
 
 def lengths(size: str, n: int) -> dict[str, int]:
-    """Epochs by recipe: with few images more of them, so that there are enough steps."""
+    """Return the epochs by recipe; few images get more epochs, for enough steps."""
     # Images to show, all epochs together; fewest and most epochs.
     shown = {"mae": (SEEN, 400, 1600), "head_min": (SEEN / 20, 20, 100)}
     shown |= {"ct_min": (SEEN / 10, 40, 200)}
@@ -73,7 +73,7 @@ def lengths(size: str, n: int) -> dict[str, int]:
 
 
 def tune_batch(size: str, n: int) -> int:
-    """Images in a batch of head and tuning: the recipe's, or a quarter of the queue."""
+    """Return the images in a batch of head and tuning: the recipe's, or a quarter of the queue."""
     recipe = cast(Tune, load_recipe("ct_min", size))
     queue = min(recipe.head.queue_size, power_of_two(n))
     return min(recipe.batch_size, max(1, queue // 4))
@@ -186,7 +186,7 @@ def shortened(
 
 
 def evaluate_every(tuned: int, n: int) -> int:
-    """Epochs between two online evaluations: ten in tuning, if that leaves 50 images for each."""
+    """Return the epochs between online evaluations: ten in tuning, if each has 50 images."""
     return max(tuned // 10, math.ceil(50 / OnlineEvaluation.part / n))
 
 

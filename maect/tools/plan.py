@@ -97,7 +97,7 @@ def listed(experiment: Experiment, dataset: str, split: str) -> SplitFacts | Non
 
 
 def feature_bytes(encoder: Encoder, images: int, blocks: int = 1) -> int:
-    """Float32 features, of so many blocks, and labels."""
+    """Return the bytes of a features file: float32, of so many blocks, and labels."""
     return images * (4 * encoder.width * blocks + 8)
 
 
@@ -141,7 +141,7 @@ class Device:
 def measured(
     root: Path, stage: Training, size: str, encoder: Encoder, on_cpu: bool
 ) -> tuple[float, str] | None:
-    """Images per second of one device in a stage; the file that says so, and the device.
+    """Return the measured images/s of one device in a stage, its file, and the device.
 
     A finished run with the same encoder comes before a `throughput` result, which has no loader.
     Of several runs that with the nearest operations an image counts: other views or frozen blocks
@@ -213,23 +213,23 @@ class PlannedJob:
 
     @property
     def start(self) -> float:
-        """Seconds until its first step."""
+        """Return the seconds until its first step."""
         return START_HERE if self.here else START
 
     @property
     def pieces(self) -> int:
-        """Jobs between wall limits that it takes."""
+        """Return the number of jobs that wall limits cut it into."""
         useful = self.limit - max(20.0, min(300.0, self.limit / 10)) - self.start
         return max(1, -int(-(self.seconds or 0.0) // useful))
 
     @property
     def wall(self) -> float:
-        """Seconds from its start to its end, were there no waiting in the queue."""
+        """Return the seconds from start to end, without waiting in the queue."""
         return (self.seconds or 0.0) + self.pieces * self.start + (self.pieces - 1) * REQUEUED
 
     @property
     def node_hours(self) -> float:
-        """Node hours that it is billed for."""
+        """Return the node hours that it is billed for."""
         return self.nodes * ((self.seconds or 0.0) + self.pieces * self.start) / 3600
 
 
@@ -254,7 +254,7 @@ class Plan:
 
 
 def all_jobs(experiment: Experiment) -> list[RuleJob]:
-    """Every split, training, features file and evaluation of an experiment, on this machine.
+    """Return every split, training, features file and evaluation of an experiment as jobs here.
 
     Needs no Snakemake, so it does not know what is done already.
     """
@@ -331,7 +331,7 @@ def critical_path(jobs: list[PlannedJob]) -> list[PlannedJob]:
 
 
 def wall(jobs: Iterable[PlannedJob]) -> float:
-    """Seconds of jobs one after another."""
+    """Return the seconds of jobs one after another."""
     return sum(job.wall for job in jobs)
 
 
@@ -507,7 +507,7 @@ def all_here(jobs: Iterable[RuleJob]) -> bool:
 
 
 def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
-    """Images, weights and lists that jobs would read and that are not there, a line each.
+    """Return a line for each missing file that jobs would read: images, weights, lists.
 
     Of a variable that is not set there is one line, with all that is looked for there.
     """
@@ -547,7 +547,7 @@ def is_here(job: RuleJob) -> bool:
 
 
 def devices_of(resources: Mapping[str, Any]) -> int:
-    """Devices a node of a job."""
+    """Return the devices of a job on each node."""
     return count_devices(str(resources["devices"]))
 
 

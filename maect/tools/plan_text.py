@@ -13,7 +13,7 @@ ORDER = (*STAGES, "features")
 
 
 def lines(plan: Plan) -> list[str]:
-    """Table by stage, total, storage, critical path, and what is not known."""
+    """Return a table by stage, then storage, critical path, and the unknown."""
     if not plan.jobs:
         rest = f"; {counted(plan.others, 'command')} on this machine" if plan.others else ""
         return [f"no job to run{rest}"]
@@ -96,7 +96,7 @@ def _path(plan: Plan) -> list[str]:
 
 
 def size_text(size: float) -> str:
-    """Bytes with a unit."""
+    """Return a number of bytes with a unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}"

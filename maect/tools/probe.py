@@ -20,7 +20,7 @@ OUTSIDE = ("www.python.org", 443)
 
 
 def probe(context: Context, folder: str) -> str:
-    """On every rank; rank 0 writes what all have seen to `probe.json`."""
+    """Probe this rank; rank 0 writes the reports of all to `probe.json`."""
     import torch
     import torch.distributed as dist
 
@@ -71,7 +71,7 @@ def _trained(context: Context, device: Any) -> float:
 
 
 def _device_ids(torch: Any) -> list[str]:
-    """Every device that this rank sees, by what tells it from the others of its node."""
+    """Return a unique name of each device that this rank sees."""
     devices = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     return [str(getattr(device, "uuid", number)) for number, device in enumerate(devices)]
 
@@ -88,7 +88,7 @@ def _files_seen(context: Context, folder: Path) -> int:
 
 
 def _bandwidth(device: Any) -> float:
-    """GB/s of a large all-reduce: bytes of the tensor over the time of one."""
+    """Measure the GB/s of a large all-reduce: bytes of the tensor over its time."""
     import torch
     import torch.distributed as dist
 

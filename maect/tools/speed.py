@@ -51,7 +51,7 @@ class Machine(Device):
 
     @property
     def rate(self) -> float:
-        """FLOP/s of a training step: the best that was measured, else that of such a device."""
+        """Return the FLOP/s of a training step: the best measured, else that of such a device."""
         if not self._rates:
             reference = cast(WithoutLabels, load_recipe("mae", "small"))
             self._speed_of(reference, load_encoder("small"))
@@ -120,7 +120,7 @@ class Machine(Device):
         return batch if batch * stage.flops_per_image(encoder) <= operations else None
 
     def free_memory(self) -> float:
-        """Bytes that are free on the device, and on a CPU may still be taken by this process."""
+        """Return the bytes that are free on the device; on a CPU, within this process's limit."""
         if self.name != "cpu":
             import torch
 
@@ -165,7 +165,7 @@ def this_machine() -> Machine:
 
 
 def measure(stage: WithoutLabels, encoder: Encoder, batch: int) -> float:
-    """Images per second of one rank's training step with random weights and images.
+    """Measure the images per second of one rank's training step with random weights.
 
     A CPU's rank has its share of the cores, as in a training: with all of them, and others at work
     beside it, each operation would wait for the slowest. The fastest step counts.

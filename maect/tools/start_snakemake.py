@@ -14,7 +14,7 @@ def import_snakemake() -> None:
 
 
 def main() -> None:
-    """Snakemake's command, with its arguments."""
+    """Run Snakemake's command with its arguments."""
     try:
         import_snakemake()
         from snakemake.cli import main as snakemake

@@ -118,7 +118,7 @@ def planned(root: Path) -> dict[str, str]:
 
 
 def evaluations(root: Path, clusters: Mapping[str, Cluster]) -> Iterator[Status]:
-    """Features and evaluations that have a job but no result yet."""
+    """Yield the status of features and evaluations that have a job but no result yet."""
     for kind, suffix in (("features", ".safetensors"), ("evaluations", ".json")):
         for folder in sorted(root.glob(f"{kind}/*/*.job")):
             if not folder.with_suffix(suffix).exists():
@@ -189,7 +189,7 @@ def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> t
 
 
 def shown_titles(lines: list[Status]) -> list[str]:
-    """All but online k-NN where no encoder was evaluated, and useful where no run says it."""
+    """Return the titles of columns; without online k-NN or useful time if no run has them."""
     known = {
         "online k-NN": any(line.knn is not None for line in lines),
         "useful": any(line.useful is not None for line in lines),

@@ -48,13 +48,13 @@ class Checked:
 
     @property
     def asked(self) -> list[tuple[str, str]]:
-        """The evaluations behind it, as (run, evaluation)."""
+        """Return the evaluations behind it, as (run, evaluation)."""
         names = TABLES[self.table].evaluations_of(self.metric, self.row.method)
         return [(run, name) for run in self.row.runs for name in names]
 
 
 def cells(published: Path, experiment: Experiment) -> list[Checked]:
-    """Every number of the published tables that the experiment's runs make.
+    """Return every number of the published tables that the experiment's runs make.
 
     Where seeds are still missing, a number is that of the seeds whose results are published.
     """
@@ -174,7 +174,8 @@ def verify(
         allowed = why if math.isinf(most) else f"at most {most:.2g} ({why})"
         verdict = "same" if difference == 0 else f"{difference:+.4g}, {allowed}"
         inside = abs(difference) <= most
-        outside += not inside
+        if not inside:
+            outside += 1
         open_ += difference != 0 and math.isinf(most)
         bits = "the same bits" if same else "another encoder"
         mark = "" if inside else "  OUTSIDE"
