@@ -168,6 +168,9 @@ def run(arguments: Sequence[str] | None) -> int:
         app[name].help_epilogue = known_names(name)
     try:
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+    except UserError as error:
+        print(f"maect {name}: {error}", file=sys.stderr)
+        return 2
     except UnknownCommandError as error:
         # The library's message goes on with all commands.
         print(f"maect: {str(error).partition(' Available')[0]} See maect --help.", file=sys.stderr)

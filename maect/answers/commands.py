@@ -62,11 +62,10 @@ def embed(
     """
     from maect import load
     from maect.answers.vectors import check_format, embed_into
-    from maect.data.config import stated_pixels
 
     out = out or Path(f"{images.resolve().name}.parquet")
     check_format(out, inputs=[images])
-    encoder = load(run, device, precision, pixels=stated_pixels(pixels))
+    encoder = load(run, device, precision, pixels=pixels)
     made = embed_into(out, encoder, images, kind, batch_size, afresh)
     _say_left_out(made.left_out)
     kept = f", {made.kept} of them kept from before" if made.kept else ""
@@ -139,10 +138,9 @@ def search(
     """
     from maect import load
     from maect.answers.vectors import Vectors, nearest
-    from maect.data.config import stated_pixels
 
     vectors = Vectors.read(index)
-    read = vectors.pixels.reading | stated_pixels(pixels)
+    read = vectors.pixels.reading | (pixels or {})
     encoder = load(run, device, vectors.about.get("precision", "fp32"), pixels=read)
     vectors.check(encoder, index)
     similarities, found = nearest(vectors, encoder.encode(image), count)
@@ -216,9 +214,8 @@ def duplicates(
         images: where the images of a .parquet are, if they have moved.
     """
     from maect.answers.duplicates import duplicates as find
-    from maect.data.config import stated_pixels
 
-    said = find(what, out, images, count, stated_pixels(pixels))
+    said = find(what, out, images, count, pixels)
     print(f"{out}: {said}; open {out / 'index.html'}")
 
 
@@ -273,7 +270,6 @@ def predict(
         write_classes,
     )
     from maect.answers.vectors import Work, check_format, parts_of
-    from maect.data.config import stated_pixels
 
     check_format(out, (".csv",), [images])
     check_replaceable_table(out)
@@ -286,7 +282,7 @@ def predict(
     else:
         classes = read_classifier(path)
     # Evaluations may resize images otherwise than the run says: they are of another data set.
-    read = classes.reading | stated_pixels(pixels)
+    read = classes.reading | (pixels or {})
     encoder = load(run, device, resize=classes.resize, pixels=read)
     classes.check(encoder, path)
     work = Work(encoder, images, kind, batch_size)

@@ -1,12 +1,13 @@
 """Commands that write shards and download data."""
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from maect.core.errors import UserError
@@ -14,9 +15,20 @@ from maect.core.errors import UserError
 if TYPE_CHECKING:
     from maect.data.config import ShardsConfig
 
+
+def _read_pixels(_: Any, words: Sequence[Token]) -> dict[str, Any]:
+    """Read the value of `--pixels`."""
+    from maect.data.config import stated_pixels
+
+    return stated_pixels(words[0].value)
+
+
 StatedPixels = Annotated[
-    str | None,
+    dict[str, Any] | None,
     Parameter(
+        converter=_read_pixels,
+        n_tokens=1,
+        accepts_keys=False,
         metavar="KEY=VALUE",
         help="how images are read, as in range=0,4095 (docs/data.md#pixels): range, background, "
         "orientation; several in quotes, with blanks between",
@@ -66,7 +78,7 @@ def shard(
     from maect.core.settings import validated
     from maect.core.stamps import stamped
     from maect.data import shard_check
-    from maect.data.config import CONFIG, ShardsConfig, stated_pixels
+    from maect.data.config import CONFIG, ShardsConfig
     from maect.data.sources import find_source
 
     threads = threads or len(os.sched_getaffinity(0))
@@ -78,7 +90,7 @@ def shard(
             "skip_unreadable": skip_unreadable, "shorter_side": shorter_side,
         }  # fmt: skip
         if pixels is not None:
-            given["pixels"] = _for_files(stated_pixels(pixels))
+            given["pixels"] = _for_files(pixels)
         config = validated(ShardsConfig, given, "maect shard")
         folder = out
         stamp: AbstractContextManager[None] = nullcontext()

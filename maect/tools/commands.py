@@ -185,14 +185,12 @@ def compare(
         geometry: also measure features that are centred, standardised or whitened, and without
             their first components.
     """
-    from maect.data.config import stated_pixels
     from maect.tools import comparison
     from maect.tools.compare import compare as measure
     from maect.tools.compare import named
 
     folders = named(encoders, "encoders"), named(images, "folders")
-    read = stated_pixels(pixels)
-    matrix = measure(*folders, out, device, threads, real_labels, geometry, read)
+    matrix = measure(*folders, out, device, threads, real_labels, geometry, pixels)
     frame = comparison.write_comparison(matrix, out)
     print(comparison.summary(frame))
     print(f"{out}: open {out / 'index.html'}")
@@ -257,7 +255,6 @@ def new_experiment(
         ignore_folders: do not take folders for classes: use no labels.
         skip_unreadable: leave out images that cannot be read.
     """
-    from maect.data.config import stated_pixels
     from maect.tools.new_experiment import new_experiment as write
     from maect.tools.new_experiment import outlook, without_training
     from maect.tools.speed import this_machine
@@ -266,7 +263,7 @@ def new_experiment(
     written = write(
         images, out, from_public, machine if quick else None,
         ignore_folders=ignore_folders, skip_unreadable=skip_unreadable,
-        stated=stated_pixels(pixels),
+        stated=pixels or {},
     )  # fmt: skip
     print(written)
     print(*outlook(out, machine), *without_training(out), sep="\n")

@@ -206,7 +206,6 @@ def import_weights(
         image_size: pixels to use it at (default: its own).
     """
     from maect.core.settings import validated
-    from maect.data.config import stated_pixels
     from maect.recipes import Pixels
     from maect.stages.imported import import_weights as convert
 
@@ -217,7 +216,7 @@ def import_weights(
         raise UserError(f"{weights}: name the run's folder, too")
     if timm is not None and (layout or size):
         raise UserError(f"--timm {timm} says everything: leave out --layout and --size")
-    read = validated(Pixels, stated_pixels(pixels), "--pixels")
+    read = validated(Pixels, pixels or {}, "--pixels")
     layout, imported = convert(weights, run, layout, size, image_size, read, timm)
     _say_imported(run, layout, imported)
 
