@@ -260,6 +260,13 @@ def test_examples_of_help_are_understood_and_stand_on_one_line(
     assert count > 22
 
 
+@pytest.mark.parametrize("words", [["shard", "/no", "OUT"], ["train", "/no/config.yaml"]])
+def test_messages_also_go_to_a_log(words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "logs/one.log"
+    assert cli.main([*words, "--log", str(file)]) == 2
+    assert file.read_text().startswith(f"maect {words[0]}: /no")
+
+
 @pytest.mark.parametrize(("seconds", "said"), [(0.0, True), (60.0, False)])
 def test_a_command_that_takes_its_time_says_what_it_does(
     seconds: float, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
