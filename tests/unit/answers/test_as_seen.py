@@ -251,7 +251,9 @@ def test_duplicates_compare_what_a_person_sees(
     monkeypatch.setattr(duplicates, "perceptual_hash", spied)
     images = case.folder(tmp_path / "i", 2)
     assert main(["duplicates", str(images), "--out", str(tmp_path / "d"), *case.option]) == 0
-    assert_close(hashed[0], case.picture, case.tolerance)
+    # The other image may be read before it.
+    (seen, *_) = [picture for picture in hashed if picture.shape == case.picture.shape]
+    assert_close(seen, case.picture, case.tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)
