@@ -90,7 +90,7 @@ def note_taken(own: Path, folder: Path) -> None:
     write_record(own / TAKEN, noted)
 
 
-def said_otherwise(folder: Path, split: Split, pixels: Pixels) -> str:
+def differing_settings(folder: Path, split: Split, pixels: Pixels) -> str:
     """Name the settings and lists that are not those that shards were made by; empty: none."""
     made = made_by(folder)
     try:

@@ -21,7 +21,7 @@ from maect.data.sources.image_files import Unlabelled
 from maect.evaluate import EvaluationConfig, evaluation_names, load_evaluation
 from maect.evaluate.base import Protocol
 from maect.experiment import expand
-from maect.experiment.chosen_shards import find_shards, said_otherwise, shards_config
+from maect.experiment.chosen_shards import differing_settings, find_shards, shards_config
 from maect.experiment.expand import Run, begins_with
 from maect.experiment.schema import (
     ExperimentSpec,
@@ -165,10 +165,12 @@ class Experiment:
                     raise self._error(f"evaluate: no run is named {pattern!r}")
                 few = [run for run in names if entry.seeds is None or runs[run].seed < entry.seeds]
                 datasets = entry.datasets or [self.default_dataset]
-                asked = [self.on(name, d) for d in datasets for name in entry.protocols]
+                asked = [
+                    self.evaluation_name(name, d) for d in datasets for name in entry.protocols
+                ]
                 yield from itertools.product(few, asked)
 
-    def on(self, name: str, dataset: str) -> str:
+    def evaluation_name(self, name: str, dataset: str) -> str:
         """Return the name of an evaluation of a data set: NAME of the first, NAME.on.DATASET."""
         return name if dataset == self.default_dataset else f"{name}{ON}{dataset}"
 
@@ -253,7 +255,7 @@ class Experiment:
                     "(kind: unlabelled); leave it out, or sort the images into class folders"
                 )
         for needed in settings.needs:
-            if (run, self.on(needed, dataset)) not in self.asked:
+            if (run, self.evaluation_name(needed, dataset)) not in self.asked:
                 raise self._error(f"evaluate: {name} of {run} reads the output of {needed}; add it")
 
     def _check_resize(self, run: str, dataset: str) -> None:
@@ -309,9 +311,9 @@ class Experiment:
         """Return the resolved settings of a split's shards."""
         return shards_config(*self._given(dataset, split), self.images(dataset, split))
 
-    def said_otherwise(self, dataset: str, split: str) -> str:
+    def differing_settings(self, dataset: str, split: str) -> str:
         """Return where the file is not what a split's shards were made by; empty: nowhere."""
-        return said_otherwise(self.shards(dataset, split), *self._given(dataset, split))
+        return differing_settings(self.shards(dataset, split), *self._given(dataset, split))
 
     def _given(self, dataset: str, split: str) -> tuple[Split, Pixels]:
         return self.datasets[dataset].splits[split], self.datasets[dataset].pixels
@@ -351,7 +353,7 @@ class Experiment:
         """Names of the figures that have any line, in the file's order."""
         return [name for name in self.spec.figures if self._rows[name]]
 
-    def behind(self, runs: Iterable[str]) -> list[str]:
+    def with_ancestors(self, runs: Iterable[str]) -> list[str]:
         """Return the runs and all that they start from, sorted."""
         return sorted({one.name for run in runs for one in lineage(run, self.runs.get)})
 

@@ -195,7 +195,7 @@ def _measures(experiment: Experiment) -> dict[str, dict[str, str]]:
     """Titles of the numbers of each evaluation, by evaluation and metric."""
     found: dict[str, dict[str, str]] = {}
     for run, name in experiment.evaluations:
-        evaluation = name.removesuffix(experiment.on("", experiment.dataset_of(name)))
+        evaluation = name.removesuffix(experiment.evaluation_name("", experiment.dataset_of(name)))
         shown = experiment.evaluation(run, name).headline()
         found[evaluation] = found.get(evaluation, {}) | dict(shown)
     return {evaluation: shown for evaluation, shown in found.items() if shown}
@@ -206,7 +206,9 @@ def _datasets_config(experiment: Experiment, name: str) -> configs.DatasetsConfi
     return configs.DatasetsConfig(
         name=experiment.name,
         runs=list(dict.fromkeys(run for run, _ in experiment.evaluations)),
-        datasets={d: experiment.on("", d) for d in experiment.datasets if d in evaluated},
+        datasets={
+            d: experiment.evaluation_name("", d) for d in experiment.datasets if d in evaluated
+        },
         measures=_measures(experiment),
         evaluations=experiment.root / "evaluations",
     )
@@ -287,7 +289,7 @@ def _claims_inputs(experiment: Experiment, name: str) -> list[Path]:
 
 def _records(experiment: Experiment, rows: list[tuple[str, ...]]) -> list[Path]:
     runs = list(itertools.chain.from_iterable(rows))
-    return [RunRecord.path(experiment.folder(run)) for run in experiment.behind(runs)]
+    return [RunRecord.path(experiment.folder(run)) for run in experiment.with_ancestors(runs)]
 
 
 def _runs(row: Row, shown: Table | Figure) -> tuple[str, ...]:

@@ -155,7 +155,7 @@ def input_path(experiment: Experiment, run: str, name: str, kind: Input) -> Path
         case Shards(split):
             return experiment.shards(dataset, split)
         case OutputOf(evaluation):
-            left = experiment.on(evaluation, dataset)
+            left = experiment.evaluation_name(evaluation, dataset)
             return experiment.root / "evaluations" / run / f"{left}.safetensors"
         case Trained(parts):
             return [experiment.folder(run_to_score(run, name, part)) for part in parts]

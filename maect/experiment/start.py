@@ -248,7 +248,7 @@ def other_shards(experiment: Experiment, splits: Iterable[tuple[str, str]]) -> l
         # Bundled images are always the same.
         own = _is_sharded(experiment, name, split)
         found = experiment.changes(name, split) if own else None
-        parts = [experiment.said_otherwise(name, split)]
+        parts = [experiment.differing_settings(name, split)]
         if written := experiment.other_kind(name):
             parts.append(f"kind ({experiment.datasets[name].kind}, made with {written})")
         if found and found.are_replaced:

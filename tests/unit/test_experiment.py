@@ -156,7 +156,11 @@ def test_expansion_and_links(tmp_path: Path) -> None:
     assert experiment.rows("low_shot")[1] == Row(
         "tiny", "ct_min", ["ct_min_tiny", "ct_min_tiny-s1"]
     )
-    assert experiment.behind(["ct_min_tiny"]) == ["ct_min_tiny", "head_min_tiny", "mae_tiny"]
+    assert experiment.with_ancestors(["ct_min_tiny"]) == [
+        "ct_min_tiny",
+        "head_min_tiny",
+        "mae_tiny",
+    ]
     assert ("mae_tiny-s1", "knn") in experiment.evaluations
     assert experiment.runs["mae_tiny"].settings.outputs == ("encoder.safetensors",)
 
@@ -255,7 +259,7 @@ def test_a_public_encoder_is_trained_on_none_of_the_data_sets(tmp_path: Path) ->
             {(run, of): resolve.resize(experiment, run, of) for run in runs for of in data}
         )
         for run in runs:
-            name = experiment.on("fine_tune", "wide")
+            name = experiment.evaluation_name("fine_tune", "wide")
             tuned = run_config(experiment, f"{run}.{name}.seed0").resize
             assert tuned == resolve.evaluation_config(experiment, run, name).resize
             assert tuned == found[-1][run, "wide"]

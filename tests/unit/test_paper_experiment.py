@@ -167,7 +167,7 @@ def test_nothing_is_made_that_nothing_shows(name):
     }
     needed = {(run, need) for run, name in shown for need in experiment.evaluation(run, name).needs}
     assert set(experiment.evaluations) == shown | needed
-    behind = experiment.behind({run for run, _ in experiment.evaluations})
+    behind = experiment.with_ancestors({run for run, _ in experiment.evaluations})
     trained = {name for name, run in experiment.runs.items() if not run.scored_by}
     assert trained == {name for name in behind if not experiment.runs[name].scored_by}
 
