@@ -365,7 +365,11 @@ def ranks(folder: Path, job: Job) -> dict[int, RankReport]:
 
 def is_hidden(folder: Path) -> bool:
     """Return whether only another user can read the reports of this folder's jobs."""
-    return (folder / "jobs").exists() and not os.access(folder / "jobs", os.R_OK | os.X_OK)
+    try:
+        os.listdir(folder / "jobs")
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False
 
 
 def rank_0(folder: Path, job: Job) -> RankReport:

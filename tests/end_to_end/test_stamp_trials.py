@@ -19,6 +19,7 @@ KILLS = 10
 def test_ten_kills_at_random_moments(undisturbed: Pipeline, tmp_path: Path) -> None:
     """SIGKILL of everything, from the first import to the last evaluation."""
     pipeline = Pipeline(tmp_path / "killed", copy.deepcopy(MINI))
+    pipeline.command()  # which makes its folder
     seed = random.randrange(10**6)
     print(f"seed {seed}")  # shown if it fails
     dice = random.Random(seed)
