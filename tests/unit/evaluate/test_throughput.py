@@ -135,7 +135,9 @@ def test_a_gpu_tells_how_much_of_a_batch_fits(
 
     monkeypatch.setattr(Throughput, "_measured", measured)
     monkeypatch.setattr(throughput, "measure", fitting)
-    monkeypatch.setattr(engine, "alone", lambda context: nullcontext(torch.device("cuda")))
+    monkeypatch.setattr(
+        engine, "single_rank_group", lambda context: nullcontext(torch.device("cuda"))
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
     job = EvaluationJob(tmp_path, tmp_path / "out.json")
