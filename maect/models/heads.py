@@ -37,8 +37,10 @@ class HeadOutput:
 
 def projector(width: int, hidden: int, out: int) -> nn.Sequential:
     """Return three linear layers, each followed by BatchNorm, the first two also by ReLU."""
-    first, second = _layer(width, hidden), _layer(hidden, hidden)
-    return nn.Sequential(*first, nn.ReLU(True), *second, nn.ReLU(True), *_layer(hidden, out))
+    return nn.Sequential(
+        *_layer(width, hidden), nn.ReLU(True), *_layer(hidden, hidden), nn.ReLU(True),
+        *_layer(hidden, out),
+    )  # fmt: skip
 
 
 def predictor(width: int, hidden: int) -> nn.Sequential:
@@ -223,7 +225,8 @@ class NNCLRHead(QueueHead):
                 anchor = F.normalize(exact(anchor), dim=2)
             positive, metrics = self._positives(anchor, ids, labels, lookup_numbers)
             keys = gather_rows(prediction.transpose(0, 1))
-            temperature, key_ids = self.settings.temperature, owners[:, 0]
+            temperature = self.settings.temperature
+            key_ids = owners[:, 0]
             loss = (
                 info_nce(positive[0], keys[:, 1], temperature, ids, key_ids)
                 + info_nce(positive[1], keys[:, 0], temperature, ids, key_ids)

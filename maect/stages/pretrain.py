@@ -42,7 +42,8 @@ class Pretrain(SelfSupervised):
         from maect.stages.objectives import MaskedAutoencoder
 
         with seeded(seed):
-            vit, decoder = build_encoder(encoder), Decoder(encoder)
+            vit = build_encoder(encoder)
+            decoder = Decoder(encoder)
             head = NNCLRHead(encoder.width, self.head) if self.head else None
         return MaskedAutoencoder(
             self,

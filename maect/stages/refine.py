@@ -109,7 +109,8 @@ class RefineHeads(WithoutLabels):
         from maect.models.vit import build_encoder, seeded
         from maect.stages.objectives import RefinerObjective
 
-        blocks, views = self.head.read(encoder.depth), len(self.view_settings())
+        blocks = self.head.read(encoder.depth)
+        views = len(self.view_settings())
         with seeded(seed):
             vit = build_encoder(encoder)
             heads = RefinerHeads(encoder.width, self.head, blocks, views)

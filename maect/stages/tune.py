@@ -28,7 +28,8 @@ class Head(SelfSupervised):
         from maect.stages.objectives import ContrastiveObjective
 
         with seeded(seed):
-            vit, head = build_encoder(encoder), NNCLRHead(encoder.width, self.head)
+            vit = build_encoder(encoder)
+            head = NNCLRHead(encoder.width, self.head)
         if self.trains_encoder:
             vit.freeze(encoder.depth - self.trained_blocks(encoder))
         return ContrastiveObjective(self, vit, head, seed)

@@ -303,7 +303,8 @@ class StateReader:
     """Reads tensors, or parts of them, from a state that any number of ranks saved."""
 
     def __init__(self, folder: Path, record: dict[str, Any]) -> None:
-        self.folder, self.record = folder, record
+        self.folder = folder
+        self.record = record
         self.step: int = record["step"]
         self._parts: dict[tuple[str, str], list[tuple[int, int, Any, str]]] = {}
         for file in record["files"]:

@@ -231,7 +231,8 @@ class Engine:
                 length = min(padded, parameter.ds_numel - start)
                 if length > 0:
                     yield Part(name, start, flat[group], offset, length)
-            elif (mapping := parameter._hp_mapping) is not None:
+            elif parameter._hp_mapping is not None:
+                mapping = parameter._hp_mapping
                 start = mapping.lp_fragment_address.start
                 place = mapping.get_hp_fragment_address()
                 yield Part(name, start, flat[mapping.param_group_index], place.start, place.numel)

@@ -73,7 +73,8 @@ def _repair(path: Path, step: int, steps: int) -> None:
         entry = entry_of(line)
         if entry is not None and max(kept, default=0) < entry["step"] <= step:
             kept[entry["step"]] = line
-    if absent := missing(set(kept), step, steps):
+    absent = missing(set(kept), step, steps)
+    if absent:
         log.warning(
             "%s: damaged or incomplete: the entries of steps %s are lost; the training is not",
             path, absent,

@@ -92,7 +92,8 @@ def step_seconds(trainer: Trainer, steps: int, more: float = 0.0) -> list[float]
         steps: the least number of steps.
         more: seconds within which further steps begin.
     """
-    stage, on_gpu = trainer.stage, trainer.device.type == "cuda"
+    stage = trainer.stage
+    on_gpu = trainer.device.type == "cuda"
     batch = random_batch(stage, trainer.encoder, stage.batch_size // trainer.context.world_size)
     if trainer.accumulation == 1:  # as in a training: a part of a batch draws for itself
         batch = packed(batch, trainer.objective.draw, on_gpu)
