@@ -42,12 +42,12 @@ class Changes:
 
     @property
     def moved(self) -> bool:
-        """Whether the images are looked for at another place."""
+        """Return whether the images are looked for at another place."""
         return self.now != self.before
 
     @property
     def are_replaced(self) -> bool:
-        """Whether these are other images, rather than the same ones with some changes."""
+        """Return whether these are other images, rather than the same ones with some changes."""
         if self.relabelled:
             return True
         if not self.moved:

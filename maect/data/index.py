@@ -95,7 +95,7 @@ class Index:
 
     @property
     def turned(self) -> bool:
-        """Whether images have to be rotated upright as they are read."""
+        """Return whether images have to be rotated upright as they are read."""
         return "pixels" in self.record and bool(self.record.get("turned"))
 
     @property
@@ -106,7 +106,7 @@ class Index:
 
     @property
     def plain(self) -> bool:
-        """Whether every image is an RGB picture as it is stored."""
+        """Return whether every image is an RGB picture as it is stored."""
         return "pixels" not in self.record
 
     def render(self, i: int, geometries: NDArray[np.int32], out: Images) -> None:

@@ -47,7 +47,7 @@ class _Field:
     shape: tuple[int, ...]
 
 
-class Layout:
+class BatchLayout:
     """Places of tensors, by name, in one block of memory of `size` bytes."""
 
     def __init__(self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
@@ -62,7 +62,7 @@ class Layout:
 class Packed:
     """A block of memory with such a layout; `tensors` are views on it by name."""
 
-    def __init__(self, layout: Layout, pinned: bool) -> None:
+    def __init__(self, layout: BatchLayout, pinned: bool) -> None:
         """Reserve the memory; pinned, a GPU copies it without the CPU."""
         self._layout = layout
         self._memory = torch.empty(layout.size, dtype=torch.uint8, pin_memory=pinned)
@@ -126,14 +126,14 @@ def _numbers(ids: NDArray[np.int64], labels: NDArray[np.int64]) -> dict[str, Ten
     return {"ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 
-def batch_layout(images: Sequence[tuple[int, ...]], draw: Draw) -> Layout:
+def batch_layout(images: Sequence[tuple[int, ...]], draw: Draw) -> BatchLayout:
     """Return the layout of batches with images uint8 [views, b, C, S, S] of these shapes."""
     none = np.zeros(images[0][1], np.int64)
     names = image_names(len(images))
     shapes = {name: (torch.uint8, shape) for name, shape in zip(names, images, strict=True)}
     for name, value in (_numbers(none, none) | draw(none, none)).items():
         shapes[name] = value.dtype, tuple(value.shape)
-    return Layout(shapes)
+    return BatchLayout(shapes)
 
 
 def add_draws(batch: Batch, draw: Draw) -> None:

@@ -30,7 +30,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """Plan of a split's shards; nothing of it is written yet.
 
     Attributes:
@@ -59,7 +59,7 @@ def plan_shards(
     skip_unreadable: bool = False,
     shorter_side: int | None = None,
     pixels: Pixels | None = None,
-) -> Plan:
+) -> ShardPlan:
     """List the source, shuffle its images and assign each to a shard. Write nothing.
 
     Args:
@@ -121,7 +121,7 @@ def plan_shards(
     listings = _listings(choice.entries, shards)
     record["options"] = stored_options(shorter_side, pixels)
     record["listings"] = [hashlib.sha256(text.encode()).hexdigest() for text in listings]
-    return Plan(record, listings, images, listing.entries)
+    return ShardPlan(record, listings, images, listing.entries)
 
 
 def stored_options(shorter_side: int | None, pixels: Pixels | None) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def stored_options(shorter_side: int | None, pixels: Pixels | None) -> dict[str,
     return options
 
 
-def store_plan(out: Path, plan: Plan) -> None:
+def store_plan(out: Path, plan: ShardPlan) -> None:
     """Write a plan, unless it is written already.
 
     Raises:
