@@ -85,9 +85,22 @@ def test_the_rules_work_as_a_module_of_another_workflow(tmp_path: Path) -> None:
     assert "Nothing to be done" in snakemake(*words, cwd=tmp_path).stderr
 
 
+WITHOUT_MAECT = """
+import sys
+from snakemake.cli import main
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "maect":
+            raise ModuleNotFoundError("No module named 'maect'", name="maect")
+
+sys.meta_path.insert(0, Hidden())
+main()
+"""
+
+
 def test_without_maect_a_line_says_what_to_install(tmp_path: Path) -> None:
-    hidden = "import sys; sys.modules['maect'] = None; from snakemake.cli import main; main()"
-    command = [sys.executable, "-P", "-c", hidden, "--snakefile", SNAKEFILE, "--dry-run"]
+    command = [sys.executable, "-P", "-c", WITHOUT_MAECT, "--snakefile", SNAKEFILE, "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     said = done.stdout + done.stderr

@@ -276,7 +276,7 @@ def test_a_command_that_takes_its_time_says_what_it_does(
     told = threading.Event()
     monkeypatch.setattr("maect.cli.log.info", lambda message: (print(message), told.set()))
     monkeypatch.setattr(
-        "maect.experiment.editors.json_schema", lambda: told.wait(60 if said else 0) and None
+        "maect.experiment.schema.json_schema", lambda: told.wait(60 if said else 0) and None
     )
     assert cli.main(["schema"]) == 0
     line = "maect schema: print the JSON schema of experiment files, for editors"

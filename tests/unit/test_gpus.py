@@ -288,7 +288,7 @@ def test_commands_say_so_too(
     def fail(*_: object) -> int:
         raise RuntimeError(said)
 
-    monkeypatch.setattr("maect.experiment.editors.json_schema", fail)
+    monkeypatch.setattr("maect.experiment.schema.json_schema", fail)
     said = "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED\nmore"
     assert cli.main(["schema"]) == 2
     assert capsys.readouterr().err.splitlines() == [

@@ -194,7 +194,7 @@ def test_an_image_that_becomes_readable_is_computed(
         raise UnreadableError("DICOM needs the package pydicom: uv pip install pydicom")
 
     with monkeypatch.context() as patched:
-        patched.setattr("maect.answers.encoder.see", without_a_package)
+        patched.setattr("maect.answers.encoder.decode", without_a_package)
         for _ in range(2):
             with pytest.raises(UserError, match=r"none of 1 images .*uv pip install pydicom"):
                 embed_into(out, encoder, images)
