@@ -55,7 +55,17 @@ def merged(facts: Iterable[Facts]) -> Facts:
         levels = functools.reduce(operator.or_, (int(one["levels"], 16) for one in deep))
         images = sum(one["images"] for one in deep)
         found["deep"] = {"images": images, "values": [min(low), max(high)], "levels": f"{levels:x}"}
+        dark = sum(_dark_images(one) for one in deep)
+        if 0 < dark < images:
+            found["deep"]["dark"] = dark
     return found
+
+
+def _dark_images(deep: Facts) -> int:
+    """Return how many of some deep images have no value above half of `FULL`."""
+    everything: int = deep["images"] if deep["values"][1] < FULL / 2 else 0
+    dark: int = deep.get("dark", everything)
+    return dark
 
 
 def warning(found: Facts, pixels: Pixels, *, option: bool = False) -> str | None:
@@ -79,6 +89,13 @@ def warning(found: Facts, pixels: Pixels, *, option: bool = False) -> str | None
                 f"{counted(deep['images'], 'image')} of more than 8 bits {become} {levels} of 256 "
                 f"grey levels: the values go from {low:g} to {high:g}, and {white:g} is white; "
                 f"state the range: {_stated('range', better, option)}"
+            )
+        elif pixels.range is None and "dark" in deep:
+            said.append(
+                f"{deep['dark']} of {deep['images']} images of more than 8 bits have no value "
+                f"above half of {white:g}, which is white: of 10 to 14 bits they become nearly "
+                f"black; if they are, read them apart, {_stated('range', (0, 4095), option)} for "
+                "12 bits"
             )
     transparent = found.get("transparent")
     if transparent:

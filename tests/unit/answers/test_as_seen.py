@@ -24,7 +24,7 @@ from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.data.convert import picture_of
 from maect.data.decode import resample
-from maect.data.image_facts import full_scale, warning
+from maect.data.image_facts import full_scale, merged, warning
 from maect.data.index import open_index
 from maect.data.retrieve import CATALOGUE, Remote
 from maect.data.sources import open_source
@@ -310,6 +310,30 @@ def test_sharding_and_duplicates_propose_it_too(
     assert main(["shard", str(images), str(tmp_path / "s"), "--kind", "unlabelled"]) == 0
     hint = f"state the range: in the data set: pixels: {{range: [0, {(1 << bits) - 1}]}}"
     assert hint in caplog.text and hint in open_index(tmp_path / "s").record["warning"]
+
+
+def test_dark_images_among_bright_ones_are_counted(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Together their values go up to white."""
+    images = tmp_path / "i"
+    images.mkdir()
+    for bits in (10, 12, 14, 16):
+        (images / f"{bits}.png").write_bytes(deep(bits).data)
+    assert main(["embed", str(run), str(images), "--out", str(tmp_path / "v.parquet")]) == 0
+    assert "3 of 4 images of more than 8 bits have no value above half of 65535" in caplog.text
+    assert "--pixels range=0,4095 for 12 bits" in caplog.text
+
+
+def test_dark_images_are_counted_over_parts() -> None:
+    dark = {"deep": {"images": 2, "values": [0, 4095], "levels": "ff"}}
+    bright = {"deep": {"images": 3, "values": [0, 65535], "levels": "ff"}}
+    part = merged([dark, bright])
+    assert merged([part, dark, bright])["deep"] == {
+        "images": 10, "values": [0, 65535], "levels": "ff", "dark": 4
+    }  # fmt: skip
+    assert "dark" not in merged([dark, dark])["deep"] | merged([bright, bright])["deep"]
+    assert warning(part, Pixels(range=(0, 65535))) is None
 
 
 def test_what_is_proposed_fits_the_values() -> None:
