@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from paired import (
+    DATA,
     LOOKUP,
     MAE,
     NONE,
@@ -37,11 +38,6 @@ from maect.report.figures import method_style, panels, save, styled
 
 HERE = Path(__file__).parent
 OUT = HERE / "geometry"
-DATA = {
-    "digits_no_lookup": "digits",
-    "cifar10_no_lookup": "CIFAR-10",
-    "tiny_imagenet_no_lookup": "Tiny-ImageNet",
-}
 CORRECTIONS = {
     "raw": "as it is",
     "centred": "centred",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from paired import (
+    DATA,
     LOOKUP,
     MAE,
     NONE,
@@ -29,11 +30,6 @@ from maect.report.figures import method_style, panels, save, styled
 
 HERE = Path(__file__).parent
 OUT = HERE / "no_lookup"
-DATA = {
-    "digits_no_lookup": "digits",
-    "cifar10_no_lookup": "CIFAR-10",
-    "tiny_imagenet_no_lookup": "Tiny-ImageNet",
-}
 MEASURES = {
     ("knn", "knn"): "k-NN",
     ("knn", "knn_standardized"): "k-NN, standardised",

@@ -25,6 +25,12 @@ from maect.report.render import MISSING
 
 MAE, LOOKUP, NONE, STOPPED = "MAE", "lookup", "no lookup", "no lookup, gradient stopped"
 VIEWS = {"min": "crops", "aug": "colours"}
+DATA = {
+    "digits_no_lookup": "digits",
+    "cifar10_no_lookup": "CIFAR-10",
+    "tiny_imagenet_no_lookup": "Tiny-ImageNet",
+}
+"""Experiments with every kind of lookup, and the images that they have."""
 
 
 @dataclass(frozen=True)
