@@ -62,8 +62,9 @@ class AttentiveProbe(RealLabels, ByUpdates, OnCrops):
         return seen + images(self.test_split)
 
     def build_probe(self, task: ProbeTask) -> Probe:
-        """Accuracies in percent: `attentive_probe` of the patches, and of the linear readings.
+        """Return the probe of the patches, and the linear readings beside it.
 
+        Metrics are accuracies in percent, `attentive_probe` and one for each reading.
         The chosen classifiers are kept. docs/reference/probes.md lists the metrics.
         """
         width = task.encoding.settings.width

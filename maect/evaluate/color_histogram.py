@@ -53,8 +53,9 @@ class ColorHistogram(ByEpochs):
         return {key: f"error of {self.title}, {of}" for key, of in blocks.items()}
 
     def build_probe(self, task: ProbeTask) -> Probe:
-        """Errors in percent of a uniform prediction's: `errors` of every block, first to last.
+        """Return the probes of all blocks.
 
+        Metrics are `errors` of every block, first to last, in percent of a uniform prediction's.
         The probes of the last epoch are kept. docs/reference/probes.md lists the metrics.
         """
         task.train.check_channels(3)

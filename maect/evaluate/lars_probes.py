@@ -237,8 +237,10 @@ class EfficientProbe(TrainsByLars):
     queries: int = Field(default=32, gt=0)
 
     def build_probe(self, task: ProbeTask) -> Probe:
-        """Accuracies in percent: `efficient_probe` (best epoch), `efficient_probe_last`, and all.
+        """Return the probe that attends with several queries.
 
+        Metrics are accuracies in percent: `efficient_probe` (best epoch), `efficient_probe_last`,
+        and those of all epochs.
         The probe of the best epoch is kept.
         """
         width = task.encoding.settings.width
@@ -303,8 +305,10 @@ class LarsLinearProbe(TrainsByLars):
         return Encoding(path, device, self.precision, pooling=pooling, norm=False)
 
     def build_probe(self, task: ProbeTask) -> Probe:
-        """Accuracies in percent: `lars_linear_probe` (best epoch), its `_last`, and all.
+        """Return the linear probe.
 
+        Metrics are accuracies in percent: `lars_linear_probe` (best epoch), its `_last`, and those
+        of all epochs.
         The probe of the best epoch is kept.
         """
         return LarsProbe(task, self)

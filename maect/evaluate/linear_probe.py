@@ -62,8 +62,10 @@ class LinearProbe(RealLabels, ByEpochs):
         return Encoding(path, device, self.precision, blocks=blocks, other_pooling=self.concat)
 
     def build_probe(self, task: ProbeTask) -> Probe:
-        """Accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and by rate.
+        """Return the classifiers, one for each learning rate.
 
+        Metrics are accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and
+        those of each rate.
         docs/reference/probes.md lists the metrics.
 
         Kept is the classifier behind each best accuracy: `weight` [C, D] and `bias` [C] for

@@ -81,8 +81,10 @@ class PatchLinear(Masked, ByUpdates):
         return (1 + math.cos(math.pi * (number + 1) / total)) / 2
 
     def build_probe(self, task: ProbeTask) -> Probe:
-        """mIoU in percent: `patch_linear` (best), `patch_linear_last`, and after each period.
+        """Return the classifiers of patches, one for each learning rate.
 
+        Metrics are mIoU in percent: `patch_linear` (best), `patch_linear_last`, and after each
+        period.
         The best head is kept. docs/reference/dense.md lists the metrics.
         """
         encoder = task.encoding.settings
