@@ -26,6 +26,7 @@ from launching import Run, finish  # noqa: E402
 
 from maect.core import owners  # noqa: E402
 from maect.core.errors import NodeError, UserError  # noqa: E402
+from maect.data.config import CONFIG, ShardsConfig, finished_shards  # noqa: E402
 from maect.data.index import open_index  # noqa: E402
 from maect.data.shards import shard  # noqa: E402
 from maect.data.staging import stage  # noqa: E402
@@ -264,6 +265,24 @@ def shards(public: Path) -> Path:
         Image.new("RGB", (16, 16), (20 * number, 0, 0)).save(images / f"c{number % 3}/{number}.png")
     shard(images, public / "shards/train", "folder", 2)
     return public / "shards/train"
+
+
+@as_root
+def test_shards_of_strangers_are_not_reused_from_a_folder_that_everybody_may_write(
+    public: Path,
+) -> None:
+    """As on /scratch, where anybody can make an experiment of any name."""
+    for owner, name in ((0, "roots"), (B, "strangers")):
+        shards = public / name / "shards/digits/val"
+        shards.mkdir(parents=True)
+        (shards / "index.json").write_text("{}")
+        ShardsConfig(images=Path("/images"), kind="folder", shards=1).write(shards / CONFIG)
+        os.chown(public / name, owner, owner)
+    own = public / "mine/shards/digits/val"
+    roots, strangers = (public / name / "shards/digits/val" for name in ("roots", "strangers"))
+    assert finished_shards(own).keys() == {roots, strangers}
+    public.chmod(0o1777)
+    assert finished_shards(own).keys() == {roots}
 
 
 def test_a_staged_copy_that_was_changed_is_made_again(shards: Path, tmp_path: Path) -> None:
