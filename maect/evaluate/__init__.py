@@ -16,6 +16,7 @@ from maect.core.packages import make_callable
 from maect.core.settings import LocalPath, digest, validated
 from maect.core.stamps import Checksums, StampedFile, known_record, record_checksum, size_and_time
 from maect.evaluate.accuracy import Accuracy
+from maect.evaluate.agreement import Agreement
 from maect.evaluate.attentive_probe import AttentiveProbe
 from maect.evaluate.base import Features, Protocol, Shards, Trained, check_blocks
 from maect.evaluate.clustering import Clustering
@@ -63,6 +64,7 @@ PROTOCOLS: dict[str, type[Protocol]] = {
         Throughput,
         Umap,
         Explore,
+        Agreement,
     )
 }
 """Protocols by name."""

@@ -1,0 +1,71 @@
+"""Neighbours that two views share, against a second writing with loops."""
+
+import numpy as np
+import pytest
+import torch
+
+from maect.core.errors import UserError
+from maect.evaluate.agreement import Agreement, shared_neighbors
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.evaluation import evaluate
+from maect.evaluate.features import extract
+from maect.evaluate.outcomes import difference, outcomes_of, unpack
+from maect.records import EvaluationRecord
+
+from .conftest import Rank, resolved
+
+
+def by_hand(pairs: np.ndarray, bank: np.ndarray, k: int) -> list[float]:
+    """The part of the first view's k nearest that the second view has, image by image."""
+    shares = []
+    for first, second in zip(*pairs.astype(np.float64), strict=True):
+        near = []
+        for view in (first, second):
+            cosine = [view @ row / np.linalg.norm(view) / np.linalg.norm(row) for row in bank]
+            near.append(set(np.argsort(cosine)[-k:].tolist()))
+        shares.append(len(near[0] & near[1]) / k)
+    return shares
+
+
+def test_shares_are_those_of_a_second_writing():
+    random = np.random.default_rng(0)
+    bank = random.normal(size=(60, 8)).astype(np.float32)
+    first = random.normal(size=(300, 8))  # more than are compared together
+    pairs = np.stack([first, first + 0.5 * random.normal(size=first.shape)]).astype(np.float32)
+    shared = shared_neighbors(torch.from_numpy(pairs), bank, 5)
+    assert shared.shape == (5, 300)
+    np.testing.assert_allclose(shared.mean(0), by_hand(pairs, bank, 5))
+
+
+@pytest.fixture
+def seen(images, tmp_path, rank) -> EvaluationJob:
+    run = images / "runs/mae"
+    file = tmp_path / "train.safetensors"
+    extract(
+        rank, encoder=run / "encoder.safetensors", shards=images / "shards/train", out=file,
+        resize=16,
+    )  # fmt: skip
+    inputs = {"train": file, "test": images / "shards/val"}
+    return EvaluationJob(run, tmp_path / "agreement.json", inputs)
+
+
+def test_a_result_keeps_the_share_of_each_image(seen, rank):
+    assert evaluate(rank, config=resolved(seen, Agreement())) == "done"
+    metrics = EvaluationRecord.read(seen.out).metrics
+    _, kept = outcomes_of(seen.out)
+    shares = unpack(kept["agreement"])
+    assert len(shares) == 70 and metrics["agreement"] == pytest.approx(100 * shares.mean())
+    assert metrics["agreement_low"] < metrics["agreement"] < metrics["agreement_high"]
+    assert metrics["alignment"] > 0 > metrics["uniformity"] and 1 < metrics["rank_me"] <= 16
+    assert difference(shares, shares).p == 1.0
+
+
+def test_the_same_view_twice_agrees(seen, rank):
+    whole = Agreement(crop_scale=(1.0, 1.0), flip=0.0)
+    metrics = whole.evaluate(rank, seen)
+    assert metrics["agreement"] == 100.0 and metrics["alignment"] == pytest.approx(0, abs=1e-10)
+
+
+def test_too_few_images_are_refused(seen, rank: Rank):
+    with pytest.raises(UserError, match="150 training and 70 test images; 151 and 2 are needed"):
+        Agreement(k=151).evaluate(rank, seen)
