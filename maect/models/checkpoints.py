@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
-from maect.models.layouts import FAMILIES, LAYOUTS, LEFT_OUT, REFINED_FROM, Layout, Location
+from maect.models.layouts import LAYOUTS, LEFT_OUT, REFINED_FROM, Layout, Location
 from maect.models.timm_encoder import (
     build_foreign,
     check_tensors,
@@ -64,68 +64,34 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such file of weights")
     if path.suffix == ".safetensors":
-        try:
-            return dict(load_tensors(path)[0])
-        except UserError as error:
-            raise UserError(f"{error}; {_download_again(path)}") from None
-    _check_start(path)
+        return dict(load_tensors(path)[0])
     try:
         stands_for = [(_LeftOut, name) for name in (*LEFT_OUT.names, *_configuration(path))]
         with torch.serialization.safe_globals(stands_for):  # type: ignore[arg-type]
             content = torch.load(
                 path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
             )
-    except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL:? (\S+)", str(error)) or re.search(
-            r"got (?!the file)(.+)", str(error)
-        )
-        if wanted is None:
-            # The rest of torch's text is advice to run the file.
-            reason = str(error).partition("Unpickler error:")[2].split("\n\nCheck")[0].strip()
-            reason = " ".join(reason.split()) or "no file of torch.save"
-            raise UserError(f"{path}: not a checkpoint that can be read ({reason})") from None
-        raise UserError(
-            f"{path}: refused, since reading it would run {wanted[1]}; a checkpoint may hold "
-            "tensors and plain values only"
-        ) from None
     except Exception as error:  # a damaged file may fail anywhere in the reader
-        kind = type(error).__name__
-        line = next(iter(str(error).strip().splitlines()), kind)
-        raise UserError(
-            f"{path}: damaged: PyTorch's reader fails ({kind}: {line}); {_download_again(path)}"
-        ) from None
+        raise UserError(f"{path}: {_reading_fault(error)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds a {type(content).__name__}, not named weights")
     return content
 
 
-def _download_again(path: Path) -> str:
-    """Return a hint for a damaged file."""
-    size = f"{path.stat().st_size:,}"
-    return f"compare its {size} bytes with the published size, and download it again"
-
-
-def _check_start(path: Path) -> None:
-    """Raise UserError if the first bytes show that it is no complete file of torch.save."""
-    with path.open("rb") as file:
-        start = file.read(64)
-    if start.lstrip().startswith(b"<"):
-        raise UserError(f"{path}: a web page, not the weights; download the file it links to")
-    if start.startswith(b"version https://git-lfs"):
-        raise UserError(f"{path}: a pointer of Git LFS, not the weights; run `git lfs pull` there")
-    if start[8:9] == b"{":
-        raise UserError(f"{path}: a safetensors file by its first bytes; call it .safetensors")
-    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
-        raise UserError(
-            f"{path}: cut off: it begins as a file of torch.save and lacks the end; "
-            f"{_download_again(path)}"
+def _reading_fault(error: Exception) -> str:
+    """Return one line on a file that PyTorch's reader refuses or cannot read."""
+    # What stands before is advice to run the file.
+    text = str(error).rpartition("Unpickler error:")[2].strip() or type(error).__name__
+    wanted = re.search(r"GLOBAL:? (\S+)", text) or re.search(r"got (?!the file)(.+)", text)
+    if isinstance(error, pickle.UnpicklingError) and wanted is not None:
+        return (
+            f"refused, since reading it would run {wanted[1]}; a checkpoint may hold tensors and "
+            "plain values only"
         )
-    if not start.startswith((b"PK", b"\x80")):
-        found = f"starts with {start[:16]!r}" if start else "is empty"
-        raise UserError(
-            f"{path}: {found}, unlike a file of torch.save; name the file of weights itself (.pth, "
-            ".pt or .safetensors), or download it again"
-        )
+    return (
+        f"not a checkpoint that PyTorch can read ({text.splitlines()[0]}); compare its size with "
+        "the published one, and download it again"
+    )
 
 
 def _configuration(path: Path) -> list[str]:
@@ -171,7 +137,7 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
     if not fitting:
         raise UserError(
             f"{file}: fits none of the layouts {', '.join(LAYOUTS)}; name a model of timm with "
-            f"--timm (docs/weights.md); {_described(checkpoint)}"
+            f"--timm (docs/weights.md); its first entries: {', '.join(map(str, [*checkpoint][:5]))}"
         )
     if fitting[0] == "mim_refiner":
         named = [name for part, name in REFINED_FROM.items() if part in file.lower()]
@@ -192,43 +158,6 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
                 f"{shape.ct_pooling}); say which with --layout"
             )
     return fitting[0]
-
-
-def resembling(checkpoint: Mapping[str, Any]) -> str | None:
-    """Return a hint on the public encoders that a checkpoint resembles, or None."""
-    parts = [checkpoint, *(v for v in checkpoint.values() if isinstance(v, Mapping))]
-    names = [str(name) for part in parts for name in part]
-    tokens = [part.get("cls_token") for part in parts]
-    if any(isinstance(t, Tensor) and t.ndim == 3 and t.shape[1] > 1 for t in tokens):
-        return "several [CLS] tokens, like Pixio: try --layout pixio"
-
-    def has(mark: str) -> bool:
-        return any(name == mark or name.endswith(f".{mark}") for name in names)
-
-    for family in FAMILIES:
-        if all(map(has, family.marks)):
-            how = f"try --timm {family.timm}, or its size" if family.timm else "not imported"
-            how = f"try --layout {family.layout}" if family.layout else how
-            return f"it resembles {family.title}: {how}"
-    return None
-
-
-def _described(checkpoint: Mapping[str, Any]) -> str:
-    """Return a checkpoint's first entries and the first names of mappings in it, with shapes."""
-
-    def described(name: str, value: Any) -> str:
-        return f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name
-
-    def first(values: Mapping[str, Any]) -> str:
-        shown = ", ".join(described(str(name), value) for name, value in list(values.items())[:5])
-        return shown + (", ..." if len(values) > 5 else "")
-
-    inside = [
-        f"in {name!r}: {first(values)}"
-        for name, values in checkpoint.items()
-        if isinstance(values, Mapping) and any(isinstance(v, Tensor) for v in values.values())
-    ]
-    return "; ".join([f"its first entries: {first(checkpoint)}", *inside[:3]])
 
 
 def _locate(

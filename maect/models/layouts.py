@@ -79,23 +79,6 @@ class Layout:
         return shape | {key: value for key, value in more.items() if value}
 
 
-@dataclass(frozen=True, config=_STRICT)
-class Family:
-    """Public encoders without a layout of their own, and how their files are recognised.
-
-    Attributes:
-        title: their name, for messages.
-        marks: ends of names of tensors that must all be there.
-        timm: a model of timm to import them by.
-        layout: a layout to import them by. If both are None, they cannot be imported.
-    """
-
-    title: str
-    marks: tuple[str, ...]
-    timm: str | None = None
-    layout: str | None = None
-
-
 class LeftOut(NamedTuple):
     """Names in a pickle that are neither imported nor built, but replaced by empty objects."""
 
@@ -106,10 +89,9 @@ class LeftOut(NamedTuple):
 
 class _Known(NamedTuple):
     layouts: dict[str, Layout]
-    families: tuple[Family, ...]
     refined_from: dict[str, str]
     left_out: LeftOut
 
 
 _KNOWN = TypeAdapter(_Known).validate_python(read_yaml(Path(__file__).with_suffix(".yaml")))
-LAYOUTS, FAMILIES, REFINED_FROM, LEFT_OUT = _KNOWN
+LAYOUTS, REFINED_FROM, LEFT_OUT = _KNOWN

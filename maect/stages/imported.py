@@ -71,13 +71,7 @@ def import_weights(
         UserError: the weights cannot be read or do not fit, or the folder has a run that was
             trained.
     """
-    from maect.models.checkpoints import (
-        convert,
-        convert_timm,
-        find_layout,
-        read_checkpoint,
-        resembling,
-    )
+    from maect.models.checkpoints import convert, convert_timm, find_layout, read_checkpoint
     from maect.models.weights import save_encoder
     from maect.train.run_folder import origin
 
@@ -101,12 +95,8 @@ def import_weights(
     elif layout is not None and layout not in LAYOUTS:
         raise UserError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
     else:
-        try:
-            layout = layout or find_layout(checkpoint, weights.name)
-            new = convert(checkpoint, layout, weights.name, size, image_size, pixels)
-        except UserError as error:
-            hint = resembling(checkpoint)
-            raise UserError(f"{error}; {hint}" if hint else str(error)) from None
+        layout = layout or find_layout(checkpoint, weights.name)
+        new = convert(checkpoint, layout, weights.name, size, image_size, pixels)
     sha256, found = sha256_file(weights), weights.stat()
     record.unlink(missing_ok=True)  # it would be about another encoder for a moment
     save_encoder(folder / ENCODER, new.tensors, new.encoder, new.pooling)

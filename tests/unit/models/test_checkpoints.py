@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pickle
-import re
 import subprocess
 import sys
 import types
@@ -302,13 +301,9 @@ def test_an_encoder_of_no_known_size():
         convert(checkpoint, "mae", "x")
 
 
-def test_names_that_fit_nothing_are_shown_with_their_shapes():
-    inside = {f"layers.{n}.weight": torch.zeros(3, n + 1) for n in range(6)}
-    with pytest.raises(
-        UserError, match=r"first entries: epoch, net; in 'net': layers.0.weight "
-    ) as e:
-        find_layout({"epoch": 3, "net": inside}, "x.pth")
-    assert str(e.value).endswith("layers.4.weight [3, 5], ...")
+def test_names_that_fit_nothing_are_shown():
+    with pytest.raises(UserError, match=r"fits none of the layouts .*first entries: epoch, net$"):
+        find_layout({"epoch": 3, "net": {"layers.0.weight": torch.zeros(3, 1)}}, "x.pth")
 
 
 class Evil:
@@ -414,58 +409,24 @@ def test_refined_weights_of_an_unknown_encoder_are_asked_about(tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    "content",
     [
-        (b"", "is empty, unlike a file of torch.save; name the file of weights itself"),
-        (b"hello, no checkpoint", r"starts with b'hello, no checkp', unlike a file of torch\.save"),
-        (
-            b"PK\x03\x04 broken",
-            "cut off: it begins as a file of torch.save and lacks the end; compare its 11 b",
-        ),
-        (
-            b"\x80\x02}q\x00X",
-            r"damaged: PyTorch's reader fails \(.*compare its 6 bytes .*download it again",
-        ),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS.*git lfs pull"),
-        (b"\x10\0\0\0\0\0\0\0{}", "a safetensors file by its first bytes; call it .safetensors"),
+        b"", b"hello, no checkpoint", b"PK\x03\x04 broken", b"\x80\x02}q\x00X",
+        b"\n<!DOCTYPE html><html>Not found</html>", pickle.dumps({"model": object()}),
+        "a cut file", "a cut old file",
     ],
-)
-def test_damaged_files_are_one_line(content, said, tmp_path):
+)  # fmt: skip
+def test_what_is_no_checkpoint_is_one_line(content, tmp_path):
+    if isinstance(content, str):
+        is_zip = content == "a cut file"
+        torch.save(plain_vit.mae()[0], tmp_path / "x.pth", _use_new_zipfile_serialization=is_zip)
+        assert read_checkpoint(tmp_path / "x.pth").keys() == {"model"}
+        content = (tmp_path / "x.pth").read_bytes()[:100_000]
     for name in ("x.pth", "x.safetensors"):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=name) as error:
             read_checkpoint(tmp_path / name)
-        assert "\n" not in str(error.value)
-        assert "download it again" in str(error.value) or name == "x.pth"
-        if name == "x.pth":
-            assert re.search(rf"x\.pth: {said}", str(error.value))
-    torch.save(plain_vit.mae()[0], tmp_path / "cut.pth")
-    (tmp_path / "cut.pth").write_bytes((tmp_path / "cut.pth").read_bytes()[:100_000])
-    with pytest.raises(UserError, match="lacks the end; compare its 100,000 bytes"):
-        read_checkpoint(tmp_path / "cut.pth")
-    torch.save(plain_vit.mae()[0], tmp_path / "flat.pth", _use_new_zipfile_serialization=False)
-    assert read_checkpoint(tmp_path / "flat.pth").keys() == {"model"}
-    flat = (tmp_path / "flat.pth").read_bytes()
-    (tmp_path / "flat.pth").write_bytes(flat[: len(flat) // 2])
-    with pytest.raises(UserError, match=r"flat\.pth: damaged: .*download it again") as error:
-        read_checkpoint(tmp_path / "flat.pth")
-    assert "\n" not in str(error.value)
-
-
-def test_what_a_download_may_bring_instead_is_named(tmp_path):
-    (tmp_path / "page.pth").write_text("\n<!DOCTYPE html><html>Not found</html>")
-    with pytest.raises(UserError, match=r"page\.pth: a web page, not the weights"):
-        read_checkpoint(tmp_path / "page.pth")
-    (tmp_path / "old.pth").write_bytes(pickle.dumps({"model": object()}))
-    with pytest.raises(UserError, match=r"old\.pth") as error:
-        read_checkpoint(tmp_path / "old.pth")
-    assert "trusted source" not in str(error.value)
-    weights = plain_vit.mae()[0]
-    next(iter(weights["model"].values())).view(-1)[0] = float("nan")
-    torch.save(weights, tmp_path / "mae.pth")
-    with pytest.raises(UserError, match="cls_token has values that are missing or not finite"):
-        import_weights(tmp_path / "mae.pth", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+        assert "\n" not in str(error.value) and "trusted source" not in str(error.value)
 
 
 def test_safetensors_are_read_too(tmp_path):

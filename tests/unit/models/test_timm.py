@@ -19,7 +19,6 @@ from maect.core.errors import UserError
 from maect.core.files import read_record
 from maect.evaluate.encoding import Encoding
 from maect.models.checkpoints import convert_timm
-from maect.models.layouts import FAMILIES
 from maect.models.timm_encoder import create, create_for
 from maect.models.vit import Uninitialized, VisionEncoder
 from maect.recipes import Encoder, load_encoder
@@ -394,48 +393,6 @@ tables: [low_shot]
     shapes = [{key: getattr(runs[run].encoder, key) for key in Encoder.shape} for run in runs]
     assert shapes[0] == shapes[1] == shapes[2]
     assert runs["ct"].encoder.registers == known.registers
-
-
-PUBLISHED = {  # family: names and shapes that its files have
-    "CAPI": {"backbone.encoder.blocks.0.residual1.norm.weight": (8,), "backbone.registers": (1, 8)},
-    "DINOv3": {"storage_tokens": (1, 4, 8), "mask_token": (1, 8), "blocks.0.ls1.gamma": (8,)},
-    "DINOv2 with registers": {
-        "register_tokens": (1, 4, 8), "mask_token": (1, 8), "blocks.0.ls1.gamma": (8,),
-    },
-    "DINOv2": {"mask_token": (1, 8), "blocks.0.ls1.gamma": (8,)},
-    "BEiT": {"blocks.0.gamma_1": (8,), "blocks.0.attn.q_bias": (8,)},
-    "AIMv2": {"trunk.blocks.0.attn.qkv.weight": (24, 8)},
-    "SigLIP": {"attn_pool.latent": (1, 1, 8)},
-    "Perception Encoder": {"visual.attn_pool.probe": (1, 1, 8)},
-    "Hiera": {"blocks.0.attn.qkv.weight": (24, 8), "pos_embed_window": (1, 8, 8, 8)},
-    "ConvNeXt V2": {"stages.0.0.grn.gamma": (8,)},
-    "a model of transformers": {
-        "vit.encoder.layer.0.attention.attention.query.weight": (8, 8),
-    },
-    "CLIP": {"visual.transformer.resblocks.0.attn.in_proj_weight": (24, 8)},
-    "several [CLS] tokens, like Pixio": {"cls_token": (1, 8, 8)},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", PUBLISHED)
-def test_an_unknown_file_names_the_family_that_it_resembles(family: str, tmp_path: Path) -> None:
-    tensors = {name: torch.zeros(shape) for name, shape in PUBLISHED[family].items()}
-    # Names of every ViT make it fit a layout, whose conversion then fails.
-    common = {"patch_embed.proj.weight": torch.zeros(8, 3, 4, 4), "cls_token": torch.zeros(1, 1, 8)}
-    for beside in ({}, common):
-        torch.save(beside | tensors, tmp_path / "w.pth")
-        with pytest.raises(UserError) as told:
-            import_weights(tmp_path / "w.pth", tmp_path / "runs/it")
-        named = [one.title for one in FAMILIES if f"resembles {one.title}:" in str(told.value)]
-        assert named == [family] or family in str(told.value)
-        assert "\n" not in str(told.value)
-
-
-def test_families_name_encoders_that_timm_has() -> None:
-    assert {family.title for family in FAMILIES} <= {*PUBLISHED}
-    for family in FAMILIES:
-        if family.timm is not None:
-            find_timm(family.timm)
 
 
 def test_a_run_of_timm_embeds_searches_and_predicts(
