@@ -28,7 +28,6 @@ from maect.launch import LaunchError, Resources, Task, launch, submit
 from maect.launch.resources import node_range
 from maect.launch.slurm import command
 from maect.records import is_finished
-from maect.tools import neighbors
 from maect.tools.plan import feature_bytes, shards_of
 from maect.tools.plan_text import size_text
 
@@ -85,8 +84,7 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
     largest = rules.get(next(trainings, "features"), {})
     on_slurm = largest.get("cluster") == "slurm"
     note([*software(), *misspelt(rules)])
-    warned = [Finding("note", warning) for warning in neighbors.warnings(experiment)]
-    note([*storage(experiment), *warned])
+    note(storage(experiment))
     said = driver_of(profile)
     if on_slurm:
         note([*driver(said), *setup_script(rules), *requests(rules), *wall_limits(rules)])

@@ -123,8 +123,7 @@ def test_the_demo_without_an_installation(built: Path, tmp_path: Path) -> None:
         UV, "tool", "run", "--quiet", *python, "--from", wheel, "maect", "demo", cwd=tmp_path
     )
     said = (done.stdout + done.stderr).splitlines()
-    first = next(n for n, line in enumerate(said) if "first_look.png" in line)
-    assert first < 8 and len(said) < 60
+    assert len(said) < 60
     assert "report.html in a browser" in done.stdout.splitlines()[-1]  # progress is on stderr
     # Of the words of Snakemake and of jobs none is on the terminal; the log has them.
     assert not any(word in line for line in said for word in ("jobid", "rule ", "epoch"))
