@@ -1,44 +1,51 @@
-"""`maect doctor`: whether a site is ready for an experiment, each fault with a hint."""
+"""`maect doctor`: whether a site is ready for an experiment, each fault with a hint.
+
+Its job tests devices, the network between them, a training step and the shared file system.
+"""
 
 import difflib
 import importlib.util
 import os
-import re
+import platform
 import shutil
-import subprocess
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 import yaml
 import yte
 from yte.exceptions import YteError
 
+from maect.core.context import Context
+from maect.core.distributed import destroy_group_after, driver, from_all
 from maect.core.errors import UserError, counted
-from maect.core.files import read_json
+from maect.core.files import read_json, write_json
 from maect.experiment import Experiment
 from maect.experiment.profile import PROFILE, PROFILE_OF_TRAININGS
-from maect.experiment.resolve import features_file, features_read
 from maect.launch import LaunchError, Resources, Task, launch, submit
 from maect.launch.resources import node_range
 from maect.launch.slurm import command
-from maect.records import is_finished
-from maect.tools.plan import feature_bytes, shards_of
-from maect.tools.plan_text import size_text
+from maect.stages import load_recipe
+from maect.train.engine import Engine, start
+from maect.train.optimizer import grouped
 
 PACKAGES = ("torch", "deepspeed", "submitit", "snakemake", "safetensors", "timm")
-FILES_PER_RUN = 200  # states of many ranks, logs, TensorBoard, jobs
 SNAKEMAKES = ("mem_mib",)
 """Resources of Snakemake's own that are called nearly as one of ours."""
 FLAGS = {"ntasks_per_node": "ntasks-per-node", "cpus_per_task": "cpus-per-task"}
 TRIAL_MINUTES = 15
-DRIVERS = {12: 525, 13: 580}
-"""NVIDIA's driver that each CUDA needs."""
+SEEN = 60.0  # seconds for a file to become visible on another node
+MEGABYTES = {"cuda": 256, "cpu": 8}
+WIDTH = 64  # of the layer that is trained
+ROUNDS = 5  # copies that are timed
 
 
 @dataclass(frozen=True)
@@ -83,14 +90,12 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
     trainings = (run.stage for run in experiment.runs.values() if run.settings.trains)
     largest = rules.get(next(trainings, "features"), {})
     on_slurm = largest.get("cluster") == "slurm"
-    note([*software(), *misspelt(rules)])
-    note(storage(experiment))
-    said = driver_of(profile)
+    note([*software(), *misspelt(rules), *storage(experiment)])
     if on_slurm:
-        note([*driver(said), *setup_script(rules), *requests(rules), *wall_limits(rules)])
+        note(requests(rules))
     if try_job and not any(finding.kind == "FAIL" for finding in findings):
         trial = resources(largest | {"runtime": TRIAL_MINUTES}, 2 if on_slurm else 1)
-        note(run_probe(experiment.root, trial, said))
+        note(run_probe(experiment.root, trial))
     failed = sum(finding.kind == "FAIL" for finding in findings)
     if failed:
         raise UserError(f"{failed} of {len(findings)} checks failed")
@@ -112,12 +117,6 @@ def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"{file}: not a cluster profile ({error})") from None
 
 
-def driver_of(profile: Path) -> int | None:
-    """Return the NVIDIA driver of a site, as its profile says."""
-    said = yaml.safe_load((profile / "config.yaml").read_text(encoding="utf-8"))
-    return (said.get("__variables__") or {}).get("driver")
-
-
 def resources(asked: dict[str, Any], nodes: int) -> Resources:
     """Return a rule's resources on this many nodes; UserError if no machine has them."""
     given = {PROFILE[key][0]: value for key, value in asked.items() if key in PROFILE}
@@ -125,39 +124,25 @@ def resources(asked: dict[str, Any], nodes: int) -> Resources:
 
 
 def software() -> list[Finding]:
-    """Check Python, the packages of the lock file, optional packages and the native decoder."""
-    here = ".".join(map(str, sys.version_info[:3]))
-    out = [Finding("ok", f"python {here} ({sys.executable})")]
-    for package in PACKAGES:
-        try:
-            out.append(Finding("ok", f"{package} {version(package)}"))
-        except PackageNotFoundError:
-            hint = "`make install` on a node with internet"
-            out.append(Finding("FAIL", f"{package} is not installed", hint))
-    flash = importlib.util.find_spec("flash_attn") is not None
-    what = "flash-attn is installed" if flash else "no flash-attn: SDPA is used"
-    out.append(Finding("note", what))
+    """Return the versions of Python and the main packages, and which decoder JPEGs have."""
     from maect.data.decode import decoder_name
 
-    name = decoder_name()
-    built = name.startswith("native")
-    hint = "" if built else "optional; `python -P -m maect.data.native.build` says what is missing"
-    return [*out, Finding("note", f"JPEG decoder: {name}", hint)]
+    python = f"python {platform.python_version()} ({sys.executable})"
+    versions = [f"{package} {version(package)}" for package in PACKAGES]
+    flash = "flash-attn is installed" if has_flash() else "no flash-attn: SDPA is used"
+    decoder = decoder_name()
+    is_native = decoder.startswith("native")
+    hint = "" if is_native else "`python -P -m maect.data.native.build` says what is missing"
+    return [
+        Finding("ok", ", ".join([python, *versions])),
+        Finding("note", flash),
+        Finding("note", f"JPEG decoder: {decoder}", hint),
+    ]
 
 
-def driver(said: int | None) -> list[Finding]:
-    """Check that the installed PyTorch runs with the driver that the profile says."""
-    import torch
-
-    if torch.version.cuda is None:
-        return [Finding("note", f"torch {torch.__version__} is built without CUDA")]
-    needed = DRIVERS.get(int(torch.version.cuda.partition(".")[0]), 0)
-    what = f"torch for CUDA {torch.version.cuda} needs NVIDIA driver {needed}"
-    if said is None:
-        hint = "`nvidia-smi` on a compute node shows it: write the number as `driver` there"
-        return [Finding("note", f"{what}; the site's is unknown", hint)]
-    hint = "install wheels of an older CUDA: docs/gpu.md, Drivers"
-    return [result_of_check(said >= needed, f"{what}; the site has {said}", hint)]
+def has_flash() -> bool:
+    """Return whether flash-attn is installed."""
+    return importlib.util.find_spec("flash_attn") is not None
 
 
 def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
@@ -170,27 +155,6 @@ def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
         if near and key not in (*known, *SNAKEMAKES):
             what = f"{rule}: no job reads the resource {key}"
             out.append(Finding("FAIL", what, f"did you mean {near[0]}?"))
-    return out
-
-
-def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:
-    """Check that the scripts that jobs source exist and end well."""
-    out = []
-    asked = (values["setup"] for values in rules.values() if values.get("setup"))
-    for script in dict.fromkeys(map(str, asked)):
-        if not Path(script).exists():
-            hint = "correct `setup` in the profile: a file below envs/, or a path in full"
-            out.append(Finding("FAIL", f"setup script {script} does not exist", hint))
-            continue
-        words = ["bash", "-c", 'source "$0"', os.path.abspath(script)]
-        done = subprocess.run(words, capture_output=True, text=True)
-        stderr = " ".join(done.stderr.split())[:200]
-        if done.returncode:
-            hint = "every job would fail there: correct the script"
-            out.append(Finding("FAIL", f"setup script {script} fails: {stderr}", hint))
-        else:
-            what = f"setup script {script}" + (f" prints: {stderr}" if stderr else "")
-            out.append(Finding("note" if stderr else "ok", what))
     return out
 
 
@@ -237,43 +201,6 @@ def _request(
     return Finding("FAIL", f"{what}: {reason}", hint)
 
 
-def wall_limits(rules: dict[str, dict[str, Any]]) -> list[Finding]:
-    """Check that no job asks for more time than its partition gives, where SLURM says how much.
-
-    `sbatch --test-only` takes longer ones, which then wait for ever, where a site does not enforce
-    its limits. A QOS may have another limit.
-    """
-    asked: dict[str, tuple[int, str]] = {}
-    for rule, values in rules.items():
-        if values.get("cluster") == "slurm" and "slurm_partition" in values:
-            partition = str(values["slurm_partition"])
-            one = int(values.get("runtime", 0)), rule
-            asked[partition] = max(asked.get(partition, one), one)
-    out = []
-    for partition, (minutes, rule) in asked.items():
-        words = ("--noheader", f"--partition={partition}", "--format=%l")
-        code, said, _ = command("sinfo", *words)
-        limit = minutes_of(said.split()[0]) if code == 0 and said.strip() else None
-        what = f"{partition}: jobs of up to {minutes} min ({rule})"
-        if limit is None:
-            out.append(Finding("note", f"{what}; SLURM says no wall limit"))
-        else:
-            hint = "lower `runtime` in the profile: longer trainings save and are queued again"
-            out.append(
-                result_of_check(minutes <= limit, f"{what}; the wall limit is {limit}", hint)
-            )
-    return out
-
-
-def minutes_of(limit: str) -> int | None:
-    """Parse a time of SLURM, such as 1-00:00:00 or 30:00, into minutes; None: no limit."""
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
-    if found is None:
-        return None
-    days, hours, minutes, _ = (int(part or 0) for part in found.groups())
-    return (24 * days + hours) * 60 + minutes
-
-
 def _sbatch(wanted: Resources) -> tuple[str, ...]:
     """Return the launcher's own parameters as options of sbatch."""
     parameters = submit.slurm(wanted, "maect-doctor", Path("doctor"))
@@ -287,7 +214,7 @@ def _sbatch(wanted: Resources) -> tuple[str, ...]:
 
 
 def storage(experiment: Experiment) -> list[Finding]:
-    """Check that the experiment's results fit on the disk and may be written."""
+    """Check that the experiment's results may be written."""
     folder = experiment.root.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -297,42 +224,10 @@ def storage(experiment: Experiment) -> list[Finding]:
     except OSError as error:
         hint = "set `storage` in the experiment to a folder of yours that all nodes share"
         return [Finding("FAIL", f"{folder}: cannot be written ({error.strerror})", hint)]
-    size, files = needs(experiment)
-    system = os.statvfs(folder)
-    free = system.f_bavail * system.f_frsize
-    inodes = system.f_favail
-    hint = "free some space, or set `storage` in the experiment to a larger file system"
-    room = size_text(free)
-    wanted = size_text(size)
-    space = f"{folder}: {room} free, about {wanted} needed for {experiment.name}"
-    out = [result_of_check(free > size, space, hint)]
-    if not system.f_files:
-        return [*out, Finding("note", f"{folder}: unknown how many more files are possible")]
-    what = f"{folder}: {inodes:,} more files possible, about {files:,} needed"
-    return [*out, result_of_check(inodes > files, what, hint)]
+    return [Finding("ok", f"{folder}: can be written")]
 
 
-def needs(experiment: Experiment) -> tuple[int, int]:
-    """Estimate the bytes and files of the results that an experiment still lacks."""
-    left = [run for run in experiment.runs.values() if not is_finished(experiment.folder(run.name))]
-    size = 0
-    files = FILES_PER_RUN * len(left)
-    for name, dataset in experiment.datasets.items():
-        for split, given in dataset.splits.items():
-            known = shards_of(experiment.shards(name, split))
-            if not known.written:
-                size += known.bytes or 0
-                files += 4 * given.shards
-    for run in left:
-        size += run.settings.state_bytes(run.encoder)
-    for name, dataset_name, source in features_read(experiment):
-        if not features_file(experiment, name, dataset_name, source).exists():
-            images = shards_of(experiment.shards(dataset_name, source.split)).images or 0
-            size += feature_bytes(experiment.runs[name].encoder, images, source.blocks)
-    return size, files + 10 * len(experiment.evaluations)
-
-
-def run_probe(root: Path, wanted: Resources, driver: int | None = None) -> list[Finding]:
+def run_probe(root: Path, wanted: Resources) -> list[Finding]:
     """Run the job in the experiment's own storage and judge the reports of its ranks."""
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f".doctor-{os.getpid()}-{int(time.time())}"
@@ -340,19 +235,19 @@ def run_probe(root: Path, wanted: Resources, driver: int | None = None) -> list[
     where = f"{counted(wanted.nodes, 'node')} x {wanted.devices}"
     try:
         launch(
-            Task("maect.tools.probe:probe", {"folder": str(folder.absolute())}),
+            Task("maect.tools.doctor:probe", {"folder": str(folder.absolute())}),
             folder, wanted, is_done=result.exists, describe=f"doctor on {where}",
         )  # fmt: skip
     except LaunchError as error:
         hint = f"logs: {folder}; the last lines say why, often the setup script or the network"
         return [Finding("FAIL", f"job on {where}: {error}", hint)]
-    findings = judge(read_json(result), driver)
+    findings = judge(read_json(result))
     shutil.rmtree(folder, ignore_errors=True)
     return findings
 
 
-def judge(seen: dict[str, Any], driver: int | None = None) -> list[Finding]:
-    """Judge the ranks' reports, where the profile says a driver."""
+def judge(seen: dict[str, Any]) -> list[Finding]:
+    """Judge the ranks' reports."""
     ranks = seen["ranks"]
     count = len(seen["ranks"])
     versions = ", ".join(f"{name} {value}" for name, value in seen["versions"].items())
@@ -367,14 +262,11 @@ def judge(seen: dict[str, Any], driver: int | None = None) -> list[Finding]:
         out.append(Finding("ok", f"{devices} GPUs a node: {names}"))
     else:
         out.append(Finding("note", "no GPU: ranks run on the CPU"))
-    for found in sorted({r["driver"] for r in ranks if devices and r["driver"]}):
-        what = f"NVIDIA driver {found}"
-        hint = "correct `driver` in the profile"
-        new_enough = driver is None or int(found.partition(".")[0]) >= driver
-        out.append(result_of_check(new_enough, what, hint, f"{what}, not {driver}"))
+    drivers = sorted({r["driver"] for r in ranks if r["driver"]})
+    if devices and drivers:
+        out.append(Finding("ok", f"NVIDIA driver {', '.join(drivers)}"))
     kind = "NCCL" if devices else "gloo"
     slowest = min(r["gigabytes"] for r in ranks)
-    internet = "reach" if seen["internet"] else "have no"
     return [
         *out,
         result_of_check(
@@ -395,5 +287,86 @@ def judge(seen: dict[str, Any], driver: int | None = None) -> list[Finding]:
             "set `storage` in the experiment to a file system that all nodes share",
             "files written on one node are not seen on another",
         ),
-        Finding("note", f"compute nodes {internet} internet"),
     ]
+
+
+def probe(context: Context, folder: str) -> str:
+    """Probe this rank; rank 0 writes the reports of all to `probe.json`."""
+    device = start(context)
+    cuda = device.type == "cuda"
+    with destroy_group_after():
+        own = torch.full((1,), float(context.rank), device=device)
+        dist.all_reduce(own)
+        seen = {
+            "host": socket.gethostname(),
+            "node": context.node,
+            "devices": _device_ids(),
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "driver": driver(),
+            "sum": own.item(),
+            "files": _files_seen(context, Path(folder)),
+            "gigabytes": _bandwidth(device),
+            "trained": _trained(context, device),
+        }
+        everyone = from_all(seen)
+    if context.rank == 0:
+        write_json(Path(folder) / "probe.json", {"ranks": everyone, "versions": _versions()})
+    return "done"
+
+
+def _trained(context: Context, device: Any) -> float:
+    """Sum of a layer's weights after a step of the engine that trainings use, under ZeRO 1.
+
+    The same on all ranks if the step has worked.
+    """
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(WIDTH, WIDTH).to(device)
+    settings = load_recipe("mae", "base", {"batch_size": context.world_size})
+    groups = grouped(layer, lambda name: (0.1, 0.0))
+    engine = Engine(layer, settings, groups, device)
+    x = torch.full((1, WIDTH), 1.0 + context.rank, device=device)
+    engine.backward(engine(x).square().mean())
+    engine.step(1.0)
+    engine.close()
+    return float(layer.weight.detach().double().sum())
+
+
+def _device_ids() -> list[str]:
+    """Return a unique name of each device that this rank sees."""
+    devices = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    return [str(getattr(device, "uuid", number)) for number, device in enumerate(devices)]
+
+
+def _files_seen(context: Context, folder: Path) -> int:
+    """Return how many ranks' files this rank comes to see."""
+    write_json(folder / f"seen-{context.rank}.json", context.rank)
+    deadline = time.monotonic() + SEEN
+    while True:
+        count = len(list(folder.glob("seen-*.json")))
+        if count == context.world_size or time.monotonic() > deadline:
+            return count
+        time.sleep(0.2)
+
+
+def _bandwidth(device: Any) -> float:
+    """Measure the GB/s of a large all-reduce: bytes of the tensor over its time."""
+    tensor = torch.ones(MEGABYTES[device.type] * 250_000, device=device)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(ROUNDS):
+        dist.all_reduce(tensor)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 4e-9 * tensor.numel() * ROUNDS / (time.perf_counter() - start)
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions that a rank computes with."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        versions["CUDA"] = torch.version.cuda
+    if torch.cuda.is_available():
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    versions["flash-attn"] = "yes" if has_flash() else "no"
+    return versions
