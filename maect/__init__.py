@@ -55,7 +55,7 @@ def shards(
 ) -> "ShardDataset":
     """Open a split's shards as a map-style torch Dataset, for training code of one's own.
 
-    It also gives a stock webdataset pipeline, files, and the order of a training.
+    It also gives the order of a training.
 
     Args:
         folder: of a split, such as `results/birds/shards/birds/train`.

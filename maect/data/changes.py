@@ -1,26 +1,48 @@
-"""Find out which images were added, removed, edited or relabelled since they were sharded."""
+"""Find out which images were added, removed, edited or relabelled since they were sharded.
+
+Sharding notes the size and time of every file, which a start compares.
+"""
 
 import json
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError, counted
-from maect.core.files import seek_record
+from maect.core.files import seek_record, write_record
 from maect.data.sources import find_source, open_source
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, as_utf8
-from maect.data.sources.file_stats import file_stats, read_notes
 from maect.recipes import Pixels
 
-COMPARED = 200
-"""Images whose content is compared again, where the time of their file has changed."""
+FILES = "files.json"
+MOST = 50_000
+"""Files that a start compares: more would delay it."""
 
 
-def _open_source(plan: dict[str, Any], images: Path) -> ImageSource:
-    """Open the images of a plan at another place."""
-    return open_source(plan["kind"], images, pixels=Pixels.of_shards(plan["options"]))
+def note_files(out: Path, source: ImageSource, entries: Sequence[Entry]) -> None:
+    """Write the names, sizes and times of the images' files beside their shards.
+
+    Of more than `MOST` files, write only the names of their class folders.
+    """
+    if len({source.file_of(entry) for entry in entries}) <= MOST:
+        write_record(out / FILES, {"files": dict(sorted(_file_stats(source, entries).items()))})
+    else:
+        write_record(out / FILES, {"folders": [*(source.folder_names() or [])]})
+
+
+def _file_stats(source: ImageSource, entries: Iterable[Entry]) -> dict[str, list[int]]:
+    """Return size in bytes and time in nanoseconds of each file that has some of the images."""
+    stats = {}
+    for name in {source.file_of(entry) for entry in entries}:
+        try:
+            status = os.stat(source.root / name)
+            stats[as_utf8(name)] = [status.st_size, status.st_mtime_ns]
+        except OSError:  # it is gone
+            stats[as_utf8(name)] = [-1, 0]
+    return stats
 
 
 @dataclass(frozen=True)
@@ -71,8 +93,9 @@ class Changes:
 def changes(out: Path, images: Path | None = None) -> Changes | None:
     """Compare images with those in their shards; return None if nothing differs or is known.
 
-    Nothing is known of images that are gone. Of more than `file_stats.MOST` files only the class
-    folders are compared, and only at another place.
+    Nothing is known of images that are gone. Times count only where the images were: those of a
+    copy are of the copying. Of more than `MOST` files only the class folders are compared, and only
+    at another place.
 
     Args:
         out: the shards, finished or only planned.
@@ -81,21 +104,22 @@ def changes(out: Path, images: Path | None = None) -> Changes | None:
     plan = seek_record(out / "plan.json")
     try:
         before = Path(plan["source"])
-        source = _open_source(plan, before if images is None else images.resolve())
-        noted, folders = read_notes(out)
-        if noted is None:
-            if source.known_classes() == source.folder_names():
-                folders = plan["class_names"]  # shards of version 0.1.0 have no notes
-            return _compare_folders(before, source, folders)
+        where = before if images is None else images.resolve()
+        source = open_source(plan["kind"], where, pixels=Pixels.of_shards(plan["options"]))
+        notes = seek_record(out / FILES)
+        if "files" not in notes:
+            return _compare_folders(before, source, notes["folders"])
+        noted = notes["files"]
         listing = source.listing()
-        now = file_stats(source, listing.entries)
+        now = _file_stats(source, listing.entries)
         if [*now] == [source.path.name] and [*noted] == [before.name]:  # one renamed file
             now = {before.name: now[source.path.name]}
-        both = now.keys() & noted.keys()
-        edited = {name for name in both if now[name][0] != noted[name][0]}
-        if source.path == before:  # a copy's times are those of the copying
-            touched = {name for name in both - edited if now[name][1] != noted[name][1]}
-            edited |= _edited_files(out, source, listing.entries, touched)
+        compared = 2 if source.path == before else 1
+        edited = [
+            name
+            for name in now.keys() & noted.keys()
+            if now[name][:compared] != noted[name][:compared]
+        ]
         found = Changes(
             before,
             source.path,
@@ -109,28 +133,10 @@ def changes(out: Path, images: Path | None = None) -> Changes | None:
     return found if str(found) else None
 
 
-def _edited_files(
-    out: Path, source: ImageSource, entries: Sequence[Entry], touched: set[str]
-) -> set[str]:
-    """Return those of the touched files that have another image than the finished shards.
-
-    Of more than `COMPARED` images, compare evenly chosen ones.
-    """
-    from maect.data.shard_check import differing_images
-
-    if not touched or not (out / "index.json").exists():
-        return set()
-    names = {entry: as_utf8(source.file_of(entry)) for entry in entries}
-    file_of = {entry: name for entry, name in names.items() if name in touched}
-    step = max(1, -(-len(file_of) // COMPARED))
-    chosen = [*file_of][::step]
-    return {file_of[entry] for entry in differing_images(out, source, chosen)}
-
-
-def _compare_folders(before: Path, source: ImageSource, names: list[str] | None) -> Changes | None:
+def _compare_folders(before: Path, source: ImageSource, names: list[str]) -> Changes | None:
     """Compare the names of class folders at another place; each gets a slash at its end."""
     now = source.folder_names() if source.path != before else None
-    if now is None or names is None or [*now] == names:
+    if now is None or [*now] == names:
         return None
     added = [f"{name}/" for name in now if name not in names]
     removed = [f"{name}/" for name in names if name not in now]
@@ -154,22 +160,6 @@ def _relabelled_images(out: Path, plan: dict[str, Any], listing: Listing) -> lis
             if now.get(image, class_name) != class_name:
                 different.append(image)
     return sorted(different)
-
-
-def may_differ(out: Path, images: Path) -> bool:
-    """Return whether the images may differ from those in finished shards.
-
-    True also if only the time of a file is another, of which `changes` compares the content.
-    """
-    plan = seek_record(out / "plan.json")
-    if changes(out, images) is not None:
-        return True
-    try:
-        noted, _ = read_notes(out)
-        source = _open_source(plan, images)
-        return noted is not None and file_stats(source, source.listing().entries) != noted
-    except (UserError, KeyError, ValueError, OSError):
-        return False
 
 
 def advice(out: Path, found: Changes, again: Path | None = None) -> str:

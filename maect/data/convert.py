@@ -82,14 +82,12 @@ class Ready(About):
     Attributes:
         data: bytes of the file: the original's, or a PNG or array of 8 bits.
         width, height: of the upright image.
-        converted: whether `data` is no longer the original.
     """
 
     data: bytes
     extension: str
     width: int
     height: int
-    converted: bool = False
 
 
 @dataclass(frozen=True)
@@ -353,7 +351,7 @@ def _encode(image: DecodedImage) -> Ready:
         extension = "npy"
         np.save(stream, image.pixels)
     about = {field.name: getattr(image, field.name) for field in fields(About)}
-    return Ready(stream.getvalue(), extension, *image.size, converted=True, **about)
+    return Ready(stream.getvalue(), extension, *image.size, **about)
 
 
 def _planes(values: NDArray[Any]) -> NDArray[Any]:
@@ -549,11 +547,6 @@ def render_ready(data: bytes, geometries: NDArray[np.int32], out: Images, turned
     render(data, _as_stored(geometries, code, *image_size(data), sizes), stored)
     for view, turned_view in zip(out, stored, strict=True):
         view[:] = _upright(turned_view.transpose(1, 2, 0), code).transpose(2, 0, 1)
-
-
-def is_turned(data: bytes) -> bool:
-    """Return whether an image from a shard has to be rotated as it is read."""
-    return _orientation_of(data) in _TURNS
 
 
 def upright_rgb(ready: Ready) -> Image.Image:

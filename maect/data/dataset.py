@@ -1,41 +1,27 @@
 """Use a split's shards in other training code: the same images, in the same order.
 
-`ShardDataset` is a map-style `Dataset`; it also gives a stock webdataset pipeline, and files.
+`ShardDataset` is a map-style `Dataset`.
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import groupby
+from collections.abc import Callable, Iterator
 from os import PathLike
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from isal import isal_zlib
 from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset, Sampler
 
 from maect.core.distributed import rank_and_size
-from maect.core.errors import UserError, counted
-from maect.core.files import atomic_write
-from maect.data.convert import ARRAY, ready_pixels
-from maect.data.decode import UnreadableError, extension_of
-from maect.data.index import ID, LABEL, OFFSET, SHARD, Index, open_index
+from maect.core.errors import UserError
+from maect.data.convert import ready_pixels
+from maect.data.decode import UnreadableError
+from maect.data.index import ID, LABEL, open_index
 from maect.data.order import Order
-from maect.data.sources.archives import is_image, sample_key, tar_members
-from maect.data.sources.base import UNLABELLED
-
-if TYPE_CHECKING:  # it takes a second to import
-    from webdataset import WebDataset
 
 Form = Literal["pil", "tensor"]
-_AT_ONCE = 16
-_RUNS_CODE = re.compile(r"(^|\.)(pyd|pkl|pickle|pth)(\.gz)*$")
-"""Members of somebody else's tar that webdataset would unpickle, also unpacked."""
 
 
 class ShardDataset(Dataset[dict[str, Any]]):
@@ -132,59 +118,6 @@ class ShardDataset(Dataset[dict[str, Any]]):
             Order(len(self), seed), range(start_step, steps), batch_size, rank, world_size
         )
 
-    def webdataset(self, **options: Any) -> "WebDataset":
-        """Return a stock pipeline, for `.shuffle(…).decode("pil").to_tuple("jpg", "cls")`.
-
-        It yields files as they are stored, with the split's labels. Unlike a pipeline over the bare
-        tars, it leaves out samples that a view lacks and members that webdataset would unpickle. It
-        raises `UserError` with the tar's name for a changed image and for a tar that ends early.
-        """
-        from webdataset import WebDataset
-
-        used = np.unique(self.index.rows[:, SHARD]).tolist()
-        urls = [str(self.index.shards[number]) for number in used]
-        return WebDataset(urls, **{"shardshuffle": False} | options).compose(
-            partial(_check_samples, self)
-        )
-
-    def extract(self, folder: str | PathLike[str]) -> int:
-        """Write every image as CLASS/KEY.ext, of unlabelled ones KEY.ext; return their number.
-
-        A class folder that keys begin with is not repeated. Stopped, it continues when it is called
-        again: files that are there already are compared.
-        """
-        folder = Path(folder)
-        names = self._file_names()
-
-        def write(i: int) -> None:
-            data = self.index.read(i)
-            extension = "npy" if data[:6] == ARRAY else extension_of(data)
-            path = folder / f"{names[i]}.{extension}"
-            if path.exists():
-                if path.read_bytes() != data:
-                    raise UserError(f"{path}: holds something else; choose another folder")
-                return
-            with atomic_write(path) as temporary:
-                temporary.write_bytes(data)
-
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for start in range(0, len(self), 1 << 10):
-                list(pool.map(write, range(start, min(start + (1 << 10), len(self)))))
-        return len(self)
-
-    def _file_names(self) -> list[str]:
-        """Return the path of each image below the folder, without extension."""
-        names, labels = self.index.keys(), self.index.labels.tolist()
-        folders = ["" if n == UNLABELLED else f"{self.classes[n]}/" for n in labels]
-        if not all(map(str.startswith, names, folders)):
-            names = list(map(str.__add__, folders, names))
-        for name in names:
-            if name.startswith("/") or ".." in PurePosixPath(name).parts:
-                raise UserError(f"{self.index.directory}: sample {name!r} leads out of a folder")
-        if len(set(names)) < len(names):
-            raise UserError(f"{self.index.directory}: some samples would have the same file")
-        return names
-
 
 class StepSampler(Sampler[list[int]]):
     """One rank's samples of each step, those of `maect.data.loader.train_batches`."""
@@ -205,59 +138,3 @@ class StepSampler(Sampler[list[int]]):
         for step in self._steps:
             start = step * self._batch_size + self._rank * self._share
             yield self._order.take(start, self._share)[0].tolist()
-
-
-def _check_samples(
-    dataset: ShardDataset, samples: Iterable[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """Yield the samples of the index, with its labels; UserError if a tar lacks some of them."""
-    index = dataset.index
-    elsewhere = index.record.get("in_place")
-    shards = np.asarray(index.rows[:, SHARD])
-    numbers = {str(path): number for number, path in enumerate(index.shards)}
-    for url, found in groupby(samples, lambda sample: sample["__url__"]):
-        rows = _rows_of(index, numbers[url], np.flatnonzero(shards == numbers[url]).tolist())
-        missing = set(rows)
-        for sample in found:
-            row = rows.get(sample["__key__"])
-            # Members of a sample may lie apart in somebody else's tar; webdataset gives each part.
-            if row is None or (elsewhere and not any(is_image(f"k.{name}") for name in sample)):
-                continue
-            missing.discard(sample["__key__"])
-            _, _, _, size, label, *_ = index.rows[row].tolist()
-            files = [value for value in sample.values() if isinstance(value, bytes)]
-            wanted = index.checksums[index.rows[row, ID]]
-            if not any(len(x) == size and isal_zlib.crc32(x) == wanted for x in files):
-                index.read(row)  # says how it is damaged
-                raise UserError(f"{url}: sample {sample['__key__']} is not the indexed image")
-            for name in list(filter(_RUNS_CODE.search, sample)):
-                del sample[name]
-            sample.pop("cls", None)
-            yield sample if label == UNLABELLED else {**sample, "cls": str(label).encode()}
-        if missing:
-            raise UserError(
-                f"{url}: webdataset misses {len(missing)} of {counted(len(rows), 'image')} "
-                f"({min(missing)} first); check the shards with maect shard --verify"
-            )
-
-
-def _rows_of(index: Index, shard: int, rows: list[int]) -> dict[str, int]:
-    """Return the row of each sample of a tar by webdataset's key.
-
-    Raises:
-        UserError: some are links, which webdataset leaves out.
-    """
-    if not index.record.get("in_place"):
-        return {index.key(i): i for i in rows}
-    path = index.shards[shard]
-    with open(path, "rb") as file:
-        members = tar_members(file, 0, str(path))
-    at = {int(index.rows[i, OFFSET]): i for i in rows}
-    # Where a link leads the file itself lies, which comes before it.
-    keys = {offset: sample_key(name) for name, offset, _ in reversed(members) if offset in at}
-    if len(keys) < len(rows):
-        raise UserError(
-            f"{path}: {counted(len(rows) - len(keys), 'image')} by a link, which webdataset leaves "
-            "out; make the tar with tar --dereference --hard-dereference, and index that"
-        )
-    return {key: at[offset] for offset, key in keys.items()}

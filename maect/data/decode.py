@@ -116,12 +116,6 @@ def _open(data: bytes) -> ImageFile.ImageFile:
     return Image.open(io.BytesIO(data), formats=known)
 
 
-def extension_of(data: bytes) -> str:
-    """Return the extension of a file in a shard, by its header."""
-    with unreadable_on_error(), _open(data) as image:
-        return _extension(image)
-
-
 def _extension(image: Image.Image) -> str:
     # MPO: a JPEG with further frames behind the first.
     return EXTENSIONS["JPEG" if image.format == "MPO" else str(image.format)]

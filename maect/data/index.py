@@ -9,7 +9,7 @@ import hashlib
 import mmap
 import os
 from dataclasses import dataclass, field
-from functools import _lru_cache_wrapper, cached_property, lru_cache
+from functools import _lru_cache_wrapper, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,13 +137,6 @@ class Index:
 
     def key(self, i: int) -> str:
         """Return a sample's name in its tar, without extension."""
-        import numpy as np
-
-        if self.record.get("in_place"):
-            # Of somebody else's tar: a header may have half a long name, or a link's target.
-            ids, names, ends = self._key_table
-            line = int(np.searchsorted(ids, self.rows[i, ID]))
-            return names[ends[line - 1] + 1 if line else 0 : ends[line]].decode()
         row = self.rows[i]
         file = self._open(int(row[SHARD]))
         header = os.pread(file.number, 100, int(row[OFFSET]) - _BLOCK)
@@ -199,11 +192,7 @@ class Index:
         )
 
     def keys(self) -> list[str]:
-        """Return the names of all samples in order, from keys.txt."""
-        return self._read_keys().decode().split("\n")[:-1]
-
-    def _read_keys(self) -> bytes:
-        """Read keys.txt and compare it with its checksum."""
+        """Read the names of all samples in order from keys.txt; compare it with its checksum."""
         path = self.directory / "keys.txt"
         try:
             with open_file(path) as file:
@@ -215,16 +204,7 @@ class Index:
                 f"{path}: changed since it was written; delete it and index.json and start again: "
                 "both are made again"
             )
-        return data
-
-    @cached_property
-    def _key_table(self) -> tuple[NDArray[np.int64], bytes, NDArray[np.int64]]:
-        """Return increasing ids of all samples, keys.txt, and the byte where each name ends."""
-        import numpy as np
-
-        ids = np.load(self.directory / "index.npy", mmap_mode="r")[:, ID].copy()
-        names = self._read_keys()
-        return ids, names, np.flatnonzero(np.frombuffer(names, np.uint8) == ord("\n"))
+        return data.decode().split("\n")[:-1]
 
 
 def open_index(directory: str | Path) -> Index:

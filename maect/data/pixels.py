@@ -29,8 +29,6 @@ _HASHED_ON_OPEN = 1 << 30
 def pixels_files(index: Index) -> tuple[Path, Path]:
     """Return the paths of the array, uint8 [n, H, W, 3] by sample id, and of its record."""
     folder = index.shards[0].parent  # those of a view are in another folder
-    if index.record.get("in_place"):
-        folder = index.directory
     return folder / "pixels.npy", folder / "pixels.json"
 
 

@@ -17,11 +17,10 @@ import numpy as np
 from maect.core.errors import UserError
 from maect.core.files import read_record, write_record, write_text
 from maect.data import key_of, random
+from maect.data.changes import note_files
 from maect.data.index import Index
 from maect.data.sources import open_source
-from maect.data.sources.archives import WebDataset
 from maect.data.sources.base import Entry, ImageSource, Listing, text_lines
-from maect.data.sources.file_stats import note_files
 from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ def plan_shards(
     Args:
         source: folder or file with the images.
         out: folder that the shards are for.
-        shards: number of tars; of tars that are indexed where they lie, their own number.
+        shards: number of tars.
         split: name of the split; that of `out` by default.
         labels: labels of the source, for the kinds that take them.
         only: text file with the names of the images to take, one a line.
@@ -85,8 +84,6 @@ def plan_shards(
             f"{source}: the validation images carry no labels; give --labels (the devkit "
             "ILSVRC2012_devkit_t12.tar.gz, or a text file with lines `name label`)"
         )
-    if images.in_place and shorter_side is not None:
-        raise UserError(f"{source}: --shorter-side: an index of tars makes no image; unpack them")
     listing = images.listing()
     if listing.ignored:
         log.info("%s: files left out, by suffix: %s", source, listing.left_out)
@@ -109,13 +106,7 @@ def plan_shards(
         record |= {"unlisted": choice.unlisted, "only": str(only)}
     if skip_unreadable:
         record |= {"skip_unreadable": True, "gone": choice.gone}
-    if isinstance(images, WebDataset):
-        tars = [str(tar.resolve()) for tar in images.tars]
-        record["shards"] = max(1, min(len(tars), len(choice.entries)))
-        if tars:
-            record["tars"] = tars
-    shards = record["shards"]
-    n = record["n"]
+    n = len(choice.entries)
     if shards > n:
         raise UserError(f"{source}: {shards} shards for {n} images; lower the number")
     listings = _listings(choice.entries, shards)

@@ -10,12 +10,11 @@ import fcntl
 import hashlib
 import io
 import logging
-import os
 import shlex
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,7 +40,7 @@ from maect.data import shard_name
 from maect.data.convert import Ready, make_ready, upright_rgb
 from maect.data.decode import UnreadableError
 from maect.data.image_facts import Facts, facts_of, merged, warning
-from maect.data.index import CHECKSUMS, COLUMNS, ID, SHARD, open_index
+from maect.data.index import CHECKSUMS, COLUMNS, ID, open_index
 from maect.data.pixels import write_pixels
 from maect.data.shard_plan import plan_shards, read_listing, read_plan, store_plan, stored_options
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, as_utf8
@@ -95,10 +94,8 @@ def finished_samples(
     if not all((out / name).exists() for name in ("plan.json", "index.json")):
         return None
     plan = read_plan(out)
-    made_by = (plan["kind"], plan["options"], "only" in plan)
-    if made_by != (kind, stored_options(shorter_side, pixels), only is not None):
-        return None
-    if "tars" not in plan and plan["shards"] != shards:
+    made_by = (plan["kind"], plan["shards"], plan["options"], "only" in plan)
+    if made_by != (kind, shards, stored_options(shorter_side, pixels), only is not None):
         return None
     if skip_unreadable != ("skip_unreadable" in plan):
         unreadable = read_record(out / "index.json").get("unreadable")
@@ -179,8 +176,6 @@ def _is_finished(out: Path, plan: dict[str, Any], number: int) -> bool:
         return False
     if record.get("unreadable") and "skip_unreadable" not in plan:
         return False
-    if "tars" in plan:
-        return True
     tar = out / shard_name(plan["split"], number)
     return tar.exists() and tar.stat().st_size == record["size"]
 
@@ -188,7 +183,7 @@ def _is_finished(out: Path, plan: dict[str, Any], number: int) -> bool:
 def _write_tar(
     out: Path, plan: dict[str, Any], source: ImageSource, number: int, threads: int
 ) -> None:
-    """Write a shard and its part of the index; of tars that stay where they are, only the part.
+    """Write a shard and its part of the index.
 
     Raises:
         _UnreadableImagesError: nothing is written, unless such images are to be skipped.
@@ -198,33 +193,22 @@ def _write_tar(
     source.read_ahead(listed, out)
     images = zip(entries, ready_images(source, listed, plan["options"], threads), strict=True)
     skip = "skip_unreadable" in plan
-    part = _Part(start)
+    part = _Part(start, number)
     tar = out / shard_name(plan["split"], number)
-    written: dict[str, Any] = {}
-    if "tars" in plan:
-        numbers = {path: i for i, path in enumerate(plan["tars"])}
-
-        def find(key: str, entry: Entry, image: Ready) -> tuple[int, int]:
-            return numbers[str((source.root / entry.path).resolve())], entry.offset
-
-        part.add_images(images, find, skip)
-    else:
-        with atomic_write(tar) as temporary, open(temporary, "wb") as stream:
-            file = _TarFile(stream)
-
-            def append(key: str, entry: Entry, image: Ready) -> tuple[int, int]:
-                offset = file.add(f"{key}.{image.extension}", image.data)
-                if entry.label != UNLABELLED:
-                    file.add(f"{key}.cls", str(entry.label).encode())
-                return number, offset
-
-            part.add_images(images, append, skip)
-            file.finish()
-        written = {"size": file.size, "sha256": file.digest.hexdigest()}
+    with atomic_write(tar) as temporary, open(temporary, "wb") as stream:
+        file = _TarFile(stream)
+        part.add_images(images, file, skip)
+        file.finish()
     path = _record_path(out, number)
     part.write_rows(path.with_suffix(".npz"))
-    record = {"file": tar.name, "count": len(part.rows), **written}
-    record |= {"listing": plan["listings"][number], "options": plan["options"]}
+    record = {
+        "file": tar.name,
+        "count": len(part.rows),
+        "size": file.size,
+        "sha256": file.digest.hexdigest(),
+        "listing": plan["listings"][number],
+        "options": plan["options"],
+    }
     if part.faults:
         record["unreadable"] = part.faults
     write_record(path, record | merged(part.facts))
@@ -236,6 +220,7 @@ class _Part:
 
     Attributes:
         start: id of the shard's first image, counted with those that are unreadable.
+        number: of the shard.
         rows: columns `COLUMNS` of each sample.
         contents: sha256 of each sample.
         checksums: CRC-32 of each image's bytes.
@@ -243,6 +228,7 @@ class _Part:
     """
 
     start: int
+    number: int
     rows: list[tuple[int, ...]] = field(default_factory=list)
     contents: list[bytes] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
@@ -252,14 +238,13 @@ class _Part:
     def add_images(
         self,
         images: Iterator[tuple[tuple[str, Entry], Ready | str]],
-        place: Callable[[str, Entry, Ready], tuple[int, int]],
+        tar: "_TarFile",
         skip: bool,
     ) -> None:
-        """Add the images of a shard, in order.
+        """Add the images of a shard, in order, also to its tar.
 
         Args:
             images: key and entry of each, and the image or why it is unreadable.
-            place: puts an image into a tar; returns the tar's number and the image's offset.
             skip: leave unreadable images out; else `_UnreadableImagesError` names all of them.
         """
         for position, ((key, entry), image) in enumerate(images):
@@ -267,9 +252,11 @@ class _Part:
                 self.faults.append(f"{as_utf8(entry.name)}\t{image}")
             elif skip or not self.faults:
                 sample = self.start + position
-                shard, offset = place(key, entry, image)
+                offset = tar.add(f"{key}.{image.extension}", image.data)
+                if entry.label != UNLABELLED:
+                    tar.add(f"{key}.cls", str(entry.label).encode())
                 size = len(image.data)
-                row = (sample, shard, offset, size, entry.label, image.width, image.height)
+                row = (sample, self.number, offset, size, entry.label, image.width, image.height)
                 self.rows.append(row)
                 self.contents.append(content_hash(key, entry.label, image.data, image.turned))
                 self.checksums.append(isal_zlib.crc32(image.data))
@@ -299,8 +286,6 @@ def ready_images(
     def read(entry: Entry) -> Ready | str:
         try:
             ready = make_ready(_read_bytes(source, entry), pixels)
-            if source.in_place and ready.converted:
-                return "has to be converted, which an index of tars cannot do; unpack them"
             if min(ready.width, ready.height) > side:
                 return _recompress(ready, side)
             return ready
@@ -429,11 +414,10 @@ def _is_indexed(out: Path, plan: dict[str, Any]) -> bool:
     index = read_record(out / "index.json")
     if any(index.get(name) != plan.get(name) for name in _PLAN_KEYS):
         return False
-    if "tars" not in plan:
-        # An edited image may have been written to a shard that was lost.
-        records = [read_record(_record_path(out, number)) for number in range(plan["shards"])]
-        if [r["sha256"] for r in records] != [s["sha256"] for s in index["shards"]]:
-            return False
+    # An edited image may have been written to a shard that was lost.
+    records = [read_record(_record_path(out, number)) for number in range(plan["shards"])]
+    if [r["sha256"] for r in records] != [s["sha256"] for s in index["shards"]]:
+        return False
     try:
         open_index(out)
     except UserError:
@@ -449,7 +433,6 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
         raise UserError(f"{out}: none of {plan['n']} images can be read; index.json is not made")
     digest = hashlib.sha256("\n".join(plan["class_names"]).encode())
     keys: list[str] = []
-    contents: list[NDArray[np.uint8]] = []
     checksums: list[NDArray[np.uint32]] = []
     with atomic_write(out / "index.npy") as temporary:
         # Opened by name with the suffix that NumPy would otherwise append.
@@ -464,10 +447,8 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
             rows[first:end, ID] = np.arange(first, end)  # without gaps where images are left out
             keys += [entries[i][0] for i in (part[:, ID] - start).tolist()]
             digest.update(content.tobytes())
-            contents.append(content)
             checksums.append(crc32)
         rows.flush()
-        shards = _shard_records(plan, records, rows, np.concatenate(contents))
     write_text(out / "keys.txt", "".join(f"{key}\n" for key in keys))
     with atomic_write(out / CHECKSUMS) as temporary, open(temporary, "wb") as file:
         np.save(file, np.concatenate(checksums))
@@ -485,8 +466,6 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
     unreadable += [f"{name} (gone)" for name in plan.get("gone", [])]
     if unreadable:
         index["unreadable"] = unreadable
-    if "tars" in plan:
-        index["in_place"] = True
     facts = merged(records)
     pixels = Pixels.of_shards(plan["options"])
     # Where no image was turned or has other channels, nothing is special about reading them.
@@ -496,28 +475,8 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
     said = warning(facts, pixels)
     if said:
         index["warning"] = said
+    shards = [{name: r[name] for name in ("file", "count", "size", "sha256")} for r in records]
     write_record(out / "index.json", index | {"shards": shards})
-
-
-def _shard_records(
-    plan: dict[str, Any],
-    records: list[dict[str, Any]],
-    rows: NDArray[np.int64],
-    contents: NDArray[np.uint8],
-) -> list[dict[str, Any]]:
-    """Return the index's entry of each tar.
-
-    Of a tar that stays where it is, `sha256` is that of its samples' contents.
-    """
-    if "tars" not in plan:
-        return [{name: r[name] for name in ("file", "count", "size", "sha256")} for r in records]
-    shards = []
-    for number, path in enumerate(plan["tars"]):
-        inside = rows[:, SHARD] == number
-        sha256 = hashlib.sha256(contents[inside].tobytes()).hexdigest()
-        size = os.path.getsize(path)
-        shards.append({"file": path, "count": int(inside.sum()), "size": size, "sha256": sha256})
-    return shards
 
 
 def _read_part(

@@ -77,13 +77,8 @@ def _copy(index: Index, out: Path) -> None:
     }
     beside = [index.directory / "keys.txt", pixels[1], *checksums]
     given = [_File(path, path.name, checksums.get(path)) for path in beside if path.exists()]
-    shards = [path.name for path in index.shards]
-    if len(set(shards)) < len(shards):  # a webdataset's, in several folders
-        shards = [f"{number:06d}-{name}" for number, name in enumerate(shards)]
-    for path, name, shard in zip(index.shards, shards, record["shards"], strict=True):
-        # Of tars that are read in place it is the images' checksum, not the file's.
-        sha256 = None if record.get("in_place") else shard.get("sha256")
-        given.append(_File(path, name, sha256, is_shard=True))
+    for path, shard in zip(index.shards, record["shards"], strict=True):
+        given.append(_File(path, path.name, shard["sha256"], is_shard=True))
     missing = [file for file in given if not file.is_copied(out)]
     needed = sum(file.path.stat().st_size for file in missing)
     free = shutil.disk_usage(out).free
@@ -95,8 +90,8 @@ def _copy(index: Index, out: Path) -> None:
     with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
         list(pool.map(lambda file: file.copy(out), missing))
     # A view names shards in other folders; the copies lie side by side.
-    pairs = zip(record["shards"], shards, strict=True)
-    copies = record | {"shards": [{**shard, "file": name} for shard, name in pairs]}
+    pairs = zip(record["shards"], index.shards, strict=True)
+    copies = record | {"shards": [{**shard, "file": path.name} for shard, path in pairs]}
     if seek_record(out / "index.json") != copies:
         write_record(out / "index.json", copies)
 

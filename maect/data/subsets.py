@@ -51,7 +51,7 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
     parent = os.path.relpath(Path(shards).resolve(), out.resolve())
     files = [{**s, "file": os.path.join(parent, s["file"])} for s in index.record["shards"]]
     identity = hashlib.sha256(index.digest.encode() + rows.tobytes()).hexdigest()
-    repeated = ("pixels", "turned", "in_place")
+    repeated = ("pixels", "turned")
     facts = {key: value for key, value in index.record.items() if key in repeated}
     write_record(
         out / "index.json",

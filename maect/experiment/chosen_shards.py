@@ -10,7 +10,7 @@ from typing import Any
 
 from maect.core.files import seek_record, sha256_file, write_record
 from maect.core.settings import digest
-from maect.data.changes import may_differ
+from maect.data.changes import changes
 from maect.data.config import (
     CONFIG,
     LISTS,
@@ -47,7 +47,7 @@ def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
     An experiment keeps shards, its own and another's: an image that is added later re-runs nothing.
     It does not begin with those of images that have changed since.
     """
-    kept = split.images is None or not split.source.sharded or split.source.in_place
+    kept = split.images is None or not split.source.sharded
     if kept or (own / "plan.json").exists():
         return own
     where = images.resolve()
@@ -66,7 +66,7 @@ def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
         folder for folder, made in finished.items() if made.source_identity == asked.source_identity
     )
     # A file that is edited in place leaves the times of folders as they are.
-    return next((folder for folder in same if not may_differ(folder, where)), own)
+    return next((folder for folder in same if not changes(folder, where)), own)
 
 
 def note_own(own: Path, config: ShardsConfig) -> None:

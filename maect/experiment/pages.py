@@ -247,7 +247,7 @@ def _images_config(experiment: Experiment, name: str) -> configs.ImagesConfig:
 def _summary_config(experiment: Experiment, name: str) -> configs.SummaryConfig:
     given: dict[str, Any] = dict(_summary_inputs(experiment))
     split = _tested(experiment)
-    if split and not experiment.datasets[experiment.default_dataset].splits[split].source.in_place:
+    if split:
         given["shards"] = given["tested"].parent
     own = [run for run in experiment.evaluated if experiment.runs[run].scored_by is None]
     if own and not experiment.spec.compare_with_paper:

@@ -14,15 +14,12 @@ from maect.core.errors import UserError
 from maect.core.files import PIPELINE
 from maect.core.owners import why_public
 from maect.core.stamps import stamp_path
-from maect.data.sources import open_source
-from maect.data.sources.base import check_classes
 from maect.evaluate import PROTOCOLS
 from maect.experiment import load, resolve, start, working_folder
 from maect.experiment.load import Experiment
 from maect.experiment.pages import PAGES
 from maect.experiment.profile import PROFILE, PROFILE_OF_TRAININGS
 from maect.experiment.resolve import REPORT, WRITE_SHARDS
-from maect.experiment.schema import fill_path
 from maect.stages import STAGES
 
 CLUSTER = {key: default for key, (_, default) in (PROFILE | PROFILE_OF_TRAININGS).items()}
@@ -72,22 +69,7 @@ def load_experiment(config: Mapping[str, Any]) -> Experiment:
         experiment = load(config.get("experiment", "paper"), **changes)
     except UserError as error:
         fail(error)
-    try:
-        _check_views(experiment)
-    except UserError as error:
-        fail(f"{experiment.file}: {error}")
     return experiment
-
-
-def _check_views(experiment: Experiment) -> None:
-    """Look for the classes of views before anything is sharded (UserError)."""
-    for dataset, name in experiment.splits:
-        splits = experiment.datasets[dataset].splits
-        view = splits[name]
-        if view.of is None or view.classes is None:
-            continue
-        images = open_source(splits[view.of].kind, experiment.images(dataset, view.of))
-        check_classes(fill_path(view.classes), experiment.shards(dataset, view.of), images)
 
 
 def check_targets(experiment: Experiment, words: Sequence[str]) -> None:

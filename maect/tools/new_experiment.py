@@ -17,7 +17,6 @@ from maect.core.errors import UserError, counted
 from maect.core.files import write_text
 from maect.core.templates import fill_template
 from maect.data.retrieve import CATALOGUE
-from maect.data.sources import find_source
 from maect.data.sources.base import UNLABELLED
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.explore import Explore
@@ -223,11 +222,10 @@ class Written:
         )
 
     def _split(self, name: str, of: Images, lists: dict[str, tuple[Path, str]]) -> dict[str, Any]:
-        values: dict[str, Any] = {"images": str(of.folder), "kind": of.kind}
-        if not find_source(of.kind).in_place:
-            n = self.counts[name]
-            fewest = math.ceil(n * of.bytes_each / SHARD_BYTES)
-            values["shards"] = max(fewest, min(16, n // 3000), 1)
+        n = self.counts[name]
+        fewest = math.ceil(n * of.bytes_each / SHARD_BYTES)
+        shards = max(fewest, min(16, n // 3000), 1)
+        values: dict[str, Any] = {"images": str(of.folder), "kind": of.kind, "shards": shards}
         values |= {"only": str(lists[name][0])} if lists else {}
         return values | ({"skip_unreadable": True} if self.skip_unreadable else {})
 

@@ -337,7 +337,7 @@ def wall(jobs: Iterable[PlannedJob]) -> float:
 
 def _note_shards(plan: Plan, experiment: Experiment, dataset: str, split: str) -> None:
     source = experiment.datasets[dataset].splits[split].source
-    if not source.sharded or source.in_place:
+    if not source.sharded:
         return
     known = plan.shards(experiment.shards(dataset, split))
     if known.bytes is None:

@@ -113,22 +113,16 @@ class WebDataset(ImageSource):
 
     kind = "webdataset"
     about = (
-        "a folder of webdataset's tars, one of them, or a pattern (DIR/train-*.tar): they are "
-        "indexed where they lie; `labels` may be a file of the classes' names, one a line"
+        "a folder of webdataset's tars, one of them, or a pattern (DIR/train-*.tar); `labels` may "
+        "be a file of the classes' names, one a line"
     )
-    takes = ("images", "only", "exclude", "skip_unreadable", "labels")
-    in_place = True
-
-    @cached_property
-    def tars(self) -> list[Path]:
-        """Return the tars, by name."""
-        return files_of(self.path, ".tar")
+    takes = (*ImageSource.takes, "labels")
 
     def list_images(self) -> Listing:
         """List samples tar by tar; the tar's name goes before names that recur in other tars."""
         samples: list[tuple[str, str, int, int, str | None]] = []
         ignored: list[str] = []
-        for tar in self.tars:
+        for tar in files_of(self.path, ".tar"):
             where = str(tar.relative_to(self.root))
             with open(tar, "rb") as file:
                 grouped = defaultdict[str, list[Member]](list)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from maect.core.errors import UserError, counted
-from maect.core.files import read_record
 from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
@@ -83,7 +82,6 @@ class Source(ABC):
         takes: settings of a split that it may be given.
         needs: those of them that must be given.
         sharded: whether its images are written to shards; if not, shards of others are shown.
-        in_place: whether they lie in tars already, of which only an index is made.
         numbers: whether their pixels are numbers and no colours: nothing is made ready of them.
     """
 
@@ -92,7 +90,6 @@ class Source(ABC):
     takes: ClassVar[tuple[str, ...]]
     needs: ClassVar[tuple[str, ...]] = ()
     sharded: ClassVar[bool]
-    in_place: ClassVar[bool] = False
     numbers: ClassVar[bool] = False
 
 
@@ -155,10 +152,6 @@ class ImageSource(Source):
         """Return the names of class folders; None if the images lie in no such folders."""
         return None
 
-    def known_classes(self) -> Sequence[str] | None:
-        """Return the class names if they are known without listing the images, else None."""
-        return None
-
 
 class ClassView(Source):
     """Some classes of a split: an index into its shards, which `maect.data.subsets` writes."""
@@ -184,27 +177,6 @@ def read_classes(text: str) -> tuple[str, ...]:
     if text in CLASS_LISTS:
         return CLASS_LISTS[text]
     return tuple(read_list(Path(text)))
-
-
-def check_classes(classes: str, shards: Path, split: ImageSource) -> None:
-    """Refuse a view of classes that its split lacks (UserError), if they are known already.
-
-    Args:
-        shards: folder of that split's shards, written or not.
-        split: the images of that split.
-    """
-    if classes not in CLASS_LISTS and not Path(classes).exists():
-        return
-    known: Sequence[str] | None
-    if (shards / "index.json").exists():
-        known = read_record(shards / "index.json")["class_names"]
-    else:
-        known = split.known_classes()
-    if known is None:
-        return
-    for name in read_classes(classes):
-        if name not in known:
-            raise UserError(f"classes {classes}: {name!r} is no class of {split.path}")
 
 
 def is_there(path: Path) -> bool:

@@ -33,10 +33,6 @@ class Folder(ImageSource):
         """Return the class folders, if the source is a folder."""
         return class_folders(self.path) if self.path.is_dir() else None
 
-    def known_classes(self) -> Sequence[str] | None:
-        """Return the class folders."""
-        return self.folder_names()
-
 
 class Unlabelled(ImageSource):
     """Images without labels."""

@@ -49,13 +49,7 @@ def _label(wnid: str, where: str) -> int:
     return label
 
 
-class _ImageNet(ImageSource):
-    def known_classes(self) -> Sequence[str] | None:
-        """Return the 1,000 WordNet ids."""
-        return imagenet_classes()
-
-
-class ImageNet(_ImageNet):
+class ImageNet(ImageSource):
     """Unpacked train or val, ImageNet-R, -A, -Sketch."""
 
     kind = "imagenet"
@@ -71,7 +65,7 @@ class ImageNet(_ImageNet):
         return class_folders(self.path) if self.path.is_dir() else None
 
 
-class ImageNetTrainTar(_ImageNet):
+class ImageNetTrainTar(ImageSource):
     """ImageNet-1k's training images as they are downloaded; nothing is unpacked."""
 
     kind = "imagenet_train_tar"
@@ -94,7 +88,7 @@ class ImageNetTrainTar(_ImageNet):
         return Listing(entries, [*imagenet_classes()], [])
 
 
-class ImageNetVal(_ImageNet):
+class ImageNetVal(ImageSource):
     """ImageNet-1k's validation images as they are downloaded; their labels come in the devkit."""
 
     kind = "imagenet_val"
@@ -122,7 +116,7 @@ class ImageNetVal(_ImageNet):
         return [(name, self.path.name, offset, size) for name, offset, size in members]
 
 
-class ImageNetV2(_ImageNet):
+class ImageNetV2(ImageSource):
     """Folders "0" to "999" are labels; sorted as names they would be wrong."""
 
     kind = "imagenet_v2"

@@ -59,17 +59,6 @@ def test_a_view_is_staged_with_its_shards(shards: Path, tmp_path: Path) -> None:
     assert [staged.read(i) for i in range(8)] == [original.read(i) for i in range(8)]
 
 
-def test_tars_of_one_name_in_several_folders(shards: Path, tmp_path: Path) -> None:
-    for number, tar in enumerate(sorted(shards.glob("*.tar"))):
-        (tmp_path / f"web/{number}").mkdir(parents=True)
-        shutil.copy(tar, tmp_path / f"web/{number}/x.tar")
-    shard(tmp_path / "web", tmp_path / "train", "webdataset", 1)
-    original = open_index(tmp_path / "train")
-    staged = open_index(stage(tmp_path / "train", str(tmp_path)))
-    assert len({path.name for path in staged.shards}) == len(original.shards) > 1
-    assert [staged.read(i) for i in range(24)] == [original.read(i) for i in range(24)]
-
-
 def test_processes_of_a_node_share_one_copy(shards: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(3) as pool:
