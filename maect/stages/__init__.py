@@ -8,6 +8,7 @@ from maect.core.settings import validated
 from maect.recipes import Encoder, merge, recipe_values
 from maect.recipes.computing import Computing, separate
 from maect.records import RunRecord
+from maect.stages.diet import Diet
 from maect.stages.fine_tune import FineTune
 from maect.stages.imported import Import
 from maect.stages.pretrain import Pretrain
@@ -23,6 +24,7 @@ STAGES: dict[str, type[Stage]] = {
         Tune,
         RefineHeads,
         Refine,
+        Diet,
         FineTune,
         Import,
     )

@@ -38,6 +38,8 @@ CASES = {
         "ct_min", {"frozen_blocks": 2, "head": HEAD | {"lookup": "none", "projector_ema": 0.0}},
     ),
     "no lookup, frozen": ("head_min", {"head": HEAD | {"lookup": "none"}}),
+    "diet": ("diet", {"frozen_blocks": 2, "images": 50}),
+    "diet, all blocks": ("diet", {"frozen_blocks": 0, "images": 50, "views": 2}),
     "gradient stopped": (
         "ct_min", {"frozen_blocks": 2, "head": HEAD | {"lookup": "none", "stop_gradient": True}},
     ),
