@@ -23,7 +23,15 @@ from pydantic import Field
 from maect.core.errors import UserError
 from maect.data.index import ID, Index
 from maect.evaluate.base import ImageCount, Positive
-from maect.evaluate.probe_training import ByUpdates, HeadGroup, OnCrops, Probe, ProbeTask
+from maect.evaluate.probe_training import (
+    HELD_OUT,
+    ByUpdates,
+    HeadGroup,
+    OnCrops,
+    Probe,
+    ProbeBatch,
+    ProbeTask,
+)
 from maect.evaluate.real import RealLabels
 
 if TYPE_CHECKING:
@@ -79,7 +87,7 @@ class AttentiveProbe(RealLabels, ByUpdates, OnCrops):
 class Classifiers(HeadGroup):
     """Classifiers of one reading, of a learning rate and a weight decay each, and AdamW.
 
-    Every rank has all; tensors begin with the number of the classifier, [H, ...].
+    Tensors begin with the number of the classifier, [H, ...].
     """
 
     def __init__(
@@ -97,32 +105,22 @@ class Classifiers(HeadGroup):
         """
         import torch
 
-        self.names = (*tensors,)
-        moments = [f"{name}_{moment}" for name in tensors for moment in ("first", "second")]
-        self.SHARED = (*self.names, *moments, "count")
-        self.count = torch.zeros(len(self.names), len(pairs))
+        self.names = self.SAVED = (*tensors,)
+        self.count = len(pairs)
         groups = []
-        for number, (name, value) in enumerate(tensors.items()):
+        for name, value in tensors.items():
             value = value.to(device)
-            first, second = torch.zeros_like(value), torch.zeros_like(value)
-            setattr(self, f"{name}_first", first)
-            setattr(self, f"{name}_second", second)
             setattr(self, name, value.requires_grad_())
-            for head, (rate, decay) in enumerate(pairs):
-                # The optimizer sees parts of what is stacked, and changes those in place.
-                groups.append(
-                    {
-                        "params": [value.detach()[head]],
-                        "peak": rate * scale,
-                        "weight_decay": 0.0 if "bias" in name else decay,
-                        "moments": (self.count[number, head], first[head], second[head]),
-                    }
-                )
+            # The optimizer sees parts of what is stacked, and changes those in place.
+            groups += [
+                {
+                    "params": [part],
+                    "peak": rate * scale,
+                    "weight_decay": 0.0 if "bias" in name else decay,
+                }
+                for part, (rate, decay) in zip(value.detach(), pairs, strict=True)
+            ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS)
-        for group in self.optimizer.param_groups:
-            names = ("step", "exp_avg", "exp_avg_sq")
-            state = dict(zip(names, group.pop("moments"), strict=True))
-            self.optimizer.state[group["params"][0]] = state
 
     def logits(self, features: Tensor, heads: slice = slice(None)) -> Tensor:
         """Compute logits [b, H, C] of features [b, D] or, with a query, of tokens [b, N, D]."""
@@ -150,20 +148,17 @@ class Classifiers(HeadGroup):
     value_bias: Tensor
     head_width: int
 
-    def descend(self, multiplier: float) -> None:
+    def descend(self, lr_multiplier: float) -> None:
         """Update once by the gradients, summed over the ranks, and clear them."""
         from maect.core import distributed
 
-        heads = self.count.shape[1]
-        for number, name in enumerate(self.names):
+        groups = iter(self.optimizer.param_groups)
+        for name in self.names:
             tensor = getattr(self, name)
-            gradient = distributed.sum_over_ranks(tensor.grad)
-            for head in range(heads):
-                group = self.optimizer.param_groups[number * heads + head]
-                group["lr"] = group["peak"] * multiplier
-                group["params"][0].grad = gradient[head]
+            for gradient in distributed.sum_over_ranks(tensor.grad):
+                next(groups)["params"][0].grad = gradient
             tensor.grad = None
-        self.optimizer.step()
+        super().descend(lr_multiplier)
 
 
 class Probes(Probe):
@@ -172,11 +167,11 @@ class Probes(Probe):
     groups: dict[str, Classifiers]
 
     def __init__(self, task: ProbeTask, settings: AttentiveProbe) -> None:
-        super().__init__(task)
+        super().__init__(task, settings.held_out, settings.seed)
         self.settings = settings
         encoder = task.encoding.settings
         self.real = task.real_labels_of(settings)
-        self.choosing = task.draw_held_out(settings.held_out, settings.seed)
+        self.choosing = self.scored[HELD_OUT]
         self.pairs = list(itertools.product(settings.learning_rates, settings.weight_decays))
         readings = (
             ("cls", "mean", "cls_mean", PATCHES) if encoder.class_token else ("mean", PATCHES)
@@ -214,11 +209,8 @@ class Probes(Probe):
     @property
     def training_images(self) -> Index:
         """The training images that are not held out."""
-        import numpy as np
-
         train = self.task.train
-        others = ~np.isin(train.rows[:, ID], self.choosing.rows[:, ID])
-        return replace(train, rows=train.rows[others])
+        return replace(train, rows=train.rows[~self.is_held_out(train.rows[:, ID])])
 
     def read(self, images: Tensor) -> Tensor:
         """Return all tokens behind the final norm, float32 [b, P + N, D]."""
@@ -236,7 +228,7 @@ class Probes(Probe):
             given["cls_mean"] = torch.cat([given["cls"], given["mean"]], dim=1)
         return given | {PATCHES: tokens[:, encoder.num_prefix_tokens :]}
 
-    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+    def step(self, features: Tensor, batch: ProbeBatch, lr_multiplier: float) -> Tensor:
         """Update the classifiers of every reading; return the loss of each, [4 * H]."""
         import torch
         from torch.nn import functional as F
@@ -248,7 +240,7 @@ class Probes(Probe):
         share = 1 / (distributed.rank_and_size()[1] * len(self.pairs) * len(self.groups))
         for name, group in self.groups.items():
             logits = group.logits(given[name])
-            labels = targets[:, None].expand(logits.shape[:2])
+            labels = batch.targets[:, None].expand(logits.shape[:2])
             each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(dim=0)
             (each.sum() * share).backward()
             losses.append(each.detach())

@@ -89,7 +89,7 @@ def cluster(
     method: Literal["graph", "kmeans", "hdbscan"] | None = None,
     smallest: int | None = None,
 ) -> Clusters:
-    """HeadGroup images by their vectors, which are standardised and scaled to length 1 first.
+    """Group images by their vectors, which are standardised and scaled to length 1 first.
 
     Args:
         vectors: of the images, float32 [n, width].

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.evaluate.probe_training import ByEpochs, Probe, ProbeTask, all_rows
+from maect.evaluate.probe_training import ByEpochs, Probe, ProbeBatch, ProbeTask
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
-    from maect.data.loader import Batch
     from maect.evaluate.encoding import Encoding
 
 
@@ -63,7 +64,7 @@ class ColorHistogram(ByEpochs):
 
 
 class _Blocks(Probe):
-    """Probes of all blocks, spread over the ranks."""
+    """Probes of all blocks."""
 
     def __init__(self, task: ProbeTask, settings: ColorHistogram) -> None:
         from maect.evaluate.stacked_heads import HistogramHeads
@@ -71,28 +72,25 @@ class _Blocks(Probe):
         super().__init__(task)
         self.probes = settings.probes
         encoding = task.encoding
-        total = task.encoding.blocks * settings.probes
+        total = encoding.blocks * settings.probes
         peak = settings.learning_rate * settings.batch_size / 256
-        width = encoding.settings.width
-        rest = (settings.momentum, settings.seed, encoding.device, task.share_of(total))
-        self.heads = HistogramHeads(width, total, peak, *rest)
+        rest = (settings.momentum, settings.seed, encoding.device)
+        self.heads = HistogramHeads(encoding.settings.width, total, peak, *rest)
         self.groups = {"heads": self.heads}
 
-    def targets(self, batch: Batch, images: Tensor) -> Tensor:
+    def targets(self, labels: NDArray[np.int64], images: Tensor) -> Tensor:
         return histograms(images)
 
-    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+    def step(self, features: Tensor, batch: ProbeBatch, lr_multiplier: float) -> Tensor:
         from maect.core import distributed
 
         features = distributed.gather_rows(features).repeat(1, self.probes)
-        return self.heads.step(features, distributed.gather_rows(targets), lr_multiplier)
+        return self.heads.step(features, distributed.gather_rows(batch.targets), lr_multiplier)
 
     def metrics(self) -> dict[str, Any]:
         import numpy as np
 
-        self.best_tensors = {
-            key: all_rows(self.heads, key) for key in ("weight", "bias", "mean", "var")
-        }
+        self.store_best(self.heads, self.heads.SAVED)
         errors, uniform = _errors(self.task, self.best_tensors)
         if uniform == 0:
             raise UserError(

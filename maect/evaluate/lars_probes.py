@@ -9,15 +9,22 @@ docs/results/paper/probes_beside_their_authors.csv compares each setting with th
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.data.index import Index
-from maect.evaluate.probe_training import ByEpochs, HeadGroup, Probe, ProbeTask
-from maect.evaluate.real import Real, RealLabels
+from maect.evaluate.probe_training import (
+    HELD_OUT,
+    ByEpochs,
+    HeadGroup,
+    Probe,
+    ProbeBatch,
+    ProbeTask,
+)
+from maect.evaluate.real import RealLabels
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +34,6 @@ if TYPE_CHECKING:
 
 BN_EPS, BN_MOMENTUM = 1e-6, 0.1
 MOMENTUM, TRUST = 0.9, 0.001
-CLASSIFIER = ("weight", "bias")
 
 
 class TrainsByLars(RealLabels, ByEpochs):
@@ -47,52 +53,39 @@ class TrainsByLars(RealLabels, ByEpochs):
     on them."""
 
 
-class LarsProbe(Probe, HeadGroup):
-    """BatchNorm and classifier on pooled features, the same on every rank.
-
-    With `held_out` a twin is trained beside it, on the same batches without the held-out images.
+class LarsHead(HeadGroup):
+    """BatchNorm and classifier on pooled features.
 
     Attributes:
         weight: [C, D]; bias: [C].
         mean, var: running statistics of what is pooled, [D].
     """
 
+    POOLING: ClassVar[tuple[str, ...]] = ()
+    """Trained tensors in front of the BatchNorm."""
     weight: Tensor
     bias: Tensor
 
-    def __init__(self, task: ProbeTask, settings: TrainsByLars, *pooling: str) -> None:
-        """Initialise as the authors' modules are, from `settings.seed`.
-
-        `pooling` names the trained tensors in front of the BatchNorm, if any.
-        """
+    def __init__(
+        self, width: int, classes: int, settings: TrainsByLars, device: torch.device
+    ) -> None:
+        """Initialise as the authors' modules are, from `settings.seed`."""
         import torch
 
         from maect.models.vit import seeded
 
-        super().__init__(task)
-        self.groups: dict[str, LarsProbe] = {"probe": self}
-        self.name = settings.name
-        self.real = task.real_labels_of(settings)
-        if settings.held_out:
-            self.held_out_images = task.draw_held_out(settings.held_out, settings.seed)
-            without = settings.model_copy(update={"held_out": 0.0, "real_labels": None})
-            self.groups["twin"] = type(self)(task, without, *pooling)
-        self.pooling = pooling
-        self.trained = (*pooling, *CLASSIFIER)
-        momenta = (f"{name}_momentum" for name in self.trained)
-        self.SHARED = (*self.trained, *momenta, "mean", "var")
-        width = task.encoding.settings.width
-        device = task.encoding.device
+        self.trained = (*self.POOLING, "weight", "bias")
+        self.SAVED = (*self.trained, "mean", "var")
         with seeded(settings.seed):
-            self.initialize(width, len(task.train.class_names), settings)
+            self.initialize(width, classes, settings)
         for name in self.trained:
-            tensor = getattr(self, name).detach().to(device)
-            setattr(self, f"{name}_momentum", torch.zeros_like(tensor))
-            setattr(self, name, tensor.requires_grad_())
+            setattr(self, name, getattr(self, name).detach().to(device).requires_grad_())
         self.mean = torch.zeros(width, device=device)
         self.var = torch.ones(width, device=device)
-        self.peak = settings.base_lr * settings.batch_size / 256
         self.weight_decay = settings.weight_decay
+        parameters = [getattr(self, name) for name in self.trained]
+        peak = settings.base_lr * settings.batch_size / 256
+        self.optimizer = torch.optim.SGD([{"params": parameters, "peak": peak}], momentum=MOMENTUM)
 
     def initialize(self, width: int, classes: int, settings: Any) -> None:
         """Set the initial values, on the CPU: torch's of a linear layer."""
@@ -104,22 +97,6 @@ class LarsProbe(Probe, HeadGroup):
     def pool(self, features: Tensor) -> Tensor:
         """Return one vector per image, [b, D]."""
         return features
-
-    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
-        """Update once on the global batch; return the mean cross-entropy, [1] (with a twin [2])."""
-        import torch
-
-        from maect.core import distributed
-
-        targets = distributed.gather_rows(targets)
-        if self.held_out_images is None:
-            return self.update(features, targets, lr_multiplier)
-        labels = targets[:, 0]
-        others = targets[:, 1] == 0
-        loss = self.update(features, labels, lr_multiplier)
-        return torch.cat(
-            [loss, self.groups["twin"].update(features, labels, lr_multiplier, others)]
-        )
 
     def update(
         self, features: Tensor, labels: Tensor, lr_multiplier: float, taken: Tensor | None = None
@@ -140,7 +117,7 @@ class LarsProbe(Probe, HeadGroup):
 
         mine = self.pool(features)
         pooled = distributed.gather_rows(mine.detach())
-        if self.pooling:
+        if self.POOLING:
             pooled.requires_grad_()
         rows = pooled if taken is None else pooled[taken]
         normal = F.batch_norm(
@@ -152,12 +129,11 @@ class LarsProbe(Probe, HeadGroup):
         if pooled.grad is not None:
             rank = distributed.rank_and_size()[0]
             mine.backward(pooled.grad[rank * len(mine) : (rank + 1) * len(mine)])
+        for name in self.POOLING:
+            distributed.sum_over_ranks(getattr(self, name).grad)
         for name in self.trained:
-            parameter = getattr(self, name)
-            if name in self.pooling:
-                distributed.sum_over_ranks(parameter.grad)
-            momentum = getattr(self, f"{name}_momentum")
-            lars(parameter, momentum, self.peak * lr_multiplier, self.weight_decay)
+            adapt_gradient(getattr(self, name), self.weight_decay)
+        self.descend(lr_multiplier)
         return loss.detach()[None]
 
     def predict(self, features: Tensor) -> Tensor:
@@ -169,30 +145,57 @@ class LarsProbe(Probe, HeadGroup):
             normal = (self.pool(features) - self.mean) * torch.rsqrt(self.var + BN_EPS)
             return F.linear(normal, self.weight, self.bias).argmax(dim=1)
 
+
+class LarsProbe(Probe):
+    """A head, and with `held_out` one that learns from the same batches without held-out images."""
+
+    HEAD: ClassVar[type[LarsHead]] = LarsHead
+
+    def __init__(self, task: ProbeTask, settings: TrainsByLars) -> None:
+        super().__init__(task, settings.held_out, settings.seed)
+        self.name = settings.name
+        self.real = task.real_labels_of(settings)
+        width = task.encoding.settings.width
+        classes = len(task.train.class_names)
+        self.heads = {
+            part: self.HEAD(width, classes, settings, task.encoding.device) for part in self.scored
+        }
+        self.groups = {f"probe{part}": head for part, head in self.heads.items()}
+
+    def step(self, features: Tensor, batch: ProbeBatch, lr_multiplier: float) -> Tensor:
+        """Update once on the global batch; return the mean cross-entropy of each head."""
+        import torch
+
+        from maect.core import distributed
+
+        labels = distributed.gather_rows(batch.targets)
+        losses = [
+            head.update(features, labels, lr_multiplier, self.learners(batch.ids) if part else None)
+            for part, head in self.heads.items()
+        ]
+        return torch.cat(losses)
+
     def score(self) -> None:
         """Encode the test images each time: the tokens of all would not fit into memory."""
-        if self.add_scores("accuracies", self._accuracy(self, self.task.test, self.real)):
-            self.store_best(self, (*self.trained, "mean", "var"))
-        if self.held_out_images is not None:
-            self.add_scores("held_out", self._accuracy(self.groups["twin"], self.held_out_images))
+        for part, index in self.scored.items():
+            head = self.heads[part]
+            found = self.task.predicted(partial(self._predict, head), index)
+            accuracy = 100 * int((found == index.labels).sum()) / index.n
+            if self.add_scores(f"accuracies{part}", accuracy) and not part:
+                self.store_best(head, head.SAVED)
+            if self.real is not None and not part:
+                self.record.setdefault("real", []).append(self.real.accuracy(found))
 
-    def _accuracy(self, probe: LarsProbe, index: Index, real: Real | None = None) -> float:
-        """Return the accuracy in percent; record that by ReaL's labels beside it."""
-        found = self.task.predicted(probe._class_of, index)
-        if real is not None:
-            self.record.setdefault("real", []).append(real.accuracy(found))
-        return 100 * int((found == index.labels).sum()) / index.n
-
-    def _class_of(self, images: Tensor) -> Tensor:
-        return self.predict(self.task.check_finite(self.read(images)))
+    def _predict(self, head: LarsHead, images: Tensor) -> Tensor:
+        return head.predict(self.task.check_finite(self.read(images)))
 
     def metrics(self) -> dict[str, Any]:
         """Return the accuracies of the best epoch, the last one and all; by ReaL likewise."""
         history = self.record["accuracies"]
         epochs = {self.name: history.index(max(history)), f"{self.name}_last": -1}
         about: dict[str, Any] = {"best_epoch": epochs[self.name] + 1, "by_epoch": history}
-        if self.held_out_images is not None:
-            scores = self.record["held_out"]
+        if HELD_OUT in self.scored:
+            scores = self.record[f"accuracies{HELD_OUT}"]
             epoch = epochs[f"{self.name}_held_out"] = scores.index(max(scores))
             about |= {"held_out_epoch": epoch + 1, "held_out_accuracy": scores[epoch]}
         metrics = {name: history[epoch] for name, epoch in epochs.items()}
@@ -202,26 +205,23 @@ class LarsProbe(Probe, HeadGroup):
         return metrics | about
 
 
-def lars(parameter: Tensor, momentum: Tensor, rate: float, weight_decay: float) -> None:
-    """Take one step of LARS (You et al. 2017), in place, and clear the gradient.
+def adapt_gradient(parameter: Tensor, weight_decay: float) -> None:
+    """Decay and scale a gradient in place as LARS does (You et al. 2017), for SGD behind it.
 
     As in MAE's code: weights over decayed gradient, vectors neither scaled nor decayed. timm's
-    `Lars` adds the lengths of gradient and decay (without decay its bits are the same), scales
-    vectors, too, and keeps the momenta to itself; here they are saved with the probe.
+    `Lars` adds the lengths of gradient and decay instead.
     """
     import torch
 
+    gradient = parameter.grad
+    assert gradient is not None
+    if parameter.ndim < 2:
+        return
     with torch.no_grad():
-        update = parameter.grad
-        assert update is not None
-        if parameter.ndim > 1:
-            update = update + weight_decay * parameter
-            length, change = parameter.norm(), update.norm()
-            scaled = (length > 0) & (change > 0)
-            update = update * torch.where(scaled, TRUST * length / change, 1.0)
-        momentum.mul_(MOMENTUM).add_(update)
-        parameter.sub_(momentum, alpha=rate)
-        parameter.grad = None
+        gradient.add_(parameter, alpha=weight_decay)
+        length, change = parameter.norm(), gradient.norm()
+        scaled = (length > 0) & (change > 0)
+        gradient.mul_(torch.where(scaled, TRUST * length / change, 1.0))
 
 
 class EfficientProbe(TrainsByLars):
@@ -249,16 +249,17 @@ class EfficientProbe(TrainsByLars):
                 f"{task.job.out.stem}: queries {self.queries} do not divide the encoder's width "
                 f"{width}"
             )
-        return MultiQueryProbe(task, self, "queries", "values")
+        return MultiQueryProbe(task, self)
 
 
-class MultiQueryProbe(LarsProbe):
+class MultiQueryHead(LarsHead):
     """Attentive pooling in front of BatchNorm and classifier.
 
     Attributes:
         queries: [Q, D]; values: [D, D], rows q D / Q to (q + 1) D / Q are query q's.
     """
 
+    POOLING = ("queries", "values")
     queries: Tensor
     values: Tensor
 
@@ -271,10 +272,6 @@ class MultiQueryProbe(LarsProbe):
         super().initialize(width, classes, settings)
         self.queries = 0.02 * torch.randn(settings.queries, width)
 
-    def read(self, images: Tensor) -> Tensor:
-        """Return the patch tokens, float32 [b, N, D]."""
-        return self.task.encoding.output(images).patch_tokens().float()
-
     def pool(self, tokens: Tensor) -> Tensor:
         """Pool tokens [b, N, D] by the queries: [b, D]."""
         count, width = self.queries.shape
@@ -283,6 +280,16 @@ class MultiQueryProbe(LarsProbe):
         # For each query a product of its own: [Q, b, D] with [Q, D, D / Q].
         values = self.values.view(count, -1, width).transpose(1, 2)
         return (seen.transpose(0, 1) @ values).transpose(0, 1).flatten(1)
+
+
+class MultiQueryProbe(LarsProbe):
+    """The probe that attends to the patch tokens."""
+
+    HEAD = MultiQueryHead
+
+    def read(self, images: Tensor) -> Tensor:
+        """Return the patch tokens, float32 [b, N, D]."""
+        return self.task.encoding.output(images).patch_tokens().float()
 
 
 class LarsLinearProbe(TrainsByLars):

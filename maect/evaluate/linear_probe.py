@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, model_validator
 
 from maect.evaluate.base import Positive
-from maect.evaluate.probe_training import ByEpochs, Probe, ProbeTask, all_rows
+from maect.evaluate.probe_training import HELD_OUT, ByEpochs, Probe, ProbeBatch, ProbeTask
 from maect.evaluate.real import RealLabels
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ class LinearProbe(RealLabels, ByEpochs):
 BLOCKS = (1, 2, 4, 6)
 RAW = 4
 PLAIN = "linear_probe"
-HELD_OUT = ".held_out"
 REAL = ".real"
 
 
@@ -113,14 +112,14 @@ def refiner_forms(encoding: Encoding) -> dict[str, slice]:
 
 
 class _Forms(Probe):
-    """Heads of all rates on each form of the features; every rank trains some of the rates."""
+    """Heads of all rates on each form of the features."""
 
     groups: dict[str, Heads]
 
     def __init__(self, task: ProbeTask, settings: LinearProbe) -> None:
         from maect.evaluate.stacked_heads import Heads
 
-        super().__init__(task)
+        super().__init__(task, settings.held_out, settings.seed)
         self.rates = list(settings.learning_rates)
         encoding = task.encoding
         self.columns = {PLAIN: slice(None)}
@@ -130,31 +129,28 @@ class _Forms(Probe):
             self.columns = representations(encoding)
         if settings.refiner or settings.concat:
             self.forms = tuple(self.columns)
-        self.mine = task.share_of(len(self.rates))
         peaks = [rate * settings.batch_size / 256 for rate in self.rates]
         self.real = task.real_labels_of(settings)
-        self.scored = {"": task.features()}
-        if settings.held_out:
-            self.held_out_images = task.draw_held_out(settings.held_out, settings.seed)
-            self.scored[HELD_OUT] = task.features(self.held_out_images)
-        rest = (settings.momentum, settings.seed, encoding.device, self.mine)
+        self.known = {part: task.features(index) for part, index in self.scored.items()}
+        rest = (peaks, settings.momentum, settings.seed, encoding.device)
         widths = {n: len(range(*c.indices(encoding.width))) for n, c in self.columns.items()}
         self.groups = {
-            name + part: Heads(width, len(task.train.class_names), peaks, *rest)
+            name + part: Heads(width, len(task.train.class_names), *rest)
             for part in self.scored
             for name, width in widths.items()
         }
 
-    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+    def step(self, features: Tensor, batch: ProbeBatch, lr_multiplier: float) -> Tensor:
         import torch
 
         from maect.core import distributed
 
-        features, targets = distributed.gather_rows(features), distributed.gather_rows(targets)
-        seen = {"": (features, targets)}
-        if self.held_out_images is not None:
-            others = targets[:, 1] == 0
-            seen = {"": (features, targets[:, 0]), HELD_OUT: (features[others], targets[others, 0])}
+        features = distributed.gather_rows(features)
+        labels = distributed.gather_rows(batch.targets)
+        seen = {"": (features, labels)}
+        if HELD_OUT in self.scored:
+            others = self.learners(batch.ids)
+            seen[HELD_OUT] = features[others], labels[others]
         losses = [
             self.groups[name + part].step(x[:, columns], y, lr_multiplier)
             for part, (x, y) in seen.items()
@@ -177,7 +173,7 @@ class _Forms(Probe):
             metrics |= {PLAIN: metrics[best], "best_form": best}
             if self.real is not None:
                 metrics[f"{PLAIN}_real"] = metrics[f"{best}_real"]
-        return metrics if self.held_out_images is None else metrics | self._chosen()
+        return metrics | self._chosen() if HELD_OUT in self.scored else metrics
 
     def _chosen(self) -> dict[str, Any]:
         """Return the metrics of form, rate and epoch that held-out images choose."""
@@ -202,31 +198,24 @@ class _Forms(Probe):
         """Return each rate's accuracy in percent; record those by ReaL's labels beside them."""
         import torch
 
-        from maect.core import distributed
         from maect.train.scores import BATCH
 
-        features, labels = self.scored[part]
-        found = torch.zeros(len(labels), len(self.rates), dtype=torch.int64)
-        for start in range(0, len(labels), BATCH):
-            rows = slice(start, start + BATCH)
-            predicted = self.groups[name + part].predict(features[rows, self.columns[name]])
-            found[rows, self.mine] = predicted.cpu()
-        distributed.sum_over_ranks(found)
+        features, labels = self.known[part]
+        heads = self.groups[name + part]
+        parts = features[:, self.columns[name]].split(BATCH)
+        found = torch.cat([heads.predict(part) for part in parts])
         if self.real is not None and not part:
-            by_real = [self.real.accuracy(classes) for classes in found.T.numpy()]
+            by_real = [self.real.accuracy(classes) for classes in found.T.cpu().numpy()]
             self.record.setdefault(name + REAL, []).append(by_real)
-        hits = (found == labels.cpu()[:, None]).sum(dim=0)
+        hits = (found == labels[:, None]).sum(dim=0)
         return [100 * count / len(labels) for count in hits.tolist()]
 
     def _keep(self, name: str, rate: int) -> None:
-        from maect.evaluate.stacked_heads import Heads
-
-        one = slice(rate, rate + 1)
         heads = self.groups[name]
-        best = {key: all_rows(heads, key, one)[0] for key in ("weight", "bias")}
-        best |= {key: getattr(heads, key) for key in Heads.SHARED}
+        best = {"weight": heads.weight[rate], "bias": heads.bias[rate]}
+        best |= {"mean": heads.mean, "var": heads.var}
         prefix = "" if name == PLAIN else f"{name}."
-        self.best_tensors |= {prefix + key: value.clone() for key, value in best.items()}
+        self.best_tensors |= {prefix + key: value.detach().clone() for key, value in best.items()}
 
     def _metrics(self, name: str, history: list[list[float]]) -> dict[str, Any]:
         (epoch, rate) = _best(history)

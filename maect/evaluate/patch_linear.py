@@ -18,7 +18,15 @@ from maect.core.errors import UserError
 from maect.data.index import ID, open_index
 from maect.evaluate.base import ImageCount
 from maect.evaluate.dense import CLASSES, Masked, MaskSplit, confusion_counts, iou_from_counts
-from maect.evaluate.probe_training import ByUpdates, HeadGroup, Probe, ProbeTask, Schedule
+from maect.evaluate.probe_training import (
+    HELD_OUT,
+    ByUpdates,
+    HeadGroup,
+    Probe,
+    ProbeBatch,
+    ProbeTask,
+    Schedule,
+)
 from maect.recipes import Encoder
 
 if TYPE_CHECKING:
@@ -105,7 +113,7 @@ class PatchLinear(Masked, ByUpdates):
 
     def batches(
         self, task: ProbeTask, probe: Probe, start: int, steps: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[ProbeBatch]:
         """Yield crops [b, 3, S, S] and the targets of their pixels, int64 [b, S, S]."""
         from maect.core import distributed
         from maect.data.transforms import normalize
@@ -117,8 +125,8 @@ class PatchLinear(Masked, ByUpdates):
             images = normalize(distributed.to_device_async(found.images, device), probe.pixels)
             for image, (height, width) in zip(images, found.sides.tolist(), strict=True):
                 image[:, height:], image[:, :, width:] = 0, 0
-            probe.draw_batch(found.epochs, found.ids)
-            yield images, distributed.to_device_async(found.targets, device)
+            targets = distributed.to_device_async(found.targets, device)
+            yield ProbeBatch(images, targets, found.epochs, found.ids)
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse a number of processes that does not divide the batch."""
@@ -127,7 +135,7 @@ class PatchLinear(Masked, ByUpdates):
 
 
 class PatchHead(HeadGroup):
-    """BatchNorm and linear layer with AdamW, the same on every rank.
+    """BatchNorm and linear layer with AdamW.
 
     Attributes:
         gain, shift: of the BatchNorm, [D]; weight: [C, D]; offset: [C].
@@ -135,6 +143,7 @@ class PatchHead(HeadGroup):
     """
 
     NAMES = ("gain", "shift", "weight", "offset")
+    SAVED = (*NAMES, "mean", "var")
 
     gain: Tensor
     shift: Tensor
@@ -151,23 +160,21 @@ class PatchHead(HeadGroup):
 
         with seeded(settings.seed):
             weight = torch.nn.init.normal_(torch.empty(classes, width), std=STD)
-        values = torch.ones(width), torch.zeros(width), weight, torch.zeros(classes)
-        moments = [f"{name}_{moment}" for name in self.NAMES for moment in ("first", "second")]
-        self.SHARED = (*self.NAMES, *moments, "mean", "var", "count")
+        tensors = {
+            "gain": torch.ones(width),
+            "shift": torch.zeros(width),
+            "weight": weight,
+            "offset": torch.zeros(classes),
+        }
+        for name, value in tensors.items():
+            setattr(self, name, value.to(device).requires_grad_())
         self.mean, self.var = torch.zeros(width, device=device), torch.ones(width, device=device)
-        self.count = torch.zeros(len(values))
-        tensors = [value.to(device).requires_grad_() for value in values]
+        parameters = [getattr(self, name) for name in self.NAMES]
         self.optimizer = torch.optim.AdamW(
-            tensors, lr=settings.learning_rate, betas=BETAS, weight_decay=settings.weight_decay
+            [{"params": parameters, "peak": settings.learning_rate}],
+            betas=BETAS,
+            weight_decay=settings.weight_decay,
         )
-        self.peak = settings.learning_rate
-        for number, (name, tensor) in enumerate(zip(self.NAMES, tensors, strict=True)):
-            first, second = torch.zeros_like(tensor), torch.zeros_like(tensor)
-            setattr(self, name, tensor)
-            setattr(self, f"{name}_first", first.detach())
-            setattr(self, f"{name}_second", second.detach())
-            state = {"step": self.count[number], "exp_avg": first, "exp_avg_sq": second}
-            self.optimizer.state[tensor] = state
 
     def update(self, x: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         """Update once on all ranks' crops; return this rank's part of the loss before, [1].
@@ -193,12 +200,9 @@ class PatchHead(HeadGroup):
         outputs = self._outputs((x - mean) * torch.rsqrt(var + BN_EPS), targets.shape[-1])
         loss = F.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum") / pixels
         loss.backward()
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.peak * lr_multiplier
         for name in self.NAMES:
             distributed.sum_over_ranks(getattr(self, name).grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.descend(lr_multiplier)
         return loss.detach()[None]
 
     def outputs(self, tokens: Tensor, size: int) -> Tensor:
@@ -218,7 +222,7 @@ class PatchHead(HeadGroup):
 
 
 class Segmenter(Probe):
-    """The head, and with `held_out` its twin, which learns from the other images alone."""
+    """A head, and with `held_out` one that learns from the other images alone."""
 
     groups: dict[str, PatchHead]
 
@@ -227,7 +231,7 @@ class Segmenter(Probe):
 
         from maect.evaluate.segments import IGNORED
 
-        super().__init__(task)
+        super().__init__(task, settings.held_out, settings.seed)
         self.settings = settings
         self.pixels = task.encoding.settings.pixels
         masks = {split: open_index(task.job.path(f"{split}_masks")) for split in ("train", "test")}
@@ -240,46 +244,35 @@ class Segmenter(Probe):
             raise UserError(f"{masks['train'].directory}: masks of one class only")
         self.places = np.full(CLASSES, IGNORED, np.uint8)
         self.places[self.classes] = np.arange(len(self.classes))
-        if settings.held_out:
-            self.held_out_images = task.draw_held_out(settings.held_out, settings.seed)
         width = task.encoding.settings.width
         device = task.encoding.device
-        names = ["head"] if self.held_out_images is None else ["head", "twin"]
         self.groups = {
-            name: PatchHead(width, len(self.classes), settings, device) for name in names
+            f"head{part}": PatchHead(width, len(self.classes), settings, device)
+            for part in self.scored
         }
-
-    def draw_batch(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
-        """Draw which channels of each of the next crops are dropped, and which are held out."""
-        import numpy as np
-        import torch
-
-        from maect.data import random
-
-        settings = self.settings
-        width = self.task.encoding.settings.width
-        u = random.uniform(settings.seed, epochs, ids, 0, random.DROP_CHANNELS, width)
-        kept = torch.from_numpy((u >= settings.dropout) / (1 - settings.dropout))
-        self._kept = kept.float()[:, None].to(self.task.encoding.device)
-        if self.held_out_images is not None:
-            self._others = torch.from_numpy(~np.isin(ids, self.held_out_images.rows[:, ID]))
 
     def read(self, images: Tensor) -> Tensor:
         """Return the patch tokens behind the final norm, float32 [b, N, D]."""
         return self.task.encoding.output(images, "last").patch_tokens().float()
 
-    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
-        """Update head and twin; return the loss of each, [1] or [2]."""
+    def step(self, features: Tensor, batch: ProbeBatch, lr_multiplier: float) -> Tensor:
+        """Drop channels and update all heads; return the loss of each, [1] or [2]."""
         import torch
 
         from maect.core import distributed
+        from maect.data import random
 
-        x = features * self._kept
-        y = targets.long()
+        dropout, seed = self.settings.dropout, self.settings.seed
+        width = features.shape[2]
+        u = random.uniform(seed, batch.epochs, batch.ids, 0, random.DROP_CHANNELS, width)
+        kept = torch.from_numpy((u >= dropout) / (1 - dropout)).float()
+        x = features * kept[:, None].to(features.device)
+        y = batch.targets.long()
         losses = [self.groups["head"].update(x, y, lr_multiplier)]
-        if "twin" in self.groups:
-            others = self._others.to(x.device)
-            losses.append(self.groups["twin"].update(x[others], y[others], lr_multiplier))
+        if HELD_OUT in self.scored:
+            others = torch.from_numpy(~self.is_held_out(batch.ids)).to(x.device)
+            twin = self.groups[f"head{HELD_OUT}"]
+            losses.append(twin.update(x[others], y[others], lr_multiplier))
         return distributed.sum_over_ranks(torch.cat(losses))
 
     def score(self) -> None:
@@ -291,10 +284,10 @@ class Segmenter(Probe):
         details["last"] = {"classes": each, "accuracy": accuracy}
         if self.add_scores("miou", mean):
             details["best"] = details["last"]
-            self.store_best(self.groups["head"], (*PatchHead.NAMES, "mean", "var"))
-        if self.held_out_images is not None:
-            held = np.isin(self.task.train.rows[:, ID], self.held_out_images.rows[:, ID])
-            found = self._iou("twin", self.train, np.flatnonzero(held).tolist())
+            self.store_best(self.groups["head"], PatchHead.SAVED)
+        if HELD_OUT in self.scored:
+            held = np.flatnonzero(self.is_held_out(self.task.train.rows[:, ID]))
+            found = self._iou(f"head{HELD_OUT}", self.train, held.tolist())
             self.add_scores("held_out", found[0])
 
     def _iou(
@@ -348,7 +341,7 @@ class Segmenter(Probe):
         history = self.record["miou"]
         details = self.record["details"]
         chosen: dict[str, Any] = {}
-        if self.held_out_images is not None:
+        if HELD_OUT in self.scored:
             scores = self.record["held_out"]
             best = scores.index(max(scores))
             chosen = {f"{name}_held_out": history[best], "held_out": scores}

@@ -1,9 +1,9 @@
 """Protocols that train a probe on a frozen encoder: settings, data, training, resume, best epoch.
 
-Such a protocol is its settings, what it reads of the encoder, and a `Probe`: tensors, an update
-and a score. The encoder runs once per image. Every rank encodes its share of the batch; what the
-ranks exchange is up to the heads. State is saved after every epoch, every two minutes like that of
-a training, and when the job is asked to stop.
+Such a protocol is its settings, what it reads of the encoder, and a `Probe`: heads, an update and
+a score. The encoder runs once per image. Every rank encodes its share of the batch and has all
+heads; what the ranks exchange is up to these. State is saved after every epoch, every two minutes
+like that of a training, and when the job is asked to stop.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from maect.data.loader import Batch
     from maect.evaluate.encoding import Encoding
 
 log = logging.getLogger(__name__)
 
 STATE = "heads.safetensors"
-FORMAT = 2  # of this file
+OPTIMIZER, BEST = "optimizer.", "best"
+"""In a state: before the optimizer's tensors, and the group of the best tensors."""
+HELD_OUT = ".held_out"
+"""Behind the name of heads that do not learn from the held-out images, and are scored on them."""
 SAVE_SECONDS = 120.0
 """Between two states; more where writing one takes over a twentieth of it."""
 
@@ -58,8 +60,8 @@ class TrainsProbe(Encodes):
     @abstractmethod
     def batches(
         self, task: ProbeTask, probe: Probe, start: int, steps: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's images, normalized float32 [b, C, S, S], and their targets."""
+    ) -> Iterator[ProbeBatch]:
+        """Yield this rank's part of each batch."""
 
     def rate(self, step: int, schedule: Schedule) -> float:
         """Return the fraction of the peak learning rates in an update, from 0."""
@@ -105,6 +107,23 @@ class TrainsProbe(Encodes):
 
 
 @dataclass(frozen=True)
+class ProbeBatch:
+    """This rank's part of a batch.
+
+    Attributes:
+        images: as the encoder takes them, normalized float32 [b, C, S, S].
+        targets: of the same images, [b, ...].
+        epochs: of each image, int64 [b].
+        ids: of the images, int64 [b].
+    """
+
+    images: Tensor
+    targets: Tensor
+    epochs: NDArray[np.int64]
+    ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Number of updates.
 
@@ -127,7 +146,7 @@ class OnCrops(TrainsProbe):
 
     def batches(
         self, task: ProbeTask, probe: Probe, start: int, steps: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[ProbeBatch]:
         """Yield augmented images and their targets, as `TrainsProbe.batches`."""
         from maect.core import distributed
         from maect.data.loader import train_batches
@@ -150,7 +169,8 @@ class OnCrops(TrainsProbe):
         ):
             images = distributed.to_device_async(batch.images[0][0], device)
             x = augment(images, view, 0, self.seed, batch.epochs, batch.ids, encoder.pixels)
-            yield x, distributed.to_device_async(probe.targets(batch, images), device)
+            targets = distributed.to_device_async(probe.targets(batch.labels, images), device)
+            yield ProbeBatch(x, targets, batch.epochs, batch.ids)
 
 
 class ByEpochs(OnCrops):
@@ -280,75 +300,102 @@ class ProbeTask:
         check_finite(features, self.job.run)
         return features
 
-    def share_of(self, total: int) -> slice:
-        """Return which of so many heads this rank trains."""
-        rank, ranks = self.context.rank, self.context.world_size
-        return slice(total * rank // ranks, total * (rank + 1) // ranks)
-
 
 class HeadGroup:
-    """Heads that are trained together, this rank's part of them; by default every rank has all."""
+    """Heads that are trained together by one optimizer, the same on every rank."""
 
-    SPLIT: tuple[str, ...] = ()
-    """Tensors whose rows are spread over the ranks."""
-    SHARED: tuple[str, ...] = ()
-    """Tensors that every rank has."""
-    rows = slice(0)
-    total = 0
-    """This rank's share of this many rows."""
+    SAVED: tuple[str, ...] = ()
+    """Tensors that are saved, beside the optimizer's."""
+    optimizer: torch.optim.Optimizer
+    """Its parameter groups say their `peak` rate."""
+
+    def descend(self, lr_multiplier: float) -> None:
+        """Update once by the gradients that are there, and clear them."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * lr_multiplier
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a restart needs, by name."""
+        tensors = {name: getattr(self, name).detach() for name in self.SAVED}
+        for number, moments in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"{OPTIMIZER}{number}.{key}": value for key, value in moments.items()}
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state` returned."""
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            if name.startswith(OPTIMIZER):
+                number, key = name.removeprefix(OPTIMIZER).split(".")
+                moments.setdefault(int(number), {})[key] = value
+            else:
+                getattr(self, name).data.copy_(value)
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 
 class Probe(ABC):
-    """Tensors that are trained on the encoder, on one rank.
+    """Heads that are trained on the encoder, on one rank.
 
     Attributes:
-        groups: the tensors that are trained, saved together, by a name of each group.
+        groups: all heads, by a name of each group; saved together.
         forms: what of the encoder was chosen to be read; part of a saved state's identity.
         record: the accuracies after each epoch, or other JSON that is saved with the tensors.
-        kept: tensors of the best epoch, which are saved likewise and left beside the JSON.
-        held: images that a twin of the probe does not learn from, if there is one.
+        best_tensors: those of the best epoch, which are saved likewise and left beside the JSON.
+        scored: images that heads are scored on, by the end of their names: the test images and,
+            where they are asked for, training images that are held out.
     """
 
-    held_out_images: Index | None = None
     groups: Mapping[str, HeadGroup]
     forms: tuple[str, ...] = ()
 
-    def __init__(self, task: ProbeTask) -> None:
-        """Begin with nothing scored."""
+    def __init__(self, task: ProbeTask, held_out: float = 0.0, seed: int = 0) -> None:
+        """Begin with nothing scored; draw the part of the training images that is held out."""
         self.task = task
         self.record: dict[str, Any] = {}
         self.best_tensors: dict[str, Tensor] = {}
+        self.scored = {"": task.test}
+        if held_out:
+            self.scored[HELD_OUT] = task.draw_held_out(held_out, seed)
 
     @property
     def training_images(self) -> Index:
         """The images that are learnt from."""
         return self.task.train
 
+    def is_held_out(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which images are held out, bool [n]."""
+        import numpy as np
+
+        return np.isin(ids, self.scored[HELD_OUT].rows[:, ID])
+
+    def learners(self, ids: NDArray[np.int64]) -> Tensor:
+        """Return which images of all ranks are not held out, bool [B], by this rank's ids [b]."""
+        import torch
+
+        from maect.core import distributed
+
+        others = torch.from_numpy(~self.is_held_out(ids)).long()
+        return distributed.gather_rows(others.to(self.task.encoding.device)) == 1
+
     def read(self, images: Tensor) -> Tensor:
         """Encode normalized images, float32 [b, C, S, S], as this probe reads them."""
         return self.task.encoding(images)
 
-    def targets(self, batch: Batch, images: Tensor) -> Tensor:
-        """Return the targets of a batch and its images, uint8 [b, C, S, S]: its labels [b].
-
-        With held-out images [b, 2], whether each is one of them beside its label.
-        """
-        import numpy as np
+    def targets(self, labels: NDArray[np.int64], images: Tensor) -> Tensor:
+        """Return the targets of images, uint8 [b, C, S, S]: their labels [b]."""
         import torch
 
-        labels = torch.from_numpy(batch.labels)
-        if self.held_out_images is None:
-            return labels
-        held = np.isin(batch.ids, self.held_out_images.rows[:, ID])
-        return torch.stack([labels, torch.from_numpy(held).long()], 1)
+        return torch.from_numpy(labels)
 
     @abstractmethod
-    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+    def step(self, features: Tensor, batch: ProbeBatch, lr_multiplier: float) -> Tensor:
         """Update once, and return losses from before the update; called on every rank.
 
         Args:
             features: what `read` gave of this rank's part of the batch, [b, ...].
-            targets: of the same images, [b, ...].
         """
 
     def score(self) -> None:  # noqa: B027
@@ -362,7 +409,7 @@ class Probe(ABC):
         history.append(scores)
         return bool(np.max(scores) > np.max(history[:-1], initial=-1.0))
 
-    def store_best(self, group: Any, names: tuple[str, ...]) -> None:
+    def store_best(self, group: HeadGroup, names: tuple[str, ...]) -> None:
         """Store some tensors of a group as they are now."""
         self.best_tensors = {name: getattr(group, name).detach().clone() for name in names}
 
@@ -411,9 +458,9 @@ class ProbeTrainer:
         started = monotonic()
         first = self.step
         left = self.steps - self.step
-        for images, targets in self.settings.batches(self.task, self.probe, self.step, left):
+        for batch in self.settings.batches(self.task, self.probe, self.step, left):
             rate = self.settings.rate(self.step, self.schedule)
-            loss = self.probe.step(self.probe.read(images), targets, rate)
+            loss = self.probe.step(self.probe.read(batch.images), batch, rate)
             self.step += 1
             stop = self.context.stop_requested()
             save = distributed.any_rank(stop or self._is_due())
@@ -463,60 +510,55 @@ class ProbeTrainer:
                 "epochs": -(-self.steps * self.settings.batch_size // images),
                 "step": self.step,
                 "steps": self.steps,
-                "loss": float(loss.min()) if len(loss) else None,
+                "loss": float(loss.min()),
                 "images_per_second": speed,
             }
         )
 
     def _save(self) -> None:
-        """Save all heads in one file: a restart may have another number of ranks."""
-        from maect.core.arrays import write_arrays
+        from maect.core.arrays import write_kept
 
-        started = monotonic()
-        tensors = {f"kept.{name}": value for name, value in self.probe.best_tensors.items()}
-        for name, group in self.probe.groups.items():
-            tensors |= {f"{name}.{key}": all_rows(group, key) for key in group.SPLIT}
-            tensors |= {f"{name}.{key}": getattr(group, key) for key in group.SHARED}
         if self.context.rank:
             return
-        record = {"format": FORMAT, "identity": self.identity, "step": self.step, "done": self.done}
-        plain = {name: value.detach().cpu().numpy() for name, value in tensors.items()}
-        write_arrays(self.file, plain, {"record": json.dumps(record | {"own": self.probe.record})})
+        started = monotonic()
+        groups = {name: group.state() for name, group in self.probe.groups.items()}
+        plain = {
+            f"{name}/{key}": value.cpu().numpy()
+            for name, tensors in (groups | {BEST: self.probe.best_tensors}).items()
+            for key, value in tensors.items()
+        }
+        record = {"step": self.step, "done": self.done, "own": self.probe.record}
+        write_kept(self.file, plain, {"identity": self.identity, "record": json.dumps(record)})
         self.context.saved(self.step)
         self._saved_at = monotonic()
         self._save_took = self._saved_at - started
 
     def _load(self) -> None:
-        from safetensors.torch import load_file
+        import torch
 
         from maect.core import distributed
+        from maect.core.arrays import read_kept, seek_kept
 
-        record, fault = distributed.from_rank_0(_record(self.file, self.identity))
-        if record is None:
-            if fault and self.context.rank == 0:
-                log.warning("%s: %s; the training starts over", self.file, fault)
+        known = seek_kept(self.file)
+        ours = known is not None and known[1].get("identity") == self.identity
+        if not distributed.from_rank_0(ours):
+            if self.context.rank == 0 and self.file.exists():
+                log.warning(
+                    "%s: damaged, or of another encoder, other images or settings; the training "
+                    "starts over",
+                    self.file,
+                )
             return
-        tensors = load_file(self.file)
+        arrays, texts = read_kept(self.file)
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for name, value in arrays.items():
+            owner, _, key = name.partition("/")
+            tensors.setdefault(owner, {})[key] = torch.from_numpy(value)
+        self.probe.best_tensors = tensors.pop(BEST, {})
         for name, group in self.probe.groups.items():
-            for key in group.SPLIT:
-                getattr(group, key).data.copy_(tensors[f"{name}.{key}"][group.rows])
-            for key in group.SHARED:
-                getattr(group, key).data.copy_(tensors[f"{name}.{key}"])
-        own = {name for name in tensors if name.startswith("kept.")}
-        self.probe.best_tensors = {name.removeprefix("kept."): tensors[name] for name in own}
+            group.load_state(tensors[name])
+        record = json.loads(texts["record"])
         self.step, self.done, self.probe.record = record["step"], record["done"], record["own"]
-
-
-def all_rows(group: HeadGroup, key: str, rows: slice = slice(None)) -> Tensor:
-    """Gather rows of a group's split tensor from all ranks; called on every rank."""
-    from maect.core import distributed
-
-    mine: Tensor = getattr(group, key).detach()
-    if distributed.rank_and_size()[1] == 1:
-        return mine[rows]
-    out = mine.new_zeros(group.total, *mine.shape[1:])
-    out[group.rows] = mine
-    return distributed.sum_over_ranks(out[rows].contiguous())
 
 
 def check_splits(train: Index, test: Index, *, labelled: bool = True) -> None:
@@ -530,20 +572,3 @@ def check_splits(train: Index, test: Index, *, labelled: bool = True) -> None:
         raise UserError(f"{train.directory} and {test.directory}: their classes differ")
     if labelled and len(train.class_names) < 2:
         raise UserError(f"{train.directory}: the probe needs at least two classes")
-
-
-def _record(file: Path, identity: str) -> tuple[dict[str, Any] | None, str]:
-    """Return a state file's record, or None and the reason why it cannot be resumed."""
-    from maect.core.arrays import read_arrays
-
-    if not file.exists():
-        return None, ""
-    try:
-        record: dict[str, Any] = json.loads(read_arrays(file)[1]["record"])
-        if record["format"] != FORMAT:
-            return None, "saved by another version of maect"
-        if record["identity"] != identity:
-            return None, "of another encoder, other images or other settings"
-    except (UserError, KeyError, TypeError, ValueError):
-        return None, "not a saved training, or damaged"
-    return record, ""

@@ -19,7 +19,7 @@ from maect.evaluate.attentive_probe import AttentiveProbe, Classifiers, Probes
 from maect.evaluate.base import Interrupted
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.probe_training import ProbeTask
+from maect.evaluate.probe_training import ProbeBatch, ProbeTask
 
 from .by_hand import all_images
 from .conftest import Rank, resolved
@@ -134,7 +134,8 @@ def test_classifiers_learn_as_modules_with_torchs_adamw(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses = probes.step(tokens, labels, factor)
+            nothing = np.zeros(8, np.int64)
+            losses = probes.step(tokens, ProbeBatch(tokens, labels, nothing, nothing), factor)
             assert float(losses.mean()) == pytest.approx(loss.item(), rel=1e-9)
         for (name, head), module in modules.items():
             logits = probes.groups[name].logits(given[name])[:, head]

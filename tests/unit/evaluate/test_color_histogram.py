@@ -52,8 +52,8 @@ class Model(nn.Module):
 
     def __init__(self, heads: HistogramHeads, block: int) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(heads.width, affine=False)
-        self.linear = nn.Linear(heads.width, 192)
+        self.norm = nn.BatchNorm1d(heads.mean.shape[1], affine=False)
+        self.linear = nn.Linear(heads.mean.shape[1], 192)
         self.linear.weight.data = heads.weight[block].detach().T.clone()
         nn.init.zeros_(self.linear.bias)
         self.double()

@@ -2,19 +2,19 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from maect.data.index import open_index
+from maect.data.index import ID, open_index
 from maect.data.transforms import normalize
 from maect.evaluate import load_evaluation, probe_training
 from maect.evaluate.base import Interrupted
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.lars_probes import LarsLinearProbe, LarsProbe
-from maect.evaluate.probe_training import ProbeTask
+from maect.evaluate.lars_probes import LarsHead, LarsLinearProbe, LarsProbe
+from maect.evaluate.probe_training import HELD_OUT, ProbeBatch, ProbeTask
 
 from .by_hand import Plain, all_images, blocks_of, crops
 from .conftest import Rank
@@ -32,21 +32,19 @@ SETTINGS = LarsLinearProbe(
 CPU = torch.device("cpu")
 
 
-def probe_of(width: int, classes: int, settings: LarsLinearProbe = SETTINGS) -> LarsProbe:
-    encoding = SimpleNamespace(settings=SimpleNamespace(width=width), device=CPU)
-    train = SimpleNamespace(class_names=tuple(map(str, range(classes))), labels=None)
-    return LarsProbe(ProbeTask(Rank(), None, encoding, train, train, ""), settings)  # type: ignore[arg-type]
+def head_of(width: int, classes: int, settings: LarsLinearProbe = SETTINGS) -> LarsHead:
+    return LarsHead(width, classes, settings, CPU)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_it_trains_like_formulas_in_float64(decay: float) -> None:
-    probe = probe_of(12, 5, SETTINGS.model_copy(update={"weight_decay": decay}))
+    probe = head_of(12, 5, SETTINGS.model_copy(update={"weight_decay": decay}))
     plain = Plain(probe)
     generator = torch.Generator().manual_seed(0)
     for step in range(8):
         x = 2 * torch.randn(16, 12, generator=generator) + 0.5
         labels = torch.randint(5, (16,), generator=generator)
-        loss = float(probe.step(x, labels, 1 / (1 + step)))
+        loss = float(probe.update(x, labels, 1 / (1 + step)))
         expected = plain.step(x, labels, 160.0 * 32 / 256 / (1 + step), decay)
         assert loss == pytest.approx(expected, rel=1e-4)
     tensors = plain.parts | {"mean": plain.mean, "var": plain.var}
@@ -70,7 +68,7 @@ def test_protocol_reads_cls_before_the_norm_and_survives_a_kill(
     pictures, y_test = all_images(test)
     pixels = encoding.settings.pixels
     x_test = read(normalize(pictures, pixels))
-    plain, history = Plain(probe_of(16, 10)), []
+    plain, history = Plain(head_of(16, 10)), []
     steps, warmup = 3 * 150 // 32, 150 / 32
     for batch, cropped in crops(train, steps, pixels):
         cosine = 0.5 * (1 + math.cos(math.pi * (batch.step - warmup) / (steps - warmup)))
@@ -84,7 +82,7 @@ def test_protocol_reads_cls_before_the_norm_and_survives_a_kill(
     assert metrics["lars_linear_probe_last"] == metrics["by_epoch"][-1]
     states = load_file(job.state / probe_training.STATE)
     weight = plain.parts["weight"].detach()
-    torch.testing.assert_close(states["probe.weight"].double(), weight, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(states["probe/weight"].double(), weight, rtol=1e-3, atol=1e-4)
     assert set(load_file(job.out.with_suffix(".safetensors"))) == {"weight", "bias", "mean", "var"}
     again = job_of(images, tmp_path / "again.json")
     with pytest.raises(Interrupted):
@@ -121,18 +119,22 @@ def test_the_twin_learns_as_if_held_out_images_were_not_there(images: Path, tmp_
     task = ProbeTask(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
     both = LarsProbe(task, settings)
     width, classes = encoding.settings.width, len(train.class_names)
-    plain, alone = probe_of(width, classes), probe_of(width, classes)
+    plain, alone = head_of(width, classes), head_of(width, classes)
     rng = torch.Generator().manual_seed(0)
-    for _ in range(3):
+    held_out = set(both.scored[HELD_OUT].rows[:, ID].tolist())
+    for start in (0, 32, 64):
+        ids = np.array(train.rows[start : start + 32, ID])
+        others = torch.tensor([number not in held_out for number in ids.tolist()])
+        assert not others.all()
         x = torch.randn(32, width, generator=rng)
         labels = torch.randint(0, classes, (32,), generator=rng)
-        held = torch.arange(32) % 4 == 0
-        losses = both.step(x, torch.stack([labels, held.long()], 1), 0.5)
-        assert torch.equal(losses[:1], plain.step(x, labels, 0.5))
-        assert torch.allclose(losses[1:], alone.step(x[~held], labels[~held], 0.5), rtol=1e-5)
-    assert torch.equal(both.weight, plain.weight)
-    assert torch.allclose(both.groups["twin"].weight, alone.weight, rtol=1e-4, atol=1e-6)
-    assert not torch.allclose(both.weight, alone.weight, rtol=1e-2)
+        losses = both.step(x, ProbeBatch(x, labels, 0 * ids, ids), 0.5)
+        assert torch.equal(losses[:1], plain.update(x, labels, 0.5))
+        alone_loss = alone.update(x[others], labels[others], 0.5)
+        assert torch.allclose(losses[1:], alone_loss, rtol=1e-5)
+    assert torch.equal(both.heads[""].weight, plain.weight)
+    assert torch.allclose(both.heads[HELD_OUT].weight, alone.weight, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(plain.weight, alone.weight, rtol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["lars_linear_probe", "efficient_probe"])

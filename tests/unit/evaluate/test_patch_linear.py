@@ -19,7 +19,7 @@ from maect.evaluate.base import Interrupted
 from maect.evaluate.dense import MaskSplit, miou
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.patch_linear import PatchHead, PatchLinear, Segmenter
-from maect.evaluate.probe_training import ProbeTask
+from maect.evaluate.probe_training import HELD_OUT, ProbeBatch, ProbeTask
 from maect.evaluate.segments import (
     IGNORED,
     crop,
@@ -294,17 +294,16 @@ def test_it_learns_shapes_and_survives_a_kill(drawn, tmp_path):
 
 def test_the_twin_learns_nothing_of_held_out_images(drawn, tmp_path):
     probe = segmenter_of(drawn, tmp_path, SETTINGS.model_copy(update={"held_out": 0.2}))
-    held = probe.held_out_images.rows[:, ID]
+    held = probe.scored[HELD_OUT].rows[:, ID]
     everything = probe.task.train.rows[:, ID]
     ids, epochs = np.array([held[0], everything[~np.isin(everything, held)][0]]), np.zeros(2, int)
-    probe.draw_batch(epochs, ids)
     width = probe.task.encoding.settings.width
     features, targets = torch.randn(2, 64, width), torch.zeros(2, 32, 32)
-    probe.step(features, targets, 1.0)
+    probe.step(features, ProbeBatch(features, targets, epochs, ids), 1.0)
     alone = segmenter_of(drawn, tmp_path, SETTINGS)
-    alone.draw_batch(epochs[1:], ids[1:])
-    alone.step(features[1:], targets[1:], 1.0)
-    twin, other = probe.groups["twin"], alone.groups["head"]
+    part = ProbeBatch(features[1:], targets[1:], epochs[1:], ids[1:])
+    alone.step(part.images, part, 1.0)
+    twin, other = probe.groups[f"head{HELD_OUT}"], alone.groups["head"]
     for name in (*PatchHead.NAMES, "mean", "var"):
         torch.testing.assert_close(getattr(twin, name), getattr(other, name))
     assert not torch.equal(probe.groups["head"].mean, twin.mean)

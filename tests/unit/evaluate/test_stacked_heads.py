@@ -59,21 +59,6 @@ def test_loss_is_the_cross_entropy_before_the_update() -> None:
     torch.testing.assert_close(heads.step(features, labels, 1.0), torch.stack(expected))
 
 
-def test_a_share_of_the_heads_is_the_same_as_all() -> None:
-    rates = [0.4, 0.3, 0.2, 0.1]
-    batches = [(torch.randn(16, 6), torch.randint(3, (16,))) for _ in range(5)]
-    whole = Heads(6, 3, rates, 0.9, 1, torch.device("cpu"))
-    share = Heads(6, 3, rates, 0.9, 1, torch.device("cpu"), slice(1, 3))
-    for features, labels in batches:
-        whole.step(features, labels, 0.7)
-        share.step(features, labels, 0.7)
-    torch.testing.assert_close(share.weight, whole.weight[1:3])
-    # More ranks than rates: a rank without heads has nothing to do.
-    none = Heads(6, 3, rates, 0.9, 1, torch.device("cpu"), slice(4, 4))
-    none.step(*batches[0], 0.7)
-    assert none.predict(batches[0][0]).shape == (16, 0)
-
-
 def test_constant_features_stay_finite() -> None:
     heads = Heads(4, 3, [4.0], 0.9, 0, torch.device("cpu"))
     for _ in range(20):
