@@ -136,7 +136,7 @@ def latency(cluster: Cluster, shards: str) -> None:
     options = ["--cores", "4", "--nolock", "--directory", str(PLACE)]
     command = [sys.executable, "-m", "snakemake", *options, f"{run}/run.json"]
     process = subprocess.Popen(command, cwd=PLACE, stderr=log)
-    until(lambda: (run / "heartbeats").exists(), 600, 0.01)
+    until(lambda: (run / "metrics.jsonl").exists(), 600, 0.01)
     engine = time.time()
     until(lambda: record.progress(run, record.read_job(run)), 600, 0.01)
     first = time.time()

@@ -4,7 +4,6 @@ Its job tests devices, the network between them, a training step and the shared 
 """
 
 import difflib
-import importlib.util
 import os
 import platform
 import shutil
@@ -129,20 +128,13 @@ def software() -> list[Finding]:
 
     python = f"python {platform.python_version()} ({sys.executable})"
     versions = [f"{package} {version(package)}" for package in PACKAGES]
-    flash = "flash-attn is installed" if has_flash() else "no flash-attn: SDPA is used"
     decoder = decoder_name()
     is_native = decoder.startswith("native")
     hint = "" if is_native else "`python -P -m maect.data.native.build` says what is missing"
     return [
         Finding("ok", ", ".join([python, *versions])),
-        Finding("note", flash),
         Finding("note", f"JPEG decoder: {decoder}", hint),
     ]
-
-
-def has_flash() -> bool:
-    """Return whether flash-attn is installed."""
-    return importlib.util.find_spec("flash_attn") is not None
 
 
 def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
@@ -368,5 +360,4 @@ def _versions() -> dict[str, str]:
         versions["CUDA"] = torch.version.cuda
     if torch.cuda.is_available():
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    versions["flash-attn"] = "yes" if has_flash() else "no"
     return versions

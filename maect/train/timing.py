@@ -5,8 +5,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -54,20 +52,19 @@ def unsaved_trainer(
     engine = Engine(objective, stage, groups, device, computing)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
-    with TemporaryDirectory() as name:
-        trainer = Trainer(
-            context=context, stage=stage, encoder=objective.encoder.settings,
-            objective=objective, engine=engine, device=device, images=IMAGES, step=0, steps=steps,
-            saver=None, save_seconds=float("inf"), fingerprint="",
-            clock=DeviceTime(context, {}), accumulation=computing.accumulation,
-        )  # fmt: skip
-        trainer.hooks = [Watchdog(Path(name), context), SumLosses(trainer, [])]
-        if objective.has_health:
-            trainer.hooks.append(_CheckNoise(trainer))
-        try:
-            yield trainer
-        finally:
-            trainer.close()
+    trainer = Trainer(
+        context=context, stage=stage, encoder=objective.encoder.settings, objective=objective,
+        engine=engine, device=device, images=IMAGES, step=0, steps=steps, saver=None,
+        save_seconds=float("inf"), fingerprint="", clock=DeviceTime(context, {}),
+        accumulation=computing.accumulation,
+    )  # fmt: skip
+    trainer.hooks = [Watchdog(context), SumLosses(trainer, [])]
+    if objective.has_health:
+        trainer.hooks.append(_CheckNoise(trainer))
+    try:
+        yield trainer
+    finally:
+        trainer.close()
 
 
 def packed(batch: Batch, draw: Draw, pinned: bool) -> Batch:

@@ -253,7 +253,7 @@ def restore(
     hooks = trainer.hooks
     if trace:
         hooks.append(Trace(folder, context.rank, steps_of(trace, steps)))
-    hooks.append(Watchdog(folder, context))
+    hooks.append(Watchdog(context))
     if prepared.scored is not None:
         scores = ScoreEpochs(trainer, prepared.scored, run.resize)
         if record is None or scores.resume(record):
@@ -439,7 +439,7 @@ class Trainer(Session):
             device=self.device,
         )
         self.engine.step(self.stage.lr_multiplier(number - 1, self.steps), sums.is_not_finite)
-        self.objective.after_update(self.engine.gathered)
+        self.objective.after_update()
         self._buffers.commit()
         sums.start_copy()
         self._unread = sums

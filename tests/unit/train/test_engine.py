@@ -5,7 +5,6 @@ import json
 import platform
 import subprocess
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from ranks import Place, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import ENCODER, losses, metrics
 
-from maect.models.attention import attend, flash_kernel, packed_attention, use_attention
 from maect.models.precision import mixed_precision
 from maect.models.vit import build_encoder, seeded
 from maect.recipes import load_encoder
@@ -66,17 +64,16 @@ def test_compiled_blocks_compute_the_same(frozen):
 
 
 def test_what_is_compiled_where_nothing_is_asked():
-    def compiled(recipe, size, device, asked=None, zero=1, norm="pre"):
+    def compiled(recipe, size, device, asked=None, norm="pre"):
         tune = {"mixup": 0, "cutmix": 0}
         stage = FineTune.model_validate(tune) if not recipe else load_recipe(recipe, size)
         with torch.device("meta"):
             encoder = build_encoder(load_encoder(size).model_copy(update={"norm": norm}))
-        computing = Computing(compile=asked, zero_stage=zero)
+        computing = Computing(compile=asked)
         return is_to_be_compiled(encoder, stage.labelled, torch.device(device), computing)
 
     assert compiled("mae", "base", "cuda") and compiled("ct_min", "large", "cuda")
     assert not compiled("mae", "small", "cuda") and not compiled("mae", "base", "cpu")
-    assert not compiled("mae", "base", "cuda", zero=3)
     assert not compiled("", "base", "cuda")  # fine-tuning, which was not measured
     assert not compiled("ct_min", "base", "cuda", norm="post")  # data2vec's, which cannot be
     assert compiled("mae", "small", "cpu", True) and not compiled("mae", "base", "cuda", False)
@@ -96,21 +93,6 @@ def test_blocks_are_compiled_for_more_shapes_than_eight(monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + 10
 
 
-def test_without_flash_attn_compiled_blocks_are_whole(monkeypatch):
-    """The package is not looked for in a block, where that would end the graph."""
-    if find_spec("flash_attn"):
-        pytest.skip("flash_attn is installed")
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, backend="eager", **how))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    objective = Bare()
-    use_attention(objective, "flash_attn")
-    assert compile_blocks(objective, torch.device("cpu")) == ""
-    objective.gradients()
-    assert not torch._dynamo.utils.counters["graph_break"]
-
-
 @pytest.mark.slow
 def test_without_a_compiler_it_says_why_and_goes_on(monkeypatch, tmp_path):
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "none")))
@@ -121,73 +103,6 @@ def test_without_a_compiler_it_says_why_and_goes_on(monkeypatch, tmp_path):
     found = objective.gradients()
     assert reason and "\n" not in reason
     assert all(torch.equal(found[name], value) for name, value in plain.gradients().items())
-
-
-def test_without_flash_attn_it_says_so_once_and_takes_sdpa(caplog, tmp_path):
-    if find_spec("flash_attn"):
-        pytest.skip("flash_attn is installed")
-    flash_kernel.cache_clear()
-    plain, objective = Bare("bf16"), Bare("bf16")
-    use_attention(objective, "flash_attn")
-    found = objective.gradients()
-    assert caplog.text.count("flash_attn is not installed") == 1
-    assert found.keys() == plain.gradients().keys()
-    assert in_a_process_of_its_own(sdpa_in_place_of_flash_attn, tmp_path) == [None]
-
-
-def test_packed_gradients_are_those_of_three(monkeypatch):
-    """By stand-ins for the kernel, which is a GPU's alone, called as PyTorch declares it."""
-    ops = torch.ops.aten
-    schemas = {
-        name: getattr(ops, name).default._schema.arguments
-        for name in ("_efficient_attention_forward", "_efficient_attention_backward")
-    }
-
-    def named(name, args, kwargs):
-        given = dict(zip((a.name for a in schemas[name]), args, strict=False))
-        return given | {a.name: kwargs[a.name] for a in schemas[name] if a.name in kwargs}
-
-    def plain(query, key, value):
-        parts = (part.transpose(1, 2) for part in (query, key, value))
-        return torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2)
-
-    sums = torch.tensor(7.0)
-
-    def forward(*args, **kwargs):
-        given = named("_efficient_attention_forward", args, kwargs)
-        assert given["compute_log_sumexp"] is True and given["bias"] is None
-        out = plain(given["query"], given["key"], given["value"])
-        return out, sums, torch.tensor(1), torch.tensor(2), 5, 6
-
-    def backward(*args, **kwargs):
-        given = named("_efficient_attention_backward", args, kwargs)
-        assert given["shared_storage_dqdkdv"] and given["logsumexp"] is sums
-        assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (5, 6)
-        assert (int(given["philox_seed"]), int(given["philox_offset"])) == (1, 2)
-        with torch.enable_grad():
-            parts = [given[name].detach().requires_grad_() for name in ("query", "key", "value")]
-            out = plain(*parts)
-        torch.testing.assert_close(out, given["out"])
-        found = torch.autograd.grad(out, parts, given["grad_out_"])
-        if separate:
-            return *found, None
-        return *torch.stack(found, 2).unbind(2), None
-
-    monkeypatch.setattr(ops, "_efficient_attention_forward", forward)
-    monkeypatch.setattr(ops, "_efficient_attention_backward", backward)
-    noise = torch.Generator().manual_seed(0)
-    qkv = torch.randn(2, 5, 3, 4, 6, dtype=torch.float64, generator=noise)
-    weights = torch.randn(2, 5, 4, 6, dtype=torch.float64, generator=noise)
-    found = []
-    separate = False
-    for way in (attend, packed_attention):
-        given = qkv.clone().requires_grad_()
-        (way(given) * weights).sum().backward()
-        found.append(given.grad)
-    torch.testing.assert_close(*found)
-    separate = True
-    with pytest.raises(RuntimeError, match="does not pack the gradients"):
-        packed_attention(qkv.clone().requires_grad_()).sum().backward()
 
 
 def test_recomputed_activations_give_the_same_bits_in_bf16(tmp_path):
@@ -215,12 +130,6 @@ def test_checkpointing_covers_the_decoder():
 def in_a_process_of_its_own(check, folder):
     """As a rank is one: late in a long session of tests these bits have been seen to differ."""
     return run(1, {"function": check}, log=folder / "log")
-
-
-def sdpa_in_place_of_flash_attn(context):
-    plain, objective = Bare("bf16"), Bare("bf16")
-    use_attention(objective, "flash_attn")
-    same_bits(objective.gradients(), plain.gradients())
 
 
 def recomputed_activations(context):
