@@ -9,7 +9,6 @@ from timm.layers import Attention, PatchEmbed, resample_abs_pos_embed
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer, global_pool_nlc
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from maect.core.errors import UserError
@@ -310,33 +309,6 @@ def initialize(module: nn.Module) -> None:
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
-
-
-class Uninitialized(TorchFunctionMode):
-    """A context in which modules are built without drawing weights, as a file replaces them.
-
-    Drawing the weights of a ViT-L takes seconds. Values that are not random are computed.
-    """
-
-    _drawing = frozenset({Tensor.uniform_, Tensor.normal_, Tensor.erfinv_})
-    _shaping = frozenset({Tensor.mul_, Tensor.add_, Tensor.clamp_})
-    """Operations on drawn values, of a truncated normal distribution."""
-
-    def __init__(self) -> None:
-        """Begin with no undrawn tensor."""
-        super().__init__()
-        self._undrawn: dict[int, Tensor] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Skip functions that draw numbers, and functions of tensors that were not drawn."""
-        kwargs = kwargs or {}
-        if func in self._drawing or getattr(func, "__module__", None) == "torch.nn.init":
-            tensor: Tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            self._undrawn[id(tensor)] = tensor
-            return tensor
-        if func in self._shaping and id(args[0]) in self._undrawn:
-            return args[0]
-        return func(*args, **kwargs)
 
 
 @contextmanager

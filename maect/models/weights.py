@@ -5,16 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
+import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from maect.core.arrays import sort_metadata
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, check_file, with_retries
 from maect.models.timm_encoder import TimmEncoder, build_foreign
-from maect.models.vit import Pooling, Uninitialized, VisionEncoder, build_encoder
+from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.recipes import Encoder
 
 HEAD = "head."
@@ -83,19 +84,19 @@ def load_any_encoder(path: str | Path) -> tuple[VisionEncoder | TimmEncoder, Enc
     if pooling not in get_args(Pooling):
         raise UserError(f"{path}: unknown pooling {pooling!r}")
     module: VisionEncoder | TimmEncoder
-    holder: nn.Module
-    if settings.foreign is not None:
-        with Uninitialized():
-            module = build_foreign(settings)
-        holder, weights = module.module, tensors
-    else:
-        with Uninitialized():
-            holder = module = build_encoder(settings)
-        if pooling == "fc_norm":
-            module.norm_after_pooling()
-        weights = {n: value.float() for n, value in tensors.items() if not n.startswith(HEAD)}
     try:
-        holder.load_state_dict(weights)
+        if settings.foreign is not None:
+            module = build_foreign(settings)
+            module.module.load_state_dict(tensors)
+        else:
+            with torch.device("meta"):  # nothing is drawn that the file replaces
+                module = build_encoder(settings)
+                if pooling == "fc_norm":
+                    module.norm_after_pooling()
+            own = {name: value for name, value in tensors.items() if not name.startswith(HEAD)}
+            # Copies, as the tensors of a file are mapped.
+            own = {name: value.to(torch.float32, copy=True) for name, value in own.items()}
+            module.load_state_dict(own, assign=True)
     except RuntimeError as error:
         raise UserError(f"{path}: weights do not fit their own settings: {error}") from None
     return module.eval(), settings, pooling  # type: ignore[return-value]

@@ -16,7 +16,6 @@ from maect.data.index import Index, open_index
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.knn import KnnPerBlock, evenly
 from maect.evaluate.sampling import held_out_mask
-from maect.models.vit import Uninitialized
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import load_encoder
 from maect.recipes.cost import encode_flops
@@ -110,9 +109,8 @@ def test_any_encoder_of_timm(
     name: str, blocks: int, images: Path, tmp_path: Path, rank: Rank
 ) -> None:
     """A value a block; of convolutions, whose stages differ in width, of the last one."""
-    with Uninitialized():
-        sized = {} if blocks == 1 else {"img_size": 32}
-        module = timm.create_model(name, pretrained=False, num_classes=0, **sized)
+    sized = {} if blocks == 1 else {"img_size": 32}
+    module = timm.create_model(name, pretrained=False, num_classes=0, **sized)
     generator = torch.Generator().manual_seed(0)
     state = {
         key: 0.1 * torch.randn(value.shape, generator=generator) + (value.ndim < 2)

@@ -20,7 +20,7 @@ from maect.core.files import read_record
 from maect.evaluate.encoding import Encoding
 from maect.models.checkpoints import convert_timm
 from maect.models.timm_encoder import create, create_for
-from maect.models.vit import Uninitialized, VisionEncoder
+from maect.models.vit import VisionEncoder
 from maect.recipes import Encoder, load_encoder
 from maect.recipes.cost import encode_flops
 from maect.recipes.timm_encoders import find_timm, timm_encoders
@@ -43,8 +43,7 @@ TINY = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
 def random_model(name: str, side: int, **arguments: Any) -> nn.Module:
     """timm's model, every weight drawn anew: what is initialised to 0 or 1 would hide faults."""
     sized = {} if name.startswith(("convnext", "resnet")) else {"img_size": side}
-    with Uninitialized():
-        module = timm.create_model(name, pretrained=False, num_classes=0, **sized, **arguments)
+    module = timm.create_model(name, pretrained=False, num_classes=0, **sized, **arguments)
     module.eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -314,7 +313,7 @@ def test_rows_of_the_table_are_what_timm_builds() -> None:
 )
 def test_operations_are_those_that_pytorch_counts(name: str, sides: tuple[int, ...]) -> None:
     for side in sides:
-        with torch.device("meta"), Uninitialized():
+        with torch.device("meta"):
             module = create_for(name, side).eval()
         operations = timm_table.counted(module, side)[1]
         found = encode_flops(find_timm(name).encoder(side))

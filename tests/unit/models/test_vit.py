@@ -6,13 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from timm.layers import trunc_normal_
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.nn import functional as F
 
 from maect.models.decoder import Decoder, patchify, reconstruction_loss
-from maect.models.vit import Uninitialized, build_encoder, seeded, sincos_2d
+from maect.models.vit import build_encoder, seeded, sincos_2d
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import Encoder
 
@@ -262,13 +261,3 @@ def test_same_weights_same_bytes(tmp_path):
         written.add(path.read_bytes())
         load_encoder_weights(path)
     assert len(written) == 1
-
-
-def test_weights_of_a_file_are_not_drawn_before() -> None:
-    """Nor are those shaped that were not drawn; what is computed without chance is there."""
-    weights, table = torch.full((3,), 7.0), torch.ones(3)
-    with Uninitialized():
-        trunc_normal_(weights, std=0.02)
-        nn.init.xavier_uniform_(weights[None])
-        table.mul_(3).add_(1)
-    assert weights.tolist() == [7.0] * 3 and table.tolist() == [4.0] * 3

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maect.core.files import write_text
 from maect.models.timm_encoder import create
-from maect.models.vit import Uninitialized, build_encoder
+from maect.models.vit import build_encoder
 from maect.recipes import load_encoder, sizes
 from maect.recipes import timm_encoders as data
 
@@ -90,7 +90,7 @@ def row(name: str) -> dict[str, Any]:
 @cache
 def _shape(name: str, side: int) -> dict[str, Any]:
     """Return what does not depend on which weights a model has, at an image size."""
-    with torch.device("meta"), Uninitialized():
+    with torch.device("meta"):
         module: Any = create(name).eval()
     parameters, size = sum(p.numel() for p in module.parameters()), plain_size(module)
     depth = len(getattr(module, "blocks", ()))
