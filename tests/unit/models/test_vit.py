@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
 from torch.nn import functional as F
 
 from maect.models.decoder import Decoder, patchify, reconstruction_loss
