@@ -54,17 +54,16 @@ def embed(
     `maect embed dinov2_small photos`
 
     Args:
-        out: X.parquet, which cluster and search read; X.csv; or X.npy, with X.files.csv (default
-            IMAGES.parquet, here).
+        out: table to write, X.parquet (default IMAGES.parquet, here).
         afresh: compute all vectors again, and replace the file whatever made it.
         precision: of the encoder's products (default fp32); bf16 takes about half the time on CPUs
             and GPUs that have it, and search follows.
     """
     from maect import load
-    from maect.answers.vectors import check_format, embed_into
+    from maect.answers.vectors import SUFFIX, check_output, embed_into
 
-    out = out or Path(f"{images.resolve().name}.parquet")
-    check_format(out, inputs=[images])
+    out = out or Path(f"{images.resolve().name}{SUFFIX}")
+    check_output(out, SUFFIX, [images])
     encoder = load(run, device, precision, pixels=pixels)
     made = embed_into(out, encoder, images, kind, batch_size, afresh)
     _say_left_out(made.left_out)
@@ -269,9 +268,9 @@ def predict(
         read_classifier,
         write_classes,
     )
-    from maect.answers.vectors import Work, check_format, parts_of
+    from maect.answers.vectors import Work, check_output, parts_of
 
-    check_format(out, (".csv",), [images])
+    check_output(out, ".csv", [images])
     check_replaceable_table(out)
     path = classifier or classifier_of(run)
     if labelled is not None:

@@ -35,7 +35,8 @@ if TYPE_CHECKING:  # it imports torch
 
 log = logging.getLogger(__name__)
 
-FORMATS = (".parquet", ".npy", ".csv")
+SUFFIX = ".parquet"
+"""Of files with vectors."""
 _CHECKSUM = b"maect.sha256"
 """Key of a parquet file's metadata."""
 _EVERY = 10.0
@@ -71,24 +72,20 @@ class Vectors:
         import pyarrow as pa
         from pyarrow import parquet
 
-        where = path.with_suffix(".parquet")
+        where = path.with_suffix(SUFFIX)
         hint = f"`maect embed RUN IMAGES --out {where}` makes one"
         if not path.is_file():
             raise UserError(f"{path}: no such file; {hint}")
-        if path.suffix != ".parquet":
+        if path.suffix != SUFFIX:
             raise UserError(f"{path}: vectors are read from .parquet alone; {hint}")
         try:
             file = parquet.ParquetFile(path)
             table = file.read()
             about = json.loads((table.schema.metadata or {})[b"maect"])
             column = table["vector"].combine_chunks()
-            # Not by `to_numpy`, which imports pandas.
-            flat = np.asarray(np.from_dlpack(column.flatten()), np.float32)
-            values = flat.reshape(-1, column.type.list_size)
+            values = column.flatten().to_numpy().reshape(-1, column.type.list_size)
             labels = table["label"].to_pylist() if "label" in table.column_names else None
-            stamps = None
-            if "stamp" in table.column_names:
-                stamps = np.asarray(np.from_dlpack(table["stamp"].combine_chunks()), np.int64)
+            stamps = table["stamp"].to_numpy() if "stamp" in table.column_names else None
             found = cls(table["file"].to_pylist(), values, labels, about, stamps)
             promised = (file.metadata.metadata or {})[_CHECKSUM]
             sound = _Content().add(found).digest() == promised
@@ -119,48 +116,31 @@ class Vectors:
         return open_images(images, self.about["kind"], self.pixels)[0]
 
 
-def write_vectors(path: Path, parts: Iterable[Vectors], n: int) -> None:
-    """Write vectors as the suffix says, one part in memory at a time.
+def write_vectors(path: Path, parts: Iterable[Vectors]) -> None:
+    """Write vectors to a parquet file, one part in memory at a time.
 
-    A parquet file has the columns `file`, `vector` (a list of float32) and, where they are given,
-    `label` and `stamp`; `about` is JSON under the key `maect` of its metadata. A .csv has a column
-    for each number, with as many digits as give it back. Beside X.npy lies X.files.csv.
+    It has the columns `file`, `vector` (a list of float32) and, where they are given, `label` and
+    `stamp`; `about` is JSON under the key `maect` of its metadata.
     """
-    check_format(path)
-    write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[path.suffix]
-    rest = iter(parts)
-    first = next(rest)
-    write(path, first, chain([first], rest), n)
-
-
-def _write_parquet(path: Path, first: Vectors, parts: Iterable[Vectors], n: int) -> None:
     import pyarrow as pa
     from pyarrow import parquet
-    from pyarrow.lib import StringBuilder
-
-    def texts(values: list[str]) -> pa.Array:  # `pa.array` imports pandas
-        builder = StringBuilder()
-        builder.append_values(values)
-        return builder.finish()
-
-    def floats(values: Array) -> pa.Array:
-        numbers = pa.py_buffer(np.ascontiguousarray(values, np.float32))
-        flat = pa.Array.from_buffers(pa.float32(), values.size, [None, numbers])
-        return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
     def table(part: Vectors) -> pa.Table:
-        columns = {"file": texts(part.files), "vector": floats(part.values)}
+        flat = pa.array(np.ascontiguousarray(part.values, np.float32).ravel())
+        vectors = pa.FixedSizeListArray.from_arrays(flat, part.values.shape[1])
+        columns = {"file": pa.array(part.files, pa.string()), "vector": vectors}
         if part.labels is not None:
-            columns["label"] = texts(part.labels)
+            columns["label"] = pa.array(part.labels, pa.string())
         if part.stamps is not None:
-            numbers = pa.py_buffer(np.ascontiguousarray(part.stamps, np.int64))
-            columns["stamp"] = pa.Array.from_buffers(pa.int64(), part.stamps.size, [None, numbers])
+            columns["stamp"] = pa.array(part.stamps)
         return pa.table(columns).replace_schema_metadata({"maect": json.dumps(part.about)})
 
+    rest = iter(parts)
+    first = next(rest)
     content = _Content()
     schema = table(first).schema
     with atomic_write(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
-        for part in parts:
+        for part in chain([first], rest):
             writer.write_table(table(part))
             content.add(part)
         writer.add_key_value_metadata({_CHECKSUM: content.digest()})
@@ -192,36 +172,6 @@ class _Content:
         return digest(sums, self._shape, self._about).encode()
 
 
-def _write_csv(path: Path, first: Vectors, parts: Iterable[Vectors], n: int) -> None:
-    labelled = ["label"] if first.labels is not None else []
-    header = ["file", *labelled, *map(str, range(first.values.shape[1]))]
-
-    def rows() -> Iterator[list[str]]:
-        for part in parts:
-            labels = [[] for _ in part.files] if part.labels is None else [[x] for x in part.labels]
-            for name, label, vector in zip(part.files, labels, part.values, strict=True):
-                yield [name, *label, *map(str, vector)]
-
-    write_rows(path, header, rows())
-
-
-def _write_npy(path: Path, first: Vectors, parts: Iterable[Vectors], n: int) -> None:
-    names: list[str] = []
-    with atomic_write(path) as temporary:
-        shape = n, first.values.shape[1]
-        out = np.lib.format.open_memmap(temporary, "w+", np.float32, shape)
-        for part in parts:
-            out[len(names) : len(names) + len(part.files)] = part.values
-            names += part.files
-        out.flush()
-        write_rows(_written(path)[-1], ["file"], ([name] for name in names))
-
-
-def _written(path: Path) -> tuple[Path, ...]:
-    """Return the files that `write_vectors` writes; names of images lie beside X.npy."""
-    return (path, path.with_suffix(".files.csv")) if path.suffix == ".npy" else (path,)
-
-
 def write_rows(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:
     """Write a CSV file atomically."""
     with (
@@ -233,21 +183,16 @@ def write_rows(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None
         writer.writerows(rows)
 
 
-def check_format(
-    path: Path, formats: tuple[str, ...] = FORMATS, inputs: Iterable[Path | None] = ()
-) -> None:
+def check_output(path: Path, suffix: str, inputs: Iterable[Path | None]) -> None:
     """Refuse, by a UserError, a file that cannot be written, before its content is made.
 
     One of the `inputs`, such as the user's table of images, is none that may be written.
     """
-    if path.suffix not in formats:
-        raise UserError(f"{path}: what format? Its name must end with {' or '.join(formats)}")
+    if path.suffix != suffix:
+        raise UserError(f"{path}: its name must end with {suffix}")
     read = [one for one in inputs if one and one.exists()]
-    for file in _written(path):
-        if file.exists() and any(file.samefile(one) for one in read):
-            raise UserError(
-                f"{file}: is read, and would be replaced; choose another name to write to"
-            )
+    if path.exists() and any(path.samefile(one) for one in read):
+        raise UserError(f"{path}: is read, and would be replaced; choose another name to write to")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -259,7 +204,7 @@ def is_index(path: Path) -> bool:
     import pyarrow as pa
     from pyarrow import parquet
 
-    if path.suffix != ".parquet" or not path.is_file():
+    if path.suffix != SUFFIX or not path.is_file():
         return False
     try:
         return b"maect" in (parquet.read_schema(path).metadata or {})
@@ -333,21 +278,21 @@ def embed_into(
     """Write the vectors of all images to a file; what is there already is not computed again.
 
     The file keeps the vectors of images that it has, if the same encoder made them of the same
-    folder and the images' files have the size and times that they had then (.parquet only). A
+    folder and the images' files have the size and times that they had then. A
     second call after a break goes on: what it had computed waits beside the file. Memory holds one
     part of `PART` images and, while images are added, the vectors of before.
 
     Raises:
-        UserError: no images or none that can be read, a suffix that is none of `FORMATS`, or a file
-            of another encoder or folder, or any .csv or .npy, that `afresh` does not give up.
+        UserError: no images or none that can be read, another suffix, or a file of another encoder
+            or folder, that `afresh` does not give up.
     """
-    check_format(out, inputs=[images])
+    check_output(out, SUFFIX, [images])
     work = Work(encoder, images, kind, batch_size)
     if not afresh:
         work.reuse_vectors(out)
     folder = parts_of(out)
     count = work.compute(folder)
-    write_vectors(out, (part for part in work.parts(folder) if part.files), count)
+    write_vectors(out, (part for part in work.parts(folder) if part.files))
     shutil.rmtree(folder, ignore_errors=True)
     kept = sum(entry.name in work.known for entry in work.entries)
     return Embedded(count, encoder.width, kept, work.left_out)
@@ -400,25 +345,13 @@ class Work:
     def reuse_vectors(self, out: Path) -> None:
         """Take over the vectors of a file as far as they are those of the same images.
 
-        UserError: it has those of another encoder or folder, which may have taken hours, or does
-        not say whose it has.
+        UserError: it has those of another encoder or folder, which may have taken hours.
         """
-        if out.suffix != ".parquet":
-            # A break may have left the names of an array, and not yet the array.
-            goes_on = parts_of(out).exists() and not out.exists()
-            found = next((file for file in _written(out) if file.exists()), None)
-            if found and not goes_on:
-                raise UserError(
-                    f"{found}: exists, and does not say what made it: name another file with "
-                    "--out, or replace it with --afresh"
-                )
-            return
         if not out.is_file():
             return
         before = Vectors.read(out)
-        made_by = {"pixels": {}} | before.about  # of an earlier version without: as the paper's
-        for key in (key for key in made_by | self.about if key != "run"):
-            then = made_by.get(key)
+        for key in (key for key in before.about | self.about if key != "run"):
+            then = before.about.get(key)
             now = self.about.get(key)
             if then != now:
                 raise UserError(

@@ -294,8 +294,7 @@ def features(
         raise UserError(f"{run}: name the shards with --shards and the file to write with --out")
     elif out.suffix != ".safetensors":
         raise UserError(
-            f"{out}: features are written as .safetensors; "
-            "maect embed writes tables of vectors as .parquet, .csv or .npy"
+            f"{out}: features are written as .safetensors; maect embed writes tables of vectors"
         )
     else:
         need(run / "encoder.safetensors", "encoder")

@@ -40,21 +40,12 @@ def index(run: Path, photographs: Path, tmp_path_factory: pytest.TempPathFactory
     return out
 
 
-def test_each_format_has_the_names_and_the_bits(
-    run: Path, photographs: Path, index: Path, tmp_path: Path
-) -> None:
+def test_the_table_has_the_names_and_the_bits(run: Path, photographs: Path, index: Path) -> None:
     names = sorted(str(p.relative_to(photographs)) for p in photographs.rglob("No*"))
     encoded = maect.load(run).encode([photographs / name for name in names])
     frame = pd.read_parquet(index)
     assert list(frame.columns) == ["file", "vector", "stamp"] and list(frame["file"]) == names
     np.testing.assert_array_equal(np.stack(frame["vector"].to_list()), encoded)
-    for suffix in ("csv", "npy"):
-        out = tmp_path / f"deep/all.{suffix}"
-        assert main(["embed", str(run), str(photographs), "--out", str(out)]) == 0
-    np.testing.assert_array_equal(np.load(tmp_path / "deep/all.npy"), encoded)
-    assert pd.read_csv(tmp_path / "deep/all.files.csv")["file"].tolist() == names
-    frame = pd.read_csv(tmp_path / "deep/all.csv", index_col="file", dtype={"file": str})
-    np.testing.assert_array_equal(frame.to_numpy(np.float32), encoded)
 
 
 def test_bfloat16_is_asked_for_recorded_and_followed(
@@ -117,15 +108,15 @@ def test_wrong_input_is_one_line(
     other = tmp_path / "other.parquet"
     vectors = Vectors.read(index)
     resized = Vectors(vectors.files, vectors.values, None, {**vectors.about, "resize": 16})
-    write_vectors(other, [resized], len(resized.files))
+    write_vectors(other, [resized])
     image = str(next(photographs.rglob("*.jpg")))
     table = tmp_path / "table.parquet"
     pd.DataFrame({"path": [image]}).to_parquet(table)
     for command, fault in (
-        (["embed", str(run), str(photographs), "--out", "a.xlsx"], "what format"),
-        (["embed", str(run), "gone", "--out", "a.npy"], "gone: no such file or folder"),
+        (["embed", str(run), str(photographs), "--out", "a.xlsx"], "must end with .parquet"),
+        (["embed", str(run), "gone", "--out", "a.parquet"], "gone: no such file or folder"),
         (["embed", str(photographs), str(run)], "(images come after the encoder)"),
-        (["embed", str(run), image, "--out", "a.npy"], "or --kind"),
+        (["embed", str(run), image, "--out", "a.parquet"], "or --kind"),
         (["search", str(run), "gone.parquet", image], "no such file; `maect embed"),
         (["search", str(run), image, image], "vectors are read from .parquet alone"),
         (["cluster", str(table), "--out", "a"], "not written by `maect embed`"),

@@ -105,19 +105,14 @@ class Counting:
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("suffix", ["parquet", "csv", "npy"])
-def test_an_interrupted_embed_goes_on(
-    suffix: str, run: Path, photographs: Path, tmp_path: Path
-) -> None:
-    whole, out = tmp_path / f"whole.{suffix}", tmp_path / f"x.{suffix}"
+def test_an_interrupted_embed_goes_on(run: Path, photographs: Path, tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole.parquet", tmp_path / "x.parquet"
     embed_into(whole, load(run), photographs)
     encoder = load(run)
     Counting(encoder, most=20)
     with pytest.raises(KeyboardInterrupt):
         embed_into(out, encoder, photographs)
     assert not out.exists()
-    if suffix == "npy":  # a break may also come between the names and the array
-        out.with_suffix(".files.csv").write_text("file\n")
     encoder = load(run)
     counted = Counting(encoder)
     made = embed_into(out, encoder, photographs)
@@ -166,21 +161,6 @@ def test_only_new_and_changed_images_are_computed(
     assert counted.images == 29  # otherwise resized: all of them
 
 
-@pytest.mark.parametrize("name", ["photos.csv", "photos.npy", "photos.files.csv"])
-def test_a_file_that_does_not_say_what_made_it_is_kept(
-    name: str, run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    theirs, out = tmp_path / name, tmp_path / name.replace(".files.csv", ".npy")
-    theirs.write_text("path,photographer,licence\nNo. 1.jpg,Ann,cc-by\n")
-    before = theirs.read_bytes()
-    command = ["embed", str(run), str(photographs), "--out", str(out)]
-    assert main(command) == 2
-    said = capsys.readouterr().err
-    assert f"{name}: exists, and does not say what made it" in said and "--afresh" in said
-    assert theirs.read_bytes() == before and [*tmp_path.iterdir()] == [theirs]
-    assert main([*command, "--afresh"]) == 0 and theirs.read_bytes() != before
-
-
 def test_an_image_that_becomes_readable_is_computed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,20 +203,18 @@ def test_a_table_that_is_read_is_not_written(
     run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(photographs, tmp_path / "images")
-    table, kept = tmp_path / "images/mine.files.csv", tmp_path / "kept.safetensors"
+    table, kept = tmp_path / "images/mine.csv", tmp_path / "kept.safetensors"
     text = "".join(f"{p.relative_to(table.parent)},{p.parent.name}\n"
                    for p in sorted(table.parent.rglob("No*")))  # fmt: skip
     table.write_text(f"path,label\n{text}")
-    labelled, array = tmp_path / "l.parquet", tmp_path / "images/mine.npy"
+    labelled = tmp_path / "l.parquet"
     assert main(["embed", str(run), str(table), "--out", str(labelled)]) == 0
     fit = ["predict", str(run), str(table), "--labelled", str(labelled), "--classifier"]
     kept.write_bytes((run / "encoder.safetensors").read_bytes())
     own = tmp_path / "own.csv"
     own.write_text("file,class\na.png,cat\n")
     for words, fault in (
-        (["embed", str(run), str(table), "--out", str(table)], "mine.files.csv: is read"),
-        (["embed", str(run), str(table), "--out", str(array), "--afresh"], "files.csv: is read"),
-        ([*fit, str(tmp_path / "c.safetensors"), "--out", str(table)], "mine.files.csv: is read"),
+        ([*fit, str(tmp_path / "c.safetensors"), "--out", str(table)], "mine.csv: is read"),
         ([*fit, str(labelled), "--out", str(tmp_path / "p.csv")], "was not fitted by --labelled"),
         ([*fit, str(kept), "--out", str(tmp_path / "p.csv")], "was not fitted by --labelled"),
         ([*fit, str(tmp_path / "c.safetensors"), "--out", str(own)], "no table of maect predict"),
