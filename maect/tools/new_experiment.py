@@ -25,7 +25,7 @@ from maect.evaluate.linear_probe import LinearProbe
 from maect.evaluate.low_shot import LowShot
 from maect.evaluate.retrieval import Retrieval
 from maect.evaluate.umap import Umap
-from maect.experiment import load
+from maect.experiment import Experiment, load
 from maect.experiment.schema import check_plain, fill_path
 from maect.launch.progress import rough
 from maect.recipes import load_encoder
@@ -167,11 +167,8 @@ class Written:
             file = Path(folder) / "quick.yaml"
             write_text(file, self.text(chosen, public))
             experiment = load(str(file))
-        dataset = experiment.default_dataset
-        classes = len(self.images.classes) or 1000
-        facts = {split: SplitFacts(n, None, False, classes) for split, n in self.counts.items()}
-        known = {experiment.shards(dataset, split): of for split, of in facts.items()}
-        return make_plan(all_jobs(experiment), experiment, device, known).jobs
+        facts = self.facts(experiment)
+        return make_plan(all_jobs(experiment), experiment, device, facts).jobs
 
     def text(self, chosen: Chosen, public: str | None) -> str:
         """Return the file's text, by its template."""
@@ -193,8 +190,6 @@ class Written:
         figures = ["umap"] if Umap.name in protocols else []
         figures += ["confusion", "cluster_retrieval", "neighbor_retrieval"] if clustered else []
         figures += ["training_curves", *([] if public else ["reconstructions"])]
-        splits = {"train": (images, self.lists), "val": (self.val or images, self.lists)}
-        splits |= {"test": (self.test, {})} if self.test else {}
         return fill_template(
             TEMPLATE,
             flow=flow,
@@ -206,9 +201,9 @@ class Written:
             classes=f"in {groups} classes" if groups else "without labels",
             remarks=self.remarks,
             skip_unreadable=self.skip_unreadable,
-            name="".join(c if c.isalnum() else "_" for c in self.folder.name) or "images",
+            name=self.name,
             reading=images.pixels.model_dump(mode="json", exclude_defaults=True),
-            splits={name: self._split(name, *given) for name, given in splits.items()},
+            splits=self.splits,
             one_in=None if self.val else round(len(images.entries) / len(self.held)),
             every=own_training.evaluate_every(chosen.epochs["ct_min"], n),
             public=public,
@@ -220,6 +215,27 @@ class Written:
             tables=["low_shot"] * bool(groups) + ["clustering"] * clustered,
             figures=[*figures, "neighbors_in_training", "pipeline"],
         )
+
+    @property
+    def name(self) -> str:
+        """Name of the data set."""
+        return "".join(c if c.isalnum() else "_" for c in self.folder.name) or "images"
+
+    @property
+    def splits(self) -> dict[str, dict[str, Any]]:
+        """Settings of each split."""
+        given = {"train": (self.images, self.lists), "val": (self.val or self.images, self.lists)}
+        given |= {"test": (self.test, {})} if self.test else {}
+        return {name: self._split(name, *of) for name, of in given.items()}
+
+    def facts(self, experiment: Experiment) -> dict[Path, SplitFacts]:
+        """Return what is known of the splits, by the folders of their shards, for a plan."""
+        dataset = experiment.default_dataset
+        classes = len(self.images.classes) or 1000
+        return {
+            experiment.shards(dataset, split): SplitFacts(n, None, False, classes)
+            for split, n in self.counts.items()
+        }
 
     def _split(self, name: str, of: Images, lists: dict[str, tuple[Path, str]]) -> dict[str, Any]:
         n = self.counts[name]
@@ -248,6 +264,46 @@ def _trained(chosen: Chosen, n: int) -> dict[str, Any]:
         "steps": steps,
         "too_few_steps": steps < own_training.FEWEST_STEPS,
     }
+
+
+def read_folder(folder: Path, out: Path, how: Mapping[str, Any]) -> Written:
+    """Find the splits of a folder of images, or hold some out, and inspect them.
+
+    Args:
+        out: the experiment; lists of the images are named after it.
+        how: options of `inspect_images`.
+
+    Raises:
+        UserError: images that cannot be used.
+    """
+    folder = folder.resolve()
+    where, *others = own_images.find_splits(folder)
+    for path in filter(None, (where, *others, out.resolve())):
+        if fill_path(str(path)) != str(path):
+            raise UserError(
+                f"{path}: experiments read what stands behind $ as the name of a variable; rename "
+                "the folder, or make a link to it"
+            )
+    images = inspect_images(where, **how)
+    fewest = own_images.FEWEST_VAL
+    val, test = (
+        inspect_images(descend(other, images.class_names), fewest, **how) if other else None
+        for other in others
+    )
+    for other in (val, test):
+        if other:
+            own_images.check_same_classes(images, other)
+    remarks = list(images.remarks)
+    if val and not test and others[0] and others[0].name.lower().startswith("test"):
+        remarks.append(
+            "There is no val beside test: what is chosen while evaluating is chosen on test"
+        )
+    held = set() if val else own_images.held_out(images)
+    lists = {} if val else list_texts(images, out, held)
+    counts = {"train": len(images.entries) - len(held), "val": len(val.entries if val else held)}
+    counts |= {"test": len(test.entries)} if test else {}
+    unreadable = bool(how.get("skip_unreadable"))
+    return Written(images, val, test, folder, lists, held, counts, remarks, unreadable)
 
 
 def new_experiment(
@@ -279,41 +335,18 @@ def new_experiment(
         raise UserError(
             f"--from-public {public}: unknown weights; choose from {', '.join(own_training.PUBLIC)}"
         )
-    folder = folder.resolve()
     how: dict[str, Any] = {
         "ignore_folders": ignore_folders, "skip_unreadable": skip_unreadable, "stated": stated,
     }  # fmt: skip
-    where, *others = own_images.find_splits(folder)
-    for path in filter(None, (where, *others, out.resolve())):
-        if fill_path(str(path)) != str(path):
-            raise UserError(
-                f"{path}: experiments read what stands behind $ as the name of a variable; rename "
-                "the folder, or make a link to it"
-            )
-    images = inspect_images(where, **how)
-    fewest = own_images.FEWEST_VAL
-    val, test = (
-        inspect_images(descend(other, images.class_names), fewest, **how) if other else None
-        for other in others
-    )
-    for other in (val, test):
-        if other:
-            own_images.check_same_classes(images, other)
-    remarks = list(images.remarks)
+    written = read_folder(folder, out, how)
+    images = written.images
     if public is not None and images.pixels.channels == 3 and images.pixels.mean:
         own = {"mean": None, "std": None}
         images = replace(images, pixels=images.pixels.model_copy(update=own))
-        remarks = [f"Mean and deviation are {public}'s" if r == STATISTICS else r for r in remarks]
-    if val and not test and others[0] and others[0].name.lower().startswith("test"):
-        remarks.append(
-            "There is no val beside test: what is chosen while evaluating is chosen on test"
-        )
-    held = set() if val else own_images.held_out(images)
-    lists = {} if val else list_texts(images, out, held)
-    counts = {"train": len(images.entries) - len(held), "val": len(val.entries if val else held)}
-    counts |= {"test": len(test.entries)} if test else {}
-    written = Written(images, val, test, folder, lists, held, counts, remarks, skip_unreadable)
-    n = counts["train"]
+        said = f"Mean and deviation are {public}'s"
+        remarks = [said if remark == STATISTICS else remark for remark in written.remarks]
+        written = replace(written, images=images, remarks=remarks)
+    n = written.counts["train"]
     size, pixels, why = own_training.encoder_for(images, public)
     epochs = own_training.lengths(size, n)
     batch = own_training.tune_batch(size, n)
@@ -325,5 +358,5 @@ def new_experiment(
         planned = partial(written.planned, public=public, device=quick)
         chosen = own_training.quickest(chosen, n, public, quick, planned)
     text = written.text(chosen, public)
-    write_all(dict(lists.values()) | {out: text}, out)
+    write_all(dict(written.lists.values()) | {out: text}, out)
     return text
