@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from maect.core.errors import UserError
+from maect.core.files import check_literal_path
 
 
 def why_public(path: str | Path, sticky: bool = False) -> str | None:
@@ -30,6 +31,14 @@ def why_public(path: str | Path, sticky: bool = False) -> str | None:
             where = "there" if stat.S_ISDIR(mode) else "it"
             return f"{at}: every user may write {where}; run `chmod o-w {at}`"
     return None
+
+
+def check_working_folder() -> None:
+    """Refuse a working folder where others could put something in Snakemake's way (UserError)."""
+    here = Path.cwd()
+    check_literal_path(here)
+    if reason := why_public(here, sticky=True):
+        raise UserError(f"{reason}; or start in a folder of your own")
 
 
 def refuse_public(path: str | Path) -> None:

@@ -18,7 +18,7 @@ from maect.core.yaml_files import read_mapping, read_yaml
 from maect.data.changes import Changes, changes
 from maect.data.config import ShardsConfig
 from maect.data.sources.image_files import Unlabelled
-from maect.evaluate import EvaluationConfig, evaluation_names, load_evaluation
+from maect.evaluate import evaluation_names, load_evaluation
 from maect.evaluate.base import Protocol
 from maect.experiment import expand
 from maect.experiment.chosen_shards import differing_settings, find_shards, shards_config
@@ -194,20 +194,8 @@ class Experiment:
 
     @cache  # noqa: B019 (an experiment lives as long as the process)
     def evaluation(self, run: str, name: str) -> Protocol:
-        """Return the settings of an evaluation of a run.
-
-        Lists that are gone are what they were when it was prepared, so that its results stay.
-        """
-        settings = self._evaluation(self.runs[run].size, name.partition(ON)[0])
-        if not isinstance(settings, FewLabels) or len(settings.lists_sha256) == len(settings.lists):
-            return settings
-        try:
-            asked = EvaluationConfig.read(self.root / "evaluations" / run / f"{name}.yaml").settings
-        except UserError:
-            return settings
-        if isinstance(asked, FewLabels):
-            return settings.read_lists(asked.lists_sha256)
-        return settings
+        """Return the settings of an evaluation of a run."""
+        return self._evaluation(self.runs[run].size, name.partition(ON)[0])
 
     @cache  # noqa: B019
     def _evaluation(self, size: str, name: str) -> Protocol:
@@ -363,19 +351,6 @@ def names() -> list[str]:
     return sorted(file.stem for file in EXPERIMENTS.glob("*.yaml"))
 
 
-def own_experiments(folder: Path) -> list[Path]:
-    """Return the experiments in a folder: YAML files that have data sets and runs."""
-    found = []
-    for file in sorted(folder.glob("*.y*ml")):
-        try:
-            keys = read_mapping(file, "experiment").keys()
-        except (UserError, OSError):
-            continue
-        if {"datasets", "runs"} <= keys:
-            found.append(file)
-    return found
-
-
 def load(name_or_path: str, **changes: Any) -> Experiment:
     """Read and validate an experiment, by name (`workflow/experiments/NAME.yaml`) or by path.
 
@@ -388,13 +363,7 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
     if path.suffix not in (".yaml", ".yml"):
         path = EXPERIMENTS / f"{name_or_path}.yaml"
         if not path.exists():
-            own = Path(f"{name_or_path}.yaml")
-            if own.is_file():
-                hint = f"did you mean {own}?"
-            elif Path(name_or_path).is_dir() and not (Path(name_or_path) / "runs").exists():
-                hint = "a folder of images? `maect new-experiment` writes an experiment for it"
-            else:
-                hint = did_you_mean(name_or_path, names())
+            hint = did_you_mean(name_or_path, names())
             raise UserError(f"unknown experiment {name_or_path!r}; {hint}")
     values = read_mapping(path, "experiment")
     check_names("--config", changes, expand.CHANGES)

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from maect.core.errors import UserError
 from maect.core.files import PIPELINE
-from maect.core.owners import why_public
+from maect.core.owners import check_working_folder, why_public
 from maect.core.stamps import stamp_path
 from maect.evaluate import PROTOCOLS
-from maect.experiment import load, resolve, start, working_folder
+from maect.experiment import load, resolve, start
 from maect.experiment.load import Experiment
 from maect.experiment.pages import PAGES
 from maect.experiment.profile import PROFILE, PROFILE_OF_TRAININGS
@@ -51,21 +51,11 @@ def on_devices(command: str, trains: bool = False) -> str:
     return " ".join([command, *words, "--log {log:q}"])
 
 
-def check_working_folder(pipeline: Path, words: Sequence[str]) -> None:
-    """Refuse a working folder where others could put something in Snakemake's way."""
-    try:
-        working_folder.check_working_folder()
-        working_folder.check_profiles(words)
-    except UserError as error:
-        fail(error)
-    for note in working_folder.notes(pipeline, words):
-        say(f"warning: {note}")
-
-
 def load_experiment(config: Mapping[str, Any]) -> Experiment:
     """Load the experiment that Snakemake's config names, with the changes that it says."""
     changes = {key: value for key, value in config.items() if key != "experiment"}
     try:
+        check_working_folder()
         experiment = load(config.get("experiment", "paper"), **changes)
     except UserError as error:
         fail(error)
@@ -78,7 +68,7 @@ def check_targets(experiment: Experiment, words: Sequence[str]) -> None:
     `maect run` asks for its stamp instead. Snakemake would take a file that is there for finished,
     whatever it was made by.
     """
-    if working_folder.is_bare(words):
+    if "snakemake" in (Path(words[0]).name, Path(words[0]).parent.name):  # not `maect run`
         for word, stamp in zip(words, resolve.targets(experiment, words), strict=True):
             if word != stamp:
                 fail(f"{word}: ask Snakemake for {stamp}, or ask `maect run` for the file")
@@ -90,19 +80,19 @@ class Asked:
     The input of a rule is its resolved file. Snakemake goes by times: where a stamp does
     not say what is asked for, or its resolved file has to be written first, the input is an empty
     file that is newer than all stamps. So nothing is written before the first job starts: a dry
-    run, and a start that is refused, leave a results folder as it is.
-
-    Attributes:
-        changed: resolved files of the finished jobs that have to run again.
+    run, and a start that is refused, leave a results folder as it is. Shards that are gone have an
+    input that is older than all: they are made only if a job reads them.
     """
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
-        self.changed: list[Path] = []
         self._files: dict[Path, Path] = {}
         self._folder = TemporaryDirectory(prefix="maect-")
         self._newer = Path(self._folder.name, "settings-or-inputs-changed")
         self._newer.touch()
+        self._older = Path(self._folder.name, "settings")
+        self._older.touch()
+        os.utime(self._older, (0, 0))
 
     def file(self, rule: str, path: Path, given: Mapping[str, str]) -> Path:
         """Return the input of a job that stands for its resolved file at `path`.
@@ -114,8 +104,11 @@ class Asked:
             UserError: the experiment cannot be resolved.
         """
         if path not in self._files:
-            is_asked = path.exists() and self._is_current(rule, path, given)
-            self._files[path] = path if is_asked else self._newer
+            if rule == WRITE_SHARDS and not stamp_path(path).exists():
+                self._files[path] = self._older
+            else:
+                is_asked = path.exists() and self._is_current(rule, path, given)
+                self._files[path] = path if is_asked else self._newer
         return self._files[path]
 
     def images(self, dataset: str) -> list[Path]:
@@ -127,13 +120,9 @@ class Asked:
         if not stamp_path(path).exists():  # the output of all jobs but pages: it runs anyway
             return rule not in PAGES and rule != REPORT
         if rule == WRITE_SHARDS:
-            current = resolve.shards_are_current(self.experiment, given["dataset"], given["split"])
-        else:
-            config = resolve.job_config(self.experiment, rule, given)
-            current = resolve.is_current(self.experiment, path, config)
-        if not current:
-            self.changed.append(path)
-        return current
+            return resolve.shards_are_current(self.experiment, given["dataset"], given["split"])
+        config = resolve.job_config(self.experiment, rule, given)
+        return resolve.is_current(self.experiment, path, config)
 
 
 def resolved_input(asked: Asked, rule: str, pattern: str) -> Callable[[Any], str]:
@@ -157,17 +146,6 @@ def stamps(experiment: Experiment, files: Iterable[Path]) -> list[str]:
 def shards_stamp(experiment: Experiment, dataset: str, split: str) -> list[str]:
     """Return the stamp of a split's shards."""
     return stamps(experiment, [experiment.shards(dataset, split) / "index.json"])
-
-
-def lost_shards(experiment: Experiment) -> list[str]:
-    """Return the stamps of shards that are gone, though something finished was made of them.
-
-    Snakemake does not miss what lies between images and results that are there: targets name it.
-    """
-    lost = start.lost_shards(experiment)
-    for dataset, split in lost:
-        say(f"the shards of {dataset} {split} are gone: they are made again")
-    return [stamp for split in lost for stamp in shards_stamp(experiment, *split)]
 
 
 def shards_inputs(experiment: Experiment, dataset: str, split: str) -> list[str]:
@@ -235,18 +213,6 @@ def check_jobs(
         fail(fault)
     if reason := why_public(experiment.root):
         fail(f"{reason}; or put `storage` into a folder of your own")
-
-
-def say_outdated(experiment: Experiment, asked: Asked) -> None:
-    """Name the first results whose settings or inputs have changed."""
-    if not asked.changed:
-        return
-    few = ", ".join(str(path.relative_to(experiment.root)) for path in asked.changed[:3])
-    more = f" and {len(asked.changed) - 3} more" if len(asked.changed) > 3 else ""
-    say(
-        f"not of the settings and inputs that {experiment.file} asks for, and looked at again: "
-        f"{few}{more}"
-    )
 
 
 def end_quietly_at_ctrl_c(logger: Any) -> None:

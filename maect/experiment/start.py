@@ -1,11 +1,9 @@
 """Check an experiment before its first job, and write the configs of all jobs."""
 
-import os
 import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from maect.data.config import CONFIG
 from maect.data.image_facts import warning
 from maect.data.sources.base import is_there
 from maect.evaluate import PROTOCOLS
-from maect.evaluate.base import Features, Shards
 from maect.experiment import resolve
 from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.load import Experiment
@@ -107,14 +104,9 @@ def _note_shards(experiment: Experiment, dataset: str, split: str) -> None:
 
 
 def _give_up(experiment: Experiment, job: PendingJob) -> None:
-    """Remove what says that the result of a forced job is finished, so that it is made again.
-
-    A run's weights stay, linked into `before-forcerun`.
-    """
+    """Remove what says that the result of a forced job is finished, so that it is made again."""
     if job.rule in STAGES:
-        folder = experiment.folder(job.wildcards["run"])
-        _link_before_forcerun(folder)
-        RunRecord.path(folder).unlink(missing_ok=True)
+        RunRecord.path(experiment.folder(job.wildcards["run"])).unlink(missing_ok=True)
     elif job.rule == WRITE_SHARDS:
         own = experiment.own_shards(job.wildcards["dataset"], job.wildcards["split"])
         for path in [own / "index.json", *own.glob("parts/[0-9]*.json")]:
@@ -122,19 +114,6 @@ def _give_up(experiment: Experiment, job: PendingJob) -> None:
     elif job.config is not None and (job.rule in PROTOCOLS or job.rule == "features"):
         ending = ".json" if job.rule in PROTOCOLS else ".safetensors"
         job.config.with_suffix(ending).unlink(missing_ok=True)
-
-
-def _link_before_forcerun(run: Path) -> None:
-    """Link the weights and the record of a run into `before-forcerun`, in place of earlier ones."""
-    record = RunRecord.find(run)
-    if record is None:
-        return
-    kept = run / "before-forcerun"
-    kept.mkdir(exist_ok=True)
-    for name in (*record.files, RunRecord.path(run).name):
-        (kept / name).unlink(missing_ok=True)
-        with suppress(OSError):  # gone, or a file system without hard links
-            os.link(run / name, kept / name)
 
 
 def _sharded(experiment: Experiment, jobs: Iterable[PendingJob]) -> list[tuple[str, str]]:
@@ -261,38 +240,6 @@ def other_shards(experiment: Experiment, splits: Iterable[tuple[str, str]]) -> l
                 f"{differs}. To have them made anew: rm -r {again}; else put back what was changed"
             )
     return notes
-
-
-def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:
-    """Return (dataset, split) whose shards are gone though something finished was made of them.
-
-    Not where the images are gone as well: such results stay as they are.
-    """
-    read: set[Path] = set()
-    for run, about in experiment.runs.items():
-        if about.settings.trains and is_finished(experiment.folder(run)):
-            read.update(resolve.inputs_of_run(experiment, run))
-    for run, name in experiment.evaluations:
-        evaluated = experiment.dataset_of(name)
-        result = experiment.root / "evaluations" / run / f"{name}.json"
-        for kind in experiment.evaluation(run, name).inputs().values():
-            made = [result]
-            if isinstance(kind, Features):
-                made.append(resolve.features_file(experiment, run, evaluated, kind))
-            if isinstance(kind, Features | Shards) and any(path.exists() for path in made):
-                read.add(experiment.shards(evaluated, kind.split) / "index.json")
-    lost: dict[tuple[str, str], None] = {}
-    for dataset, split in experiment.splits:
-        if experiment.shards(dataset, split) / "index.json" not in read:
-            continue
-        splits = experiment.datasets[dataset].splits
-        of = splits[split].of or split  # a view lies in the shards of its split
-        given = is_there(experiment.images(dataset, of))
-        given = given and all(Path(file).exists() for file in splits[of].files())
-        for part in (of, split):
-            if given and not _is_finished(experiment.shards(dataset, part)):
-                lost[dataset, part] = None
-    return list(lost)
 
 
 def shards_of(experiment: Experiment, files: Iterable[str]) -> list[tuple[str, str]]:

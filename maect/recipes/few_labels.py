@@ -1,7 +1,6 @@
 """Lists of labelled images: SimCLR's, MSN's, or your own under the same names."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -66,10 +65,9 @@ class FewLabels(Settings):
                     "again, or `maect resolve EXPERIMENT` prepares it with this one"
                 )
 
-    def read_lists(self, before: Mapping[str, str] | None = None) -> Self:
-        """Return these settings with the present checksums; of missing lists, those of `before`."""
-        before = before or {}
-        found = {file.name: checksum(file) or before.get(file.name) for file in self.lists}
+    def read_lists(self) -> Self:
+        """Return these settings with the present checksums of the lists that are there."""
+        found = {file.name: checksum(file) for file in self.lists}
         known = {name: sha256 for name, sha256 in found.items() if sha256}
         return self.model_copy(update={"lists_sha256": known})
 

@@ -19,7 +19,7 @@ from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import PIPELINE
-from maect.experiment.working_folder import check_working_folder
+from maect.core.owners import check_working_folder
 from maect.tools.plan import RuleJob
 
 SNAKEFILE = PIPELINE / "Snakefile"

@@ -1,7 +1,5 @@
 """Commands that run one job each, here or on a cluster, from training to evaluation."""
 
-import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from maect.stages.run import RunConfig
     from maect.tools.jobs import Where
 
-log = logging.getLogger(__name__)
 File = TypeVar("File", "RunConfig", "EvaluationConfig")
 Changes = Annotated[Sequence[str], Parameter(metavar="KEY=VALUE")]
 Out = Annotated[
@@ -73,15 +70,10 @@ class Launching:
 
     def where(self, gpu: str = "") -> "Where":
         """Return where a job runs, on devices of the given model."""
-        from maect.experiment.working_folder import other_clone
         from maect.launch import Resources
-        from maect.launch.owner import SNAKEMAKE
         from maect.launch.resources import node_range
         from maect.tools.jobs import Where
 
-        # Within a pipeline, that has said it once.
-        if SNAKEMAKE not in os.environ and (note := other_clone(Path.cwd())):
-            log.warning("%s", note)
         others = {field.name for field in fields(self)} - {"nodes", "detach", "log"}
         given = {name: getattr(self, name) for name in others}
         resources = Resources.parse(nodes=node_range(self.nodes)[0], **given)

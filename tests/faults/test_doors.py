@@ -30,13 +30,11 @@ from maect.data.config import CONFIG, ShardsConfig, finished_shards  # noqa: E40
 from maect.data.index import open_index  # noqa: E402
 from maect.data.shards import shard  # noqa: E402
 from maect.data.staging import stage  # noqa: E402
-from maect.experiment import working_folder  # noqa: E402
 from maect.experiment.profile import by_rule, find_profile  # noqa: E402
 from maect.launch import Resources, Task, clusters, launch, record, submit  # noqa: E402
 from maect.launch.owner import SNAKEMAKE  # noqa: E402
 from maect.launch.record import Job  # noqa: E402
 from maect.launch.state import STOPPED, state_of  # noqa: E402
-from maect.tools.job_commands import Launching  # noqa: E402
 from maect.tools.status import status_of  # noqa: E402
 
 B = 12345  # another user, without a name
@@ -184,29 +182,6 @@ def test_scripts_that_a_profile_names_are_those_of_the_pipeline(
     )
 
 
-def test_snakemake_itself_is_stopped_where_it_would_take_a_profile_unasked(
-    trap: Callable[[], list[str]],
-) -> None:
-    """The bare `snakemake --profile cluster_profiles/SITE`: it has read it, and runs nothing."""
-    words = ["--snakefile", str(ROOT / "Snakefile")]
-    words += ["--profile", str(ROOT / "cluster_profiles/local"), "-n"]
-    words += ["--config", "experiment=digits"]
-    shutil.rmtree("default")
-    shutil.rmtree(".snakemake")  # its own plugins it imports before it reads a Snakefile
-    done = subprocess.run([BIN / "snakemake", *words], capture_output=True, text=True, timeout=120)
-    assert done.returncode and trap() == ["profiles-default"]
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith("maect: ") and "profiles/default: Snakemake takes this" in said
-    with pytest.raises(UserError, match="add --workflow-profile none"):
-        working_folder.check_profiles(["/usr/bin/snakemake", "-n"])
-    working_folder.check_profiles(["/usr/bin/snakemake", "--workflow-profile", "none"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SNAKEMAKE_PROFILE", "mine")
-        (said,) = working_folder.notes(ROOT, ["/usr/bin/snakemake"])
-        assert said == "the profile is that of SNAKEMAKE_PROFILE, mine: none was named"
-        assert working_folder.notes(ROOT, ["/usr/bin/snakemake", "--profile", "x"]) == []
-
-
 def test_a_working_folder_that_everybody_may_write(trap: Callable[[], list[str]]) -> None:
     """It is refused in a line before Snakemake starts, and so is one below it."""
     shutil.rmtree(".snakemake")
@@ -222,24 +197,9 @@ def test_a_working_folder_that_everybody_may_write(trap: Callable[[], list[str]]
     Path("below").mkdir()
     os.chdir("below")
     with pytest.raises(UserError, match="every user may write there"):
-        working_folder.check_working_folder()
+        owners.check_working_folder()
     here.chmod(0o1777)
-    working_folder.check_working_folder()
-
-
-def test_another_clone_of_maect_is_not_what_runs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trap: object
-) -> None:
-    """Started in another clone: its code is not used, and a line says so."""
-    Path("maect").mkdir()
-    Path("maect/__init__.py").write_text("raise SystemExit(9)")
-    Path("Snakefile").touch()
-    said = f"{Path.cwd()} is another clone of maect: its code is not used, but that of {ROOT}"
-    assert working_folder.notes(ROOT, ["maect", "run"]) == [said]
-    monkeypatch.delenv(SNAKEMAKE, raising=False)
-    caplog.set_level("WARNING")
-    Launching().where()
-    assert said in caplog.messages
+    owners.check_working_folder()
 
 
 def test_numba_is_not_configured_by_the_working_folder(

@@ -352,22 +352,6 @@ def test_printed_commands_are_called_as_this_one(
     assert (own_name() == "maect") == (called == "bin/maect")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["plan", "--experiment", "things"], "experiment 'things'; did you mean things.yaml?"),
-        (["plan", "--experiment", "photos"], "a folder of images? `maect new-experiment` writes"),
-    ],
-)  # fmt: skip
-def test_the_nearest_name_is_said(arguments, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "things.yaml").touch()
-    assert cli.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert words in said and len(said.splitlines()) <= 2
-
-
 def test_a_shell_completes_commands_and_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

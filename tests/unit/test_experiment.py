@@ -21,7 +21,6 @@ from maect.core.files import write_record
 from maect.core.seeds import seedless
 from maect.core.yaml_files import read_yaml
 from maect.evaluate import EvaluationConfig, FeaturesConfig
-from maect.evaluate.base import Features
 from maect.experiment import Experiment, load, pages, resolve, start
 from maect.experiment.chosen_shards import last_changes, note_own, note_taken
 from maect.experiment.expand import names
@@ -29,7 +28,6 @@ from maect.experiment.load import EXPERIMENTS
 from maect.experiment.resolve import run_config
 from maect.experiment.schema import one_of
 from maect.experiment.start import missing_images
-from maect.records import RunRecord
 from maect.report.configs import Row
 from maect.stages import Training, load_recipe
 from maect.stages.run import RunConfig
@@ -510,31 +508,6 @@ def test_features_of_a_kind_have_a_file_of_their_own(tmp_path: Path) -> None:
         load(
             write(tmp_path, protocols={"last": {"protocol": "knn", "blocks": 3}}, evaluate=evaluate)
         )
-
-
-def test_lost_shards_are_those_that_something_finished_was_made_of(tmp_path: Path) -> None:
-    dogs = tmp_path / "dogs.txt"
-    dogs.touch()
-    splits = {name: {"images": str(tmp_path / name)} for name in ("train", "val", "other")}
-    splits["dogs"] = {"kind": "view", "of": "val", "classes": str(dogs)}
-    protocols = {"knn": {"test_split": "dogs"}}
-    datasets = {"mine": {"splits": splits}}
-    storage = str(tmp_path / "r")
-    found = load(write(tmp_path, datasets=datasets, protocols=protocols, storage=storage))
-    for folder in ("train", "val", "other"):
-        (tmp_path / folder).mkdir()
-    assert start.lost_shards(found) == [], "nothing is finished"
-    features = resolve.features_file(found, "mae_tiny", "mine", Features("dogs"))
-    for made in (RunRecord.path(found.folder("mae_tiny")), features):
-        made.parent.mkdir(parents=True)
-        made.touch()
-    assert start.lost_shards(found) == [("mine", name) for name in ("train", "val", "dogs")]
-    index = found.shards("mine", "train") / "index.json"
-    index.parent.mkdir(parents=True)
-    index.touch()
-    assert start.lost_shards(found) == [("mine", "val"), ("mine", "dogs")]
-    (tmp_path / "val").rmdir()
-    assert start.lost_shards(found) == [], "there is nothing to shard"
 
 
 HEAVY = {"torch", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "PIL", "matplotlib"}

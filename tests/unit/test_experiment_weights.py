@@ -119,7 +119,7 @@ def test_shards_need_their_images_unless_they_are_finished(
 
 
 def test_a_failed_import_leaves_what_was_imported_before(tmp_path: Path) -> None:
-    """Also one that is forced, whose earlier record and weights stay beside it."""
+    """Also one that is forced, which only gives up its record."""
     found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]})
     folder = found.folder("ijepa")
     encoder, record = folder / "encoder.safetensors", RunRecord.path(folder)
@@ -130,10 +130,7 @@ def test_a_failed_import_leaves_what_was_imported_before(tmp_path: Path) -> None
     assert encoder.read_text() == "weights" and RunRecord.of(folder).fingerprint == "1"
     for _ in range(2):
         prepare(found, [job("import", True, run="ijepa")])
-    before = folder / "before-forcerun"
     assert encoder.read_text() == "weights" and not record.exists()
-    assert {path.name for path in before.iterdir()} == {encoder.name, record.name}
-    assert (before / encoder.name).stat().st_ino == encoder.stat().st_ino
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from submitit.core.utils import JobPaths
 from maect import cli
 from maect.core.errors import UserError
 from maect.core.files import check_literal_path
+from maect.core.owners import check_working_folder
 from maect.data.staging import stage
-from maect.experiment.working_folder import check_working_folder
 from maect.launch import Resources, Task, launch
 from maect.tools.new_experiment import new_experiment
 

@@ -181,7 +181,7 @@ def test_a_resolved_file_that_is_to_be_written_is_newer_than_all_stamps(tmp_path
     found = experiment(tmp_path)
     asked, path = Asked(found), found.folder("mae") / "config.yaml"
     newer = asked.file("pretrain", path, {"run": "mae"})
-    assert newer != path and newer.exists() and not path.exists() and asked.changed == []
+    assert newer != path and newer.exists() and not path.exists()
     path.parent.mkdir(parents=True)
     path.touch()
     assert Asked(found).file("pretrain", path, {"run": "mae"}) == path, "it runs: it has no stamp"
@@ -189,7 +189,7 @@ def test_a_resolved_file_that_is_to_be_written_is_newer_than_all_stamps(tmp_path
     os.utime(stamp_path(path), (path.stat().st_mtime - 1,) * 2)
     asked = Asked(found)
     newer = asked.file("pretrain", path, {"run": "mae"})
-    assert newer != path and asked.changed == [path]
+    assert newer != path
     assert newer.stat().st_mtime_ns > stamp_path(path).stat().st_mtime_ns
 
 

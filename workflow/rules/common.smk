@@ -44,9 +44,6 @@ ENVIRONMENT = "../../envs/environment.yaml"
 # Launchers leave their jobs running once this process is gone. (A subprocess of it reads this, too.)
 os.environ.setdefault(SNAKEMAKE, this_process())
 
-if workflow.is_main_process:
-    pipeline.check_working_folder(Path(workflow.basedir), sys.argv)
-
 experiment = pipeline.load_experiment(config)
 asked = Asked(experiment)
 
@@ -86,9 +83,6 @@ def stamps(files):
 
 def shards_stamp(dataset, split):
     return pipeline.shards_stamp(experiment, dataset, split)
-
-
-LOST_SHARDS = pipeline.lost_shards(experiment)
 
 
 def warn_in_dry_run(faults):
@@ -138,7 +132,6 @@ def start():
         ownership.enter_context(lock_folder(Path(ROOT), patience=15))
     except UserError as error:
         pipeline.fail(error)
-    pipeline.say_outdated(experiment, asked)
     starting.prepare(experiment, jobs)
     pipeline.end_quietly_at_ctrl_c(logger)
 

@@ -62,7 +62,6 @@ for protocol in PROTOCOLS.values():
 
 rule evaluations:
     input:
-        LOST_SHARDS,
         [
             f"{ROOT}/evaluations/{run}/{name}.done"
             for run, name in experiment.evaluations

@@ -42,14 +42,12 @@ SHOWN = stamps(shown_evaluations(experiment))
 
 rule tables:
     input:
-        LOST_SHARDS,
         expand(f"{ROOT}/tables/{{table}}.csv", table=PAGES["table"].names(experiment)),
     localrule: True
 
 
 rule figures:
     input:
-        LOST_SHARDS,
         expand(
             f"{ROOT}/figures/{{figure}}.png", figure=PAGES["figure"].names(experiment)
         ),

@@ -59,7 +59,6 @@ for stage in filter(lambda stage: not stage.trains, STAGES.values()):
 
 rule encoders:
     input:
-        LOST_SHARDS,
         expand(
             f"{RUN}/done",
             run=[name for name, run in experiment.runs.items() if not run.scored_by],
