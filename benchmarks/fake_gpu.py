@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 
 from maect.data import transforms
 from maect.data.loader import Batch
-from maect.models import precision, vit
+from maect.models import attention, precision, vit
 from maect.recipes import Encoder, load_encoder, views_by_size
 from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.memory import GIB
@@ -181,7 +181,7 @@ def flash_attention(qkv: Tensor) -> Tensor:
 def pretended() -> Iterator[Counting]:
     """Tensors made in this block have no data, and are counted as a GPU's."""
     with (
-        patch.object(vit, "fused_attention", flash_attention),
+        patch.object(attention, "fused_attention", flash_attention),
         patch.object(precision, "bfloat16_on", lambda device_type: "cuda"),
         # Made on the CPU and copied.
         patch.object(transforms, "_blur_table", lambda sigma: torch.empty(len(sigma), 52)),

@@ -1,6 +1,7 @@
 """Training steps written by hand around the same model, which the engine is compared with."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -86,6 +87,6 @@ class PlainLoop:
 
     @torch.no_grad()
     def _average(self) -> None:
-        self.objective.after_update()
+        self.objective.after_update(lambda part: nullcontext())
         if self.stage.encoder_average is not None:
             torch._foreach_lerp_(self.averages, self.masters, 1 - self.stage.encoder_average)

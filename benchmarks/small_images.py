@@ -40,7 +40,7 @@ from maect.data.index import Index, open_index
 from maect.data.loader import train_batches
 from maect.data.shards import shard
 from maect.models import decoder, vit
-from maect.models.vit import FusedAttention
+from maect.models.attention import FusedAttention
 from maect.recipes import OnlineEvaluation, load_encoder
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
@@ -174,7 +174,7 @@ class Training:
             loss, _ = self.engine(inputs)
             self.engine.backward(loss)
             self.engine.step(1.0)
-            self.objective.after_update()
+            self.objective.after_update(self.engine.gathered)
             self.losses.append(float(loss))
 
 

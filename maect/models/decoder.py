@@ -6,13 +6,8 @@ import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from maect.models.vit import (
-    initialize,
-    run_block,
-    sincos_2d,
-    take_tokens,
-    use_fused_attention,
-)
+from maect.models.attention import use_attention
+from maect.models.vit import initialize, run_block, sincos_2d, take_tokens
 from maect.recipes import Encoder
 
 
@@ -46,7 +41,7 @@ class Decoder(nn.Module):
         )
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.pred = nn.Linear(width, settings.patch_size**2 * settings.pixels.channels)
-        use_fused_attention(self)
+        use_attention(self, "sdpa")
         initialize(self)
         nn.init.normal_(self.mask_token, std=0.02)
 

@@ -4,7 +4,8 @@ After the paper, section 3, equations 1 and 2, and appendix A.2, and the authors
 paper leaves something open. Tensors of two views are [2, b, C]: view, sample of this rank, channel.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,7 @@ def _layer(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 def as_buffers(module: nn.Module) -> nn.Module:
-    """Return a copy whose parameters are buffers, which are not trained."""
+    """Return a copy whose parameters are buffers: not trained, and not sharded by ZeRO 3."""
     copy = deepcopy(module)
     for layer in copy.modules():
         for name, value in list(layer.named_parameters(recurse=False)):
@@ -125,8 +126,8 @@ class QueueHead(nn.Module):
         back = torch.arange(-count, 0, device=self.pointer.device)
         return self.queue[..., (self.pointer + back) % len(self.queue_ids), :]
 
-    def after_update(self) -> None:
-        """Update what depends on the weights."""
+    def after_update(self, gathered: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+        """Update what depends on the weights, which are whole within `gathered`."""
 
     @torch.no_grad()
     def _advance(self, owners: Tensor) -> Tensor:
@@ -175,13 +176,19 @@ class NNCLRHead(QueueHead):
         super().take_over(tensors)
         self.start_ema()
 
+    def after_update(self, gathered: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+        """Move the EMA projector towards the projector."""
+        if self.slow_projector is not None:
+            with gathered(self.projector):
+                self.update_ema()
+
     def start_ema(self) -> None:
         """Set the EMA projector to the projector, if the settings ask for one."""
         if self.settings.projector_ema:
             self.slow_projector = as_buffers(self.projector)
 
     @torch.no_grad()
-    def after_update(self) -> None:
+    def update_ema(self) -> None:
         """Move the EMA projector's weights towards the projector; its statistics are copied."""
         if self.slow_projector is None:
             return

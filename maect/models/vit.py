@@ -5,13 +5,14 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
-from timm.layers import Attention, PatchEmbed, resample_abs_pos_embed
+from timm.layers import PatchEmbed, resample_abs_pos_embed
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer, global_pool_nlc
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from maect.core.errors import UserError
+from maect.models.attention import use_attention
 from maect.recipes import Encoder
 
 Pooling = Literal["cls", "mean", "mean_cls", "fc_norm", "head"]
@@ -48,33 +49,6 @@ class EncoderOutput(NamedTuple):
 
     def _of(self, block: int | None) -> Tensor:
         return self.tokens if block is None else self.blocks[block]
-
-
-class FusedAttention(Attention):
-    """timm's attention by PyTorch's fused kernel, of which a CPU computes the one in float32."""
-
-    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Compute self-attention of tokens [b, N, D], without mask or dropout."""
-        b, n = x.shape[:2]
-        qkv = self.qkv(x).view(b, n, 3, self.num_heads, self.head_dim)
-        return self.proj(fused_attention(qkv).reshape(b, n, -1))
-
-
-def fused_attention(qkv: Tensor) -> Tensor:
-    """Compute attention of packed [b, N, 3, heads, d]: [b, N, heads, d]."""
-    if qkv.device.type == "cpu":
-        # In bfloat16 its backward pass takes six times as long as in float32.
-        qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
-    query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
-    with torch.autocast(qkv.device.type, enabled=False):
-        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-
-
-def use_fused_attention(model: nn.Module) -> None:
-    """Let all timm attention in a model be fused; parameters and names stay timm's."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.__class__ = FusedAttention
 
 
 class PostNormBlock(ResPostBlock):
@@ -119,7 +93,7 @@ class VisionEncoder(VisionTransformer):
         del self.pos_embed  # learnt in timm, fixed here: a buffer is neither trained nor sharded
         grid = settings.image_size // settings.patch_size
         self.register_buffer("pos_embed", sincos_2d(settings.width, grid, self.num_prefix_tokens))
-        use_fused_attention(self)
+        use_attention(self, "sdpa")
         initialize(self)
         patch = self.patch_embed.proj.weight
         nn.init.xavier_uniform_(patch.data.view(patch.shape[0], -1))

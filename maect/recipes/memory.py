@@ -12,6 +12,9 @@ weights, activations that wait for the backward pass (`maect.recipes.cost`).
 
 Captured passes keep their memory between steps, those over each size of view their own, with a copy
 of their inputs and gradients of their own: neither heads nor the update may use it.
+
+ZeRO 3 is counted as 2: DeepSpeed keeps whole weights that are read again before 10^9 others
+(`stage3_max_reuse_distance`), so that at the end of the forward pass of ViT-B and L all are whole.
 """
 
 import re

@@ -35,6 +35,7 @@ class FineTune(Supervised, Training):
     # There are many runs (seeds, subsets, encoders), and none continues from their states.
     keeps_state: ClassVar[bool] = False
     labelled: ClassVar[bool] = True
+    highest_zero: ClassVar[int] = 2
 
     shots: int = Field(default=0, ge=0)
     """Labels per class, instead of a fraction; 0: a fraction."""

@@ -21,7 +21,7 @@ from maect.models.vit import Pooling, VisionEncoder
 from maect.recipes import views_by_size, visible_patches
 from maect.stages.base import WithoutLabels
 from maect.train.health import collapse, spread
-from maect.train.objective import Objective
+from maect.train.objective import Gathered, Objective
 from maect.train.passes import Passes
 
 
@@ -130,10 +130,10 @@ class ViewsObjective(Objective):
         for head in self.queue_heads.values():
             head.forget_samples(fields)
 
-    def after_update(self) -> None:
+    def after_update(self, gathered: Gathered) -> None:
         """Move each EMA projector towards its projector."""
         for head in self.queue_heads.values():
-            head.after_update()
+            head.after_update(gathered)
 
     @property
     def has_health(self) -> bool:

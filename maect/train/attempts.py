@@ -20,6 +20,7 @@ from maect.core.errors import counted
 from maect.core.settings import Settings, validated
 from maect.data import native
 from maect.data.decode import decoder_name
+from maect.models.attention import flash_kernel
 from maect.recipes.computing import Computing
 from maect.train.engine import Engine
 from maect.train.run_folder import origin, read_notes, write_notes
@@ -152,6 +153,8 @@ def begin_attempt(
     without = "computed without, which may change the last bits"
     if engine.not_compiled:
         sentences.append(f"nothing can be compiled here ({engine.not_compiled}): {without}")
+    if computing.attention == "flash_attn" and flash_kernel() is None:
+        sentences.append(f"attention: flash_attn is not installed here: {without}")
     for sentence in sentences:
         if sentence is not None:
             tell(context, folder, sentence)

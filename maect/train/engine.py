@@ -1,8 +1,8 @@
 """The one module that knows DeepSpeed: forward, backward, step, and this rank's shards.
 
-DeepSpeed partitions optimizer states (ZeRO 1) or also gradients (2) over the ranks. What a rank
-owns are its shards: saving, restoring and averaging work on them, so none of these gathers anything
-and none depends on the ZeRO stage. One rank has nothing to partition: there DeepSpeed's
+DeepSpeed partitions optimizer states (ZeRO 1), gradients (2) or parameters (3) over the ranks. What
+a rank owns are its shards: saving, restoring and averaging work on them, so none of these gathers
+anything and none depends on the ZeRO stage. One rank has nothing to partition: there DeepSpeed's
 stage 0 updates the parameters in place, whichever stage was asked for.
 """
 
@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from maect.core.context import Context
 from maect.core.distributed import STEP_TIMEOUT, device_of, join, keep_freed_memory
 from maect.data.loader import Batch
+from maect.models.attention import use_attention
 from maect.models.decoder import Decoder
 from maect.models.vit import VisionEncoder
 from maect.recipes import Encoder, views_by_size
@@ -146,6 +147,7 @@ class Engine:
         self.module = module
         self._device = device
         self._on_gpu = device.type == "cuda"
+        use_attention(module, computing.attention)
         for part in cast_parts(module):
             part.checkpointing = computing.activation_checkpointing
         asked = is_to_be_compiled(module, settings.labelled, device, computing)
@@ -198,19 +200,23 @@ class Engine:
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "overlap_comm": computing.overlap_comm,
+            # It would replace the layer for the whole process, and round before the bias is added.
+            "memory_efficient_linear": False,
         }
-        if self._stage:
+        if self._stage in (1, 2):
             # One norm of all gradients, ours, in place of one per group, each with an exchange.
             partitions["compute_grad_norm"] = False
         return partitions
 
     # ---- Where DeepSpeed keeps a rank's values and gradients. Its public functions
     # (`deepspeed.utils.safe_get_full_fp32_param`, …) gather whole parameters, or give values
-    # without their place in the parameter: all names of `_zero` and `_hp_mapping` are its own
-    # (0.19.8).
+    # without their place in the parameter: all names of `_zero`, `ds_…` and `_hp_mapping` are
+    # its own (0.19.8).
 
     def _flat_tensors(self) -> list[Tensor]:
         """Return the float32 tensors that the optimizer updates on this rank, one a group."""
+        if self._stage == 3:
+            return list(self._zero.fp32_partitioned_groups_flat)
         return list(self._zero.single_partition_of_fp32_groups)
 
     def _parts(self) -> Iterator[Part]:
@@ -219,6 +225,12 @@ class Engine:
         for name, parameter in self._trained.items():
             if self._stage == 0:
                 yield Part(name, 0, parameter, 0, parameter.numel())
+            elif self._stage == 3:
+                group, offset, padded = self._zero.grad_position[self._zero.get_param_id(parameter)]
+                start = dist.get_rank() * padded
+                length = min(padded, parameter.ds_numel - start)
+                if length > 0:
+                    yield Part(name, start, flat[group], offset, length)
             elif parameter._hp_mapping is not None:
                 mapping = parameter._hp_mapping
                 start = mapping.lp_fragment_address.start
@@ -233,9 +245,9 @@ class Engine:
                     yield name, parameter.grad
             return
         names = {id(p): name for name, p in self._trained.items()}
+        parts = self._zero.fp16_groups if self._stage == 3 else self._zero.params_in_partition
         for group, gradients in self._zero.averaged_gradients.items():
-            parameters = self._zero.params_in_partition[group]
-            for parameter, gradient in zip(parameters, gradients, strict=False):  # padding
+            for parameter, gradient in zip(parts[group], gradients, strict=False):  # padding
                 yield names[id(parameter)], gradient
 
     # ---- one step
@@ -296,6 +308,15 @@ class Engine:
         event.record()
         return event
 
+    def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a part is whole on every rank, also under ZeRO 3."""
+        import deepspeed
+
+        context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
+            list(module.parameters()), enabled=self._stage == 3
+        )
+        return context
+
     # ---- state
 
     def _create_moments(self, updated: Iterable[Tensor]) -> None:
@@ -340,6 +361,15 @@ class Engine:
         if self.captures:
             cast(Objective, self.module).passes.release()
         self._engine.destroy()
+        if self._stage < 3:
+            return
+        for parameter in cast("Iterable[Any]", self.module.parameters()):
+            for tensor in (parameter, parameter.ds_tensor):
+                tensor.data = tensor.new_empty(0)
+        # `destroy` leaves cycles of stage 3 that the collector does not find soon (0.19.8).
+        self._engine.optimizer = None
+        vars(self._zero).clear()
+        self._adam.state.clear()
 
 
 class GuardedAdamW(torch.optim.AdamW):

@@ -1,6 +1,7 @@
 """Interface between the trainer and the module that a stage builds."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from maect.data.loader import Batch
 from maect.models.vit import VisionEncoder
 from maect.train.checkpoint import StateReader
 from maect.train.passes import Passes
+
+Gathered = Callable[[nn.Module], AbstractContextManager[None]]
+"""A context in which a part's parameters are complete on every rank."""
 
 
 class Objective(nn.Module):
@@ -91,7 +95,7 @@ class Objective(nn.Module):
     def forget_samples(self, fields: Collection[str]) -> None:
         """Forget `ids` or `labels` of samples in buffers, since they were of other images."""
 
-    def after_update(self) -> None:
+    def after_update(self, gathered: Gathered) -> None:
         """Update what depends on the weights, such as an EMA projector."""
 
     def health(self, batch_size: int) -> tuple[dict[str, float], str | None]:

@@ -42,7 +42,9 @@ def is_to_be_compiled(
         return computing.compile
     widths = [cast(Any, block).attn.qkv.in_features for block in _blocks(module)]
     is_wide: bool = max(widths, default=0) >= COMPILED_WIDTH
-    return device.type == "cuda" and is_wide and not labelled
+    # Under ZeRO 3 DeepSpeed gathers the parameters of a layer in hooks.
+    is_whole = computing.zero_stage < 3
+    return device.type == "cuda" and is_wide and is_whole and not labelled
 
 
 def compile_blocks(module: nn.Module, device: torch.device) -> str:

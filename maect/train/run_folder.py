@@ -206,6 +206,8 @@ def origin() -> dict[str, Any]:
             versions[package] = version(package)
         except ImportError:
             versions[package] = getattr(maect, "__version__", "unknown")
+    with suppress(ImportError):  # optional
+        versions["flash_attn"] = version("flash_attn")
     revision = _git("rev-parse", "HEAD").strip()
     if revision and _git("status", "--porcelain", "--untracked-files=no"):
         revision += f"-dirty-{digest(_git('diff', 'HEAD'))}"

@@ -116,7 +116,13 @@ class Updates(Settings):
 
 
 class Training(Updates, Stage):
-    """Settings of every stage that trains."""
+    """Settings of every stage that trains.
+
+    Attributes:
+        highest_zero: highest ZeRO stage that it can be computed with.
+    """
+
+    highest_zero: ClassVar[int] = 3
 
     @property
     def whole_batch(self) -> bool:
@@ -125,6 +131,8 @@ class Training(Updates, Stage):
 
     def check_computing(self, computing: Computing) -> None:
         """Raise ValueError for a way of computing that these settings rule out."""
+        if computing.zero_stage > self.highest_zero:
+            raise ValueError(f"zero_stage {computing.zero_stage}: at most {self.highest_zero}")
         if self.whole_batch and computing.accumulation != 1:
             raise ValueError(
                 "accumulation must be 1 in contrastive stages: batch statistics and negatives are "
@@ -293,6 +301,7 @@ class Training(Updates, Stage):
             f"{least / GIB:.0f} with zero_stage, activation_checkpointing and accumulation as far "
             f"as possible, and it has {memory / GIB:.0f}; "
             + (f"{enough} nodes would do" if enough else "a smaller batch_size or encoder would do")
+            + ("; zero_stage 3 is counted as 2" if computing.zero_stage == 3 else "")
         )
 
     def ways(self, computing: Computing, ranks: int) -> Iterator[Computing]:

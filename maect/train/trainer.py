@@ -439,7 +439,7 @@ class Trainer(Session):
             device=self.device,
         )
         self.engine.step(self.stage.lr_multiplier(number - 1, self.steps), sums.is_not_finite)
-        self.objective.after_update()
+        self.objective.after_update(self.engine.gathered)
         self._buffers.commit()
         sums.start_copy()
         self._unread = sums

@@ -48,7 +48,10 @@ def attempt(**changes: Any) -> Attempt:
         ),
         ({"compiled": False}, "resumes with compiled False, it was True"),
         ({"ranks_a_node": 1}, "resumes with ranks_a_node 1, it was 2"),
-        ({"computing": {"zero_stage": 2}}, "resumes with zero_stage 2, it was 1"),
+        (
+            {"computing": {"attention": "flash_attn"}},
+            "resumes with attention flash_attn, it was sdpa",
+        ),
     ],
     ids=str,
 )

@@ -1113,7 +1113,7 @@ def test_how_a_run_is_computed_stands_beside_its_settings(tmp_path: Path) -> Non
     assert tuned.computing.compile and not found.runs["plain"].computing.compile
     for changes, message in (
         ({"runs": {"m": one | {"computing": {"zero": 1}}}}, "unknown key 'zero'"),
-        ({"runs": {"m": one | {"set": {"zero_stage": 0}}}}, "zero_stage: Input should be 1 or 2"),
+        ({"runs": {"m": one | {"set": {"zero_stage": 0}}}}, "no stage 0: leave it out"),
         ({"protocols": {"knn": {"compile": True}}}, "knn trains no run"),
     ):
         with pytest.raises(UserError, match=message):

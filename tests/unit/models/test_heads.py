@@ -325,7 +325,7 @@ def test_projector_ema():
         for parameter in head.projector.parameters():
             parameter.add_(1.0)
         head.projector[1].running_mean.fill_(7.0)
-    head.after_update()
+    head.update_ema()
     for name, value in head.slow_projector.named_buffers():
         if name in weights:
             torch.testing.assert_close(value, 0.9 * before[name] + 0.1 * weights[name].detach())

@@ -1,5 +1,6 @@
 """Steps of an objective in float64 on several ranks, without the engine: sums agree to 1e-12."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ def steps(context, *, out, shards, stage, settings, encoder, seed, **_):
             for parameter in trained:
                 dist.all_reduce(parameter.grad)
                 parameter -= 0.1 / context.world_size * parameter.grad
-        objective.after_update()
+        objective.after_update(lambda part: nullcontext())
         losses.append(sum_scalars([loss], device)[0] / context.world_size)
     if context.rank == 0:
         torch.save({"losses": torch.tensor(losses)} | objective.state_dict(), out)

@@ -18,7 +18,8 @@ from maect.stages.run import RunConfig
 from maect.train.checkpoint import saved
 
 OTHERWISE = [
-    {"accumulation": 2, "activation_checkpointing": True, "zero_stage": 2},
+    {"accumulation": 2, "activation_checkpointing": True, "zero_stage": 3},
+    {"zero_stage": 2, "attention": "flash_attn"},
     pytest.param({"compile": True}, marks=pytest.mark.slow),
 ]
 

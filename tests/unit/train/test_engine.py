@@ -5,6 +5,7 @@ import json
 import platform
 import subprocess
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from ranks import Place, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import ENCODER, losses, metrics
 
+from maect.models.attention import flash_kernel, use_attention
 from maect.models.precision import mixed_precision
 from maect.models.vit import build_encoder, seeded
 from maect.recipes import load_encoder
@@ -64,16 +66,17 @@ def test_compiled_blocks_compute_the_same(frozen):
 
 
 def test_what_is_compiled_where_nothing_is_asked():
-    def compiled(recipe, size, device, asked=None, norm="pre"):
+    def compiled(recipe, size, device, asked=None, zero=1, norm="pre"):
         tune = {"mixup": 0, "cutmix": 0}
         stage = FineTune.model_validate(tune) if not recipe else load_recipe(recipe, size)
         with torch.device("meta"):
             encoder = build_encoder(load_encoder(size).model_copy(update={"norm": norm}))
-        computing = Computing(compile=asked)
+        computing = Computing(compile=asked, zero_stage=zero)
         return is_to_be_compiled(encoder, stage.labelled, torch.device(device), computing)
 
     assert compiled("mae", "base", "cuda") and compiled("ct_min", "large", "cuda")
     assert not compiled("mae", "small", "cuda") and not compiled("mae", "base", "cpu")
+    assert not compiled("mae", "base", "cuda", zero=3)
     assert not compiled("", "base", "cuda")  # fine-tuning, which was not measured
     assert not compiled("ct_min", "base", "cuda", norm="post")  # data2vec's, which cannot be
     assert compiled("mae", "small", "cpu", True) and not compiled("mae", "base", "cuda", False)
@@ -93,6 +96,21 @@ def test_blocks_are_compiled_for_more_shapes_than_eight(monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + 10
 
 
+def test_without_flash_attn_compiled_blocks_are_whole(monkeypatch):
+    """The package is not looked for in a block, where that would end the graph."""
+    if find_spec("flash_attn"):
+        pytest.skip("flash_attn is installed")
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, backend="eager", **how))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    objective = Bare()
+    use_attention(objective, "flash_attn")
+    assert compile_blocks(objective, torch.device("cpu")) == ""
+    objective.gradients()
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 @pytest.mark.slow
 def test_without_a_compiler_it_says_why_and_goes_on(monkeypatch, tmp_path):
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "none")))
@@ -103,6 +121,18 @@ def test_without_a_compiler_it_says_why_and_goes_on(monkeypatch, tmp_path):
     found = objective.gradients()
     assert reason and "\n" not in reason
     assert all(torch.equal(found[name], value) for name, value in plain.gradients().items())
+
+
+def test_without_flash_attn_it_says_so_once_and_takes_sdpa(caplog, tmp_path):
+    if find_spec("flash_attn"):
+        pytest.skip("flash_attn is installed")
+    flash_kernel.cache_clear()
+    plain, objective = Bare("bf16"), Bare("bf16")
+    use_attention(objective, "flash_attn")
+    found = objective.gradients()
+    assert caplog.text.count("flash_attn is not installed") == 1
+    assert found.keys() == plain.gradients().keys()
+    assert in_a_process_of_its_own(sdpa_in_place_of_flash_attn, tmp_path) == [None]
 
 
 def test_recomputed_activations_give_the_same_bits_in_bf16(tmp_path):
@@ -130,6 +160,12 @@ def test_checkpointing_covers_the_decoder():
 def in_a_process_of_its_own(check, folder):
     """As a rank is one: late in a long session of tests these bits have been seen to differ."""
     return run(1, {"function": check}, log=folder / "log")
+
+
+def sdpa_in_place_of_flash_attn(context):
+    plain, objective = Bare("bf16"), Bare("bf16")
+    use_attention(objective, "flash_attn")
+    same_bits(objective.gradients(), plain.gradients())
 
 
 def recomputed_activations(context):

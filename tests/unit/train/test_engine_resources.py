@@ -48,7 +48,7 @@ def limits(context, zero_stage):
     return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_every_collective_has_our_time_limit(zero_stage, tmp_path):
     seen = run(2, {"function": limits, "zero_stage": zero_stage}, log=tmp_path / "log")
     assert seen[0] and set(seen[0]) == {LIMIT.total_seconds()}
@@ -84,14 +84,16 @@ def kept(context, zero_stage, planned):
     return seen
 
 
-@pytest.mark.parametrize(("zero_stage", "ranks"), [(1, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("zero_stage", "ranks"), [(1, 1), (1, 2), (2, 2), (3, 2)])
 def test_an_engine_keeps_no_memory_once_it_is_closed(zero_stage, ranks, tmp_path):
     weights = WIDTH**2 + WIDTH
     planned = FLOAT * weights + Footprint(weights, weights, 0, 0, 0, 0, 0).states(ranks)
-    value = {"function": kept, "zero_stage": zero_stage, "planned": planned}
+    known = zero_stage < 3  # which holds what is counted as 2's, or less
+    value = {"function": kept, "zero_stage": zero_stage, "planned": planned if known else math.inf}
     held, *seen = run(ranks, value, log=tmp_path / "log")[0]
     assert seen[-1] - min(seen) <= KEPT
-    assert planned / NEAR <= held <= NEAR * planned
+    if known:
+        assert planned / NEAR <= held <= NEAR * planned
 
 
 class Operators(TorchDispatchMode):

@@ -103,7 +103,7 @@ def test_as_counted_on_a_pretended_device(case):
 
 
 def test_states_are_shared_by_the_ranks():
-    """AdamW's two moments and the weights that ZeRO updates, in float32."""
+    """AdamW's two moments and the weights that ZeRO updates, in float32; stages 2 and 3 alike."""
     footprint = stage_of("mae").footprint(load_encoder("base"), 64, Computing(cuda_graphs=False))
     trained = footprint.trained
     assert trained == footprint.weights == pytest.approx(111.9e6, rel=0.01)  # MAE's ViT-B
@@ -113,6 +113,7 @@ def test_states_are_shared_by_the_ranks():
 
     assert less(16) == pytest.approx(1.05 * 12 * trained / 16)
     assert less(8, zero_stage=2) == pytest.approx(1.05 * 4 * trained * 7 / 8)
+    assert less(8, zero_stage=2) == less(8, zero_stage=3)
     assert -less(8, overlap_comm=True) == pytest.approx(1.05 * 4 * 50e6)  # a second bucket
     # One rank updates its weights themselves, and exchanges nothing.
     assert less(1) == pytest.approx(1.05 * ((12 / 8 - 8) * trained + 4 * 50e6))
@@ -161,6 +162,9 @@ def test_what_fits_in_no_way_is_refused_with_what_would():
         stage_of("ct_min", "huge14").fitted(load_encoder("huge14"), PLAIN, 1, 1, 30 * GIB)
     with pytest.raises(UserError, match="a smaller batch_size or encoder would do"):
         stage_of("mae", "huge14").fitted(load_encoder("huge14"), PLAIN, 1, 4, 6 * GIB)
+    with pytest.raises(UserError, match=r"would do; zero_stage 3 is counted as 2$"):
+        way = Computing(zero_stage=3)
+        stage_of("mae", "huge14").fitted(load_encoder("huge14"), way, 1, 4, 6 * GIB)
 
 
 def test_a_batch_that_does_not_split_is_refused_before_memory():

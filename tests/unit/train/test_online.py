@@ -209,8 +209,9 @@ def clearly(context, **job):
     return train(context, **job)
 
 
-def test_two_ranks_see_what_one_sees(job, runs, tmp_path):
-    mae = job("mae", "mae", **FEW) | {"online": ONLINE, "function": clearly}
+@pytest.mark.parametrize("zero", [1, 3])
+def test_two_ranks_see_what_one_sees(job, runs, tmp_path, zero):
+    mae = job("mae", "mae", zero_stage=zero, **FEW) | {"online": ONLINE, "function": clearly}
     assert run(2, mae, log=tmp_path / "log") == ["done"]
     pairs = zip(evaluations(runs / "mae-evaluated"), evaluations(mae["folder"]), strict=True)
     for one, two in pairs:

@@ -6,6 +6,7 @@ are those of ml-jku/MIM-Refiner.
 """
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -192,7 +193,7 @@ def train(recipe, digits, w, queue, before=None):
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * stage.lr_multiplier(step, STEPS)
         optimizer.step()
-        objective.after_update()
+        objective.after_update(lambda part: nullcontext())
         adamw(w, moments, step)
         for average, tensors in zip(averages, (dict(objective.named_parameters()), w), strict=True):
             for name, value in average.items():

@@ -38,7 +38,7 @@ def steps_saved(folder):
     return sorted(int(f.parent.name[5:]) for f in Path(folder).glob("state/step-*/state.json"))
 
 
-@pytest.mark.parametrize("zero", [1, slow(2)])
+@pytest.mark.parametrize("zero", [1, slow(2), slow(3)])
 def test_killed_and_restarted(job, tmp_path, whole, zero):
     log = tmp_path / "log"
     stages = [("mae", None), ("head_min", whole / "mae"), ("ct_min", whole / "head_min")]
@@ -247,7 +247,7 @@ def test_not_a_number_stops_the_run_and_spoils_no_state(job, tmp_path, whole):
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, slow(3)])
 def test_an_infinite_gradient_is_not_stepped_with(job, tmp_path, zero):
     # 1e37 times the loss is still a float32; the norm of its gradient is not.
     steep = {"contrastive": "combined", "contrastive_weight": 1e37, "head": {}, "zero_stage": zero}

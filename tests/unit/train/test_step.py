@@ -38,7 +38,7 @@ class Counting:
     def prepare(self, batch, device):
         return None
 
-    def after_update(self):
+    def after_update(self, gathered):
         pass
 
 
@@ -125,6 +125,9 @@ class Engine:
 
     def step(self, multiplier, skip):
         self.updates += 1 - int(skip)
+
+    def gathered(self, module):
+        pass
 
 
 class Saver:
