@@ -52,7 +52,7 @@ GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
     ),
     "Use an encoder on images": (
         answers.embed, answers.cluster, answers.search, answers.duplicates, answers.predict,
-        answers.sort, answers.audit, tools.compare,
+        answers.sort, tools.compare,
     ),
     "Public weights and sharing": (
         data.retrieve, jobs.import_weights, answers.export, answers.publish,

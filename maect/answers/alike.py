@@ -1,8 +1,5 @@
 """Find pairs of images: equal files, links, and pairs that are more alike than random ones.
 
-`maect duplicates` and `maect audit` both collect `SearchedImages`, of a folder or of the splits of
-a data set, and list what `find_pairs` returns.
-
 How alike two different images may be depends on the images: scans of digits have cosines and
 hashes that only copies of photographs have. So the border is found in random pairs. Few of them are
 close, and the number of those within a distance x grows as a power of x, as in a cloud of points.
@@ -10,10 +7,12 @@ Two quantiles give the power; the border is the distance within which one pair i
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ LEAST = 0.95
 SAMPLED = 500_000
 """Random pairs that the border is found in."""
 MOST = 100_000
-"""Pairs that are listed."""
+"""Near-duplicates that are listed."""
 _COPIES = 3
 """Near-duplicates an image may have, on average, without moving the border."""
 _QUANTILE = 0.001
@@ -40,14 +39,18 @@ Array = NDArray[np.float32]
 Rows = NDArray[np.int64]
 
 
+Kind = Literal["equal", "near", "symbolic link", "hard link"]
+
+
 @dataclass(frozen=True)
 class Pair:
-    """Two images: equal files, names of one file, or pictures that are alike.
+    """Two images that are the same, or more alike than random pairs of these images.
 
     Attributes:
-        exact: whether they are two files that are equal, byte for byte.
-        link: "symbolic link" or "hard link" if both are names of one file, which is no copy; or "".
-        near: whether they are more alike than random pairs of these images.
+        a, b: their names.
+        split_a, split_b: their splits; "" in a folder.
+        kind: two files that are equal, byte for byte; pictures that are alike; or two names of one
+            file, which is no copy.
         bits: of 64 in which their perceptual hashes differ, the second as it is or mirrored; or
             None without hashes.
         similarity: cosine of their standardised vectors; None without vectors.
@@ -57,20 +60,9 @@ class Pair:
     b: str
     split_a: str
     split_b: str
-    exact: bool
-    link: str
-    near: bool
+    kind: Kind
     bits: int | None
     similarity: float | None
-
-    @property
-    def kind(self) -> str:
-        """Return which of "link", "exact", "near" and "other" the pair is."""
-        if self.link:
-            return "link"
-        if self.exact:
-            return "exact"
-        return "near" if self.near else "other"
 
 
 @dataclass(frozen=True)
@@ -90,7 +82,7 @@ class SearchedImages:
     names: Sequence[str]
     digests: Sequence[bytes | None]
     splits: Sequence[str]
-    links: dict[int, tuple[int, str]]
+    links: dict[int, tuple[int, Kind]]
     hashes: Array | None = None
     mirrored: Array | None = None
     vectors: Array | None = None
@@ -101,7 +93,7 @@ class Found:
     """Pairs of images, and from where on two images are near-duplicates.
 
     Attributes:
-        pairs: equal files, near-duplicates, the most alike of the others, links.
+        pairs: equal files, near-duplicates, links.
         bits: of 64 in which near-duplicates differ at most; below 0: hashes tell nothing here;
             None without hashes.
         similarity: of near-duplicates' vectors, at least; None without vectors.
@@ -113,38 +105,29 @@ class Found:
     similarity: float | None
     cut: bool
 
-    def count(self, kind: str) -> int:
-        """Return how many pairs are `exact`, `near`, `link`, or `other`."""
-        return sum(pair.kind == kind for pair in self.pairs)
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return how many pairs are `equal`, `near`, or a `link`."""
+        found = Counter(pair.kind.rpartition(" ")[2] for pair in self.pairs)
+        return {kind: found[kind] for kind in ("equal", "near", "link")}
 
 
-def find_pairs(
-    images: SearchedImages,
-    others: int = 0,
-    within: bool = True,
-    least: float | None = None,
-    most: int = MOST,
-) -> Found:
-    """Find equal files, links, near-duplicates, and the pairs that are most alike beside these.
+def find_pairs(images: SearchedImages, most: int = MOST) -> Found:
+    """Find equal files, links and near-duplicates; of several splits the pairs across two.
 
     An image may be there a thousand times: each copy is paired with the first of each split.
 
     Args:
-        others: number of pairs to return that are neither equal nor near; of one split.
-        within: also pairs inside a split.
-        least: cosine of near-duplicates; None: what about one random pair of these images would
-            reach, and at least `LEAST`.
         most: number of near-duplicates to return at most, the most alike.
     """
     splits = images.splits
     links = images.links
+    within = len(set(splits)) == 1
     # Inside a split a link is no image of its own.
     files = [i for i in range(len(splits)) if i not in links or splits[links[i][0]] != splits[i]]
     equal, kept = _equal_files(images, files, within)
     parts = [kept[[splits[i] == split for i in kept]] for split in dict.fromkeys(splits)]
-    compared = [
-        (one, other) for number, other in enumerate(parts) for one in parts[: number + within]
-    ]
+    compared = [(kept, kept)] if within else list(combinations(parts, 2))
     bits = None
     similarity = None
     candidates: list[Iterator[tuple[int, int, float]]] = []
@@ -153,7 +136,7 @@ def find_pairs(
         for other in (images.hashes, images.mirrored):
             candidates.append(_near(images.hashes, other, BITS - 2 * bits, compared))
     if images.vectors is not None:
-        similarity = least or _least_cosine(images.vectors, compared)
+        similarity = _least_cosine(images.vectors, compared)
         by_vector = _near(images.vectors, images.vectors, similarity, compared)
         candidates.append((i, j, BITS * product) for i, j, product in by_vector)
     digests = images.digests
@@ -163,30 +146,17 @@ def find_pairs(
         if digests[i] is None or digests[i] != digests[j]
     )
     near, cut = most_of(different, most)
-    ranked = _most_alike_of(images, kept, others + len(near)) - near.keys() if others else set()
-    listed = [_pair(images, i, j, near=True) for i, j in near]
-    rest = [_pair(images, i, j) for i, j in ranked]
-    for part in (listed, rest):
-        part.sort(key=lambda pair: _order(pair, bits))
-    linked_pairs = [
-        _pair(images, i, j, link=how)
+    linked = [
+        _pair(images, i, j, how)
         for j, (i, how) in sorted(links.items())
         if within or splits[i] != splits[j]
     ]
-    copies = [_pair(images, i, j, exact=True) for i, j in equal]
-    return Found([*copies, *listed, *rest[:others], *linked_pairs], bits, similarity, cut)
+    copies = [_pair(images, i, j, "equal") for i, j in equal]
+    alike = [_pair(images, i, j, "near") for i, j in near]
+    return Found([*copies, *alike, *linked], bits, similarity, cut)
 
 
-def _order(pair: Pair, bits: int | None) -> tuple[bool, float, int, str, str]:
-    """Return the key that sorts pairs: first those of near hashes, then the most similar."""
-    differ = 0 if pair.bits is None else pair.bits
-    far = bits is not None and differ > bits
-    return far, -(pair.similarity or 0.0), differ, pair.a, pair.b
-
-
-def _pair(
-    images: SearchedImages, i: int, j: int, exact: bool = False, link: str = "", near: bool = False
-) -> Pair:
+def _pair(images: SearchedImages, i: int, j: int, kind: Kind) -> Pair:
     """Return what two images have in common."""
     bits = None
     similarity = None
@@ -195,11 +165,11 @@ def _pair(
         bits = int((BITS - product) / 2)
     if images.vectors is not None:
         similarity = min(1.0, float(images.vectors[i] @ images.vectors[j]))
-        if exact or link:
+        if kind != "near":
             similarity = 1.0
     names = images.names
     splits = images.splits
-    return Pair(names[i], names[j], splits[i], splits[j], exact, link, near, bits, similarity)
+    return Pair(names[i], names[j], splits[i], splits[j], kind, bits, similarity)
 
 
 def _equal_files(
@@ -274,20 +244,6 @@ def _near(
     for rows, others in compared:
         for i, j, product in near_rows(one[rows], other[others], least, within=rows is others):
             yield int(rows[i]), int(others[j]), product
-
-
-def _most_alike_of(images: SearchedImages, kept: Rows, count: int) -> set[tuple[int, int]]:
-    """Return the pairs of images that are most alike, by vectors, or without them by hashes."""
-    if images.vectors is not None:
-        rows = images.vectors[kept]
-        found = most_alike(rows, rows, count)
-    elif images.hashes is not None and images.mirrored is not None:
-        hashes = images.hashes[kept]
-        mirrored = images.mirrored[kept]
-        found = [*most_alike(hashes, hashes, count), *most_alike(hashes, mirrored, count)]
-    else:
-        found = []
-    return {(int(kept[i]), int(kept[j])) for i, j in found}
 
 
 def random_pairs(n: int, m: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -373,29 +329,9 @@ def most_of(
     return best(), cut or len(kept) > most
 
 
-def most_alike(one: Array, other: Array, count: int) -> list[tuple[int, int]]:
-    """Return the positions (i < j) of the pairs of rows [n, width] with the largest products."""
-    best = np.empty(0, np.float32)
-    pairs = np.empty((0, 2), np.int64)
-    for start in range(0, len(one), _ROWS):
-        for begin in range(start, len(other), _ROWS):
-            products = one[start : start + _ROWS] @ other[begin : begin + _ROWS].T
-            if begin == start:
-                products[np.tril_indices(len(products), 0, products.shape[1])] = -np.inf
-            flat = products.ravel()
-            top = np.argpartition(-flat, min(count, flat.size) - 1)[:count]
-            top = top[np.isfinite(flat[top])]
-            rows, columns = np.divmod(top, products.shape[1])
-            both = np.stack([start + rows, begin + columns], axis=1)
-            best, pairs = np.concatenate([best, flat[top]]), np.concatenate([pairs, both])
-            order = np.argsort(-best, kind="stable")[:count]
-            best, pairs = best[order], pairs[order]
-    return [(int(i), int(j)) for i, j in pairs]
-
-
 def linked_names(
     files: Sequence[tuple[Path, str] | None], splits: Sequence[str]
-) -> dict[int, tuple[int, str]]:
+) -> dict[int, tuple[int, Kind]]:
     """Return the images whose file has another name, by position: that name's position, and how.
 
     The name that is no symbolic link is the other one, of several the first of its split, or
@@ -411,7 +347,7 @@ def linked_names(
             status = (root / name).stat()
             is_link = os.path.realpath(root / name) != os.path.join(os.path.realpath(root), name)
             by_file.setdefault((status.st_dev, status.st_ino), []).append((is_link, number))
-    found: dict[int, tuple[int, str]] = {}
+    found: dict[int, tuple[int, Kind]] = {}
     for names in by_file.values():
         firsts: dict[str, int] = {}
         for is_link, number in sorted(names):

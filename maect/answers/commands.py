@@ -150,72 +150,51 @@ def search(
             print(f"{similarity:.4f}  {vectors.files[number].translate(CONTROL)}")
 
 
-def audit(
-    run: Path,
-    /,
-    *,
-    threshold: float | None = None,
-    within: bool = False,
-    dataset: str | None = None,
-    out: Path | None = None,
-) -> None:
-    """Find duplicates and near-duplicates across splits.
-
-    `maect audit results/birds/runs/ct_min`
-
-    Args:
-        run: folder of a run whose features were extracted.
-        threshold: smallest cosine of a pair's standardised features (default: what about one random
-            pair of these images reaches, and at least 0.95).
-        within: also pairs inside a split.
-        dataset: data set to search, if the run has features of several.
-        out: folder of the tables and the page; by default RESULTS/audits/RUN.
-    """
-    from maect.answers.audit import audit as find_pairs
-    from maect.answers.audit import open_splits, write_audit
-    from maect.core.files import write_record
-    from maect.experiment.pages import AUDIT
-
-    run = run.absolute()
-    splits = open_splits(run, dataset)
-    found = find_pairs(splits, threshold, within)
-    folder = out or run.parents[1] / "audits" / run.name
-    pairs = write_audit(run.name, found, splits, folder)
-    if out is None:
-        digests = {split.name: split.index.digest for split in splits}
-        write_record(run.parents[1] / AUDIT, {"splits": digests, "pairs": pairs})
-    linked = f", {counted(found.count('link'), 'link')}" if found.count("link") else ""
-    cut = ", the most alike of more" if found.cut else ""
-    exact = counted(found.count("exact"), "pair")
-    near = counted(found.count("near"), "pair")
-    print(f"{folder}: {exact} of equal files{linked}, {near} of near-duplicates{cut}")
-    print(f"Near-duplicates have a cosine of {found.similarity:.4g} or more")
-    print(f"Open {folder / 'index.html'}, which says what to do")
-
-
 def duplicates(
     what: Path,
     /,
     *,
-    out: Path,
-    count: Positive = 50,
+    out: Path | None = None,
     images: Path | None = None,
+    dataset: str | None = None,
     pixels: StatedPixels = None,
 ) -> None:
-    """List the images of a folder that are most alike.
+    """List equal files and near-duplicates, of a folder or across the splits of a run.
 
     `maect duplicates photos --out twice`
 
     Args:
-        what: images, or a .parquet that maect embed wrote.
-        out: folder of the tables and the page.
-        count: pairs to list besides equal files (default 50).
+        what: images; a .parquet that maect embed wrote; or the folder of a run, whose splits with
+            features are compared.
+        out: folder of the tables and the page; of a run by default RESULTS/duplicates/RUN.
         images: where the images of a .parquet are, if they have moved.
+        dataset: of a run with features of several data sets, the one to search.
     """
-    from maect.answers.duplicates import duplicates as find
+    from maect.answers.duplicates import search_images
+    from maect.answers.split_duplicates import search_splits
+    from maect.core.files import write_record
+    from maect.experiment.pages import DUPLICATES
 
-    said = find(what, out, images, count, pixels)
-    print(f"{out}: {said}; open {out / 'index.html'}")
+    run = what.absolute()
+    left_out = 0
+    if (run / "encoder.safetensors").is_file():
+        folder = out or run.parents[1] / "duplicates" / run.name
+        found, pairs, digests = search_splits(run, folder, dataset)
+        if out is None:
+            write_record(run.parents[1] / DUPLICATES, {"splits": digests, "pairs": pairs})
+    elif out is None:
+        raise UserError(f"{what}: name the folder of the tables and the page with --out")
+    else:
+        folder = out
+        found, left_out = search_images(what, out, images, pixels)
+    counts = found.counts
+    near = counted(counts["near"], "pair")
+    more = ", the most alike of more" if found.cut else ""
+    print(
+        f"{folder}: {counted(counts['equal'], 'pair')} of equal files, {near} of "
+        f"near-duplicates{more}, {counted(counts['link'], 'link')}, {left_out} images left out"
+    )
+    print(f"Open {folder / 'index.html'}, which says what to do")
 
 
 def sort(table: Path, images: Path, out: Path, /, *, link: bool = False) -> None:

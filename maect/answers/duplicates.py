@@ -1,4 +1,4 @@
-"""Images that are there twice, or nearly: by bytes, by a perceptual hash, by vectors."""
+"""Find duplicates in a folder: by bytes, by a perceptual hash, by vectors; write any pairs."""
 
 import hashlib
 import logging
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.answers.alike import BITS, Found, SearchedImages, find_pairs, linked_names
+from maect.answers.alike import BITS, Found, Pair, SearchedImages, find_pairs, linked_names
 from maect.answers.vectors import Vectors, is_index, open_images, thumbnail, write_rows
 from maect.core.errors import UserError, counted, reason
 from maect.core.files import write_json, write_text
@@ -29,7 +29,6 @@ from maect.report.render import render_page
 
 log = logging.getLogger(__name__)
 
-COUNT = 50
 SHOWN = 200
 """Pairs on the page."""
 COPIES = "copies.txt"
@@ -59,23 +58,20 @@ def perceptual_hash(image: Image.Image) -> Array:
 
 
 @dataclass(frozen=True)
-class Hashed:
-    """Images that can be read, with SHA-256 and hashes (±1, float32 [n, 64]), also mirrored.
+class ReadImages:
+    """Images that can be read, with hashes.
 
     Attributes:
-        links: images that are another name of a file, by position: the first name's, and how.
+        entries: of the images, by their names.
         left_out: how many cannot be read.
     """
 
-    entries: list[Entry]
-    digests: list[bytes]
-    hashes: Array
-    mirrored: Array
-    links: dict[int, tuple[int, str]] = field(default_factory=dict)
-    left_out: int = 0
+    images: SearchedImages
+    entries: dict[str, Entry]
+    left_out: int
 
 
-def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = None) -> Hashed:
+def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = None) -> ReadImages:
     """Read each image once, or those of some names; one that cannot be read is left out, named."""
     wanted = [e for e in source.listing().entries if names is None or e.name in names]
     found: list[tuple[Entry, _Read]] = []
@@ -106,15 +102,17 @@ def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = No
         log.warning("%s: %s", source.path, lost)
     shape = (len(found), BITS)
     entries = [entry for entry, _ in found]
-    left_out = len(wanted if names is None else names) - len(found)
-    return Hashed(
-        entries,
+    splits = [""] * len(entries)
+    images = SearchedImages(
+        [entry.name for entry in entries],
         [one.digest for _, one in found],
+        splits,
+        linked_names([file_of(source, entry) for entry in entries], splits),
         np.reshape([one.hash for _, one in found], shape),
         np.reshape([one.mirrored for _, one in found], shape),
-        linked_names([file_of(source, entry) for entry in entries], [""] * len(entries)),
-        left_out,
     )
+    left_out = len(wanted if names is None else names) - len(found)
+    return ReadImages(images, {entry.name: entry for entry in entries}, left_out)
 
 
 @dataclass(frozen=True)
@@ -139,23 +137,7 @@ class _Read:
         return cls(hashlib.sha256(data).digest(), *hashes, facts_of(seen))
 
 
-def images_of(seen: Hashed, vectors: Vectors | None = None) -> SearchedImages:
-    """Return the images of a folder, to be searched for pairs.
-
-    Args:
-        vectors: of the same images; None: hashes alone.
-    """
-    names = [entry.name for entry in seen.entries]
-    rows = None
-    if vectors is not None:
-        position = {name: i for i, name in enumerate(vectors.files)}
-        rows = comparable(vectors.values, scale_of(vectors.values))
-        rows = rows[[position[name] for name in names]]
-    splits = [""] * len(names)
-    return SearchedImages(names, seen.digests, splits, seen.links, seen.hashes, seen.mirrored, rows)
-
-
-def groups_of(seen: Hashed) -> list[int]:
+def groups_of(images: SearchedImages) -> list[int]:
     """Return the group of each image: equal files, links and near-duplicates are in one.
 
     So are images that are near to the same one, such as the frames of a scene.
@@ -163,9 +145,9 @@ def groups_of(seen: Hashed) -> list[int]:
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    n = len(seen.entries)
-    place = {entry.name: i for i, entry in enumerate(seen.entries)}
-    found = find_pairs(images_of(seen), most=n * n).pairs if n > 1 else []
+    n = len(images.names)
+    place = {name: i for i, name in enumerate(images.names)}
+    found = find_pairs(images, n * n).pairs if n > 1 else []
     pairs = [(place[pair.a], place[pair.b]) for pair in found]
     ends = np.array(pairs, np.int64).reshape(-1, 2).T
     graph = coo_array((np.ones(ends.shape[1]), (ends[0], ends[1])), (n, n))
@@ -181,17 +163,19 @@ def file_of(source: ImageSource, entry: Entry) -> tuple[Path, str] | None:
     return source.root, entry.path
 
 
-def duplicates(
-    what: Path,
-    out: Path,
-    images: Path | None = None,
-    count: int = COUNT,
-    read: Mapping[str, Any] | None = None,
-) -> str:
-    """Write tables, a list of copies and a page, and return how many there are, in words.
+def search_images(
+    what: Path, out: Path, images: Path | None = None, read: Mapping[str, Any] | None = None
+) -> tuple[Found, int]:
+    """Search a folder or a table of vectors; write what is found.
 
     Args:
+        what: images, or a .parquet of `maect embed`.
+        out: folder of the tables, the list of copies and the page.
+        images: where the images of a .parquet are, if they have moved.
         read: how images are read, in place of how viewers show them (`Pixels.reading`).
+
+    Returns:
+        The pairs, and how many images cannot be read.
 
     Raises:
         UserError: images that are not there, or fewer than two that can be read.
@@ -208,75 +192,67 @@ def duplicates(
     # As people see them: a phone's picture lies on its side, and its upright copy does not.
     pixels = validated(Pixels, pixels.as_seen.model_dump() | dict(read or {}), "pixels")
     seen = read_images(source, pixels, names)
-    count_read = len(seen.entries) - len(seen.links)
-    if count_read < 2:
-        linked = f" ({len(seen.links)} more are links to them)" if seen.links else ""
-        said = counted(count_read, "readable image")
-        raise UserError(f"{said}{linked}: two are needed to compare")
-    found = find_pairs(images_of(seen, vectors), count)
-    header = ["a", "b", "exact", "link", "near", "bits"]
-    header += [] if vectors is None else ["similarity"]
-    behind_links = {pair.a for pair in found.pairs if pair.link}
-    copies = [pair.b for pair in found.pairs if pair.exact and pair.b not in behind_links]
-    write_text(out / COPIES, "".join(f"{name}\n" for name in copies))
-    entries = {entry.name: entry for entry in seen.entries}
+    searched = seen.images
+    n = len(searched.names) - len(searched.links)
+    if n < 2:
+        raise UserError(f"{what}: {counted(n, 'readable image')}: two are needed to compare")
+    if vectors is not None:
+        position = {name: i for i, name in enumerate(vectors.files)}
+        rows = comparable(vectors.values, scale_of(vectors.values))
+        searched = replace(searched, vectors=rows[[position[name] for name in searched.names]])
+    found = find_pairs(searched)
+    behind_links = {pair.a for pair in found.pairs if pair.kind.endswith("link")}
+    copies = [p.b for p in found.pairs if p.kind == "equal" and p.b not in behind_links]
     write_pairs(
         out,
         found,
-        header,
-        lambda _, name: thumbnail(source, entries[name], pixels),
-        where=counted(count_read, "image"),
-        exclude={COPIES: len(copies)} if copies else {},
-        encoder="",
+        lambda _, name: thumbnail(source, seen.entries[name], pixels),
+        {COPIES: copies},
+        where=counted(n, "image"),
     )
-    links = found.count("link")
-    linked = f", {counted(links, 'link')} to one of them" if links else ""
-    more = "; only the most alike near-duplicates are listed" if found.cut else ""
-    return (
-        f"{counted(count_read, 'image')}{linked}, {seen.left_out} left out: "
-        f"{counted(found.count('exact'), 'pair')} of equal files, "
-        f"{counted(found.count('near'), 'pair')} of near-duplicates, "
-        f"{found.count('other')} others that are most alike{more}"
-    )
+    return found, seen.left_out
 
 
 def write_pairs(
     out: Path,
     found: Found,
-    header: Sequence[str],
     picture: Callable[[str, str], str],
-    **about: Any,
+    exclude: Mapping[str, Sequence[str]],
+    where: str,
+    encoder: str = "",
 ) -> list[dict[str, Any]]:
     """Write all pairs as `pairs.json` and `pairs.csv`, and a page of the first `SHOWN`.
 
     Args:
-        header: fields of a `Pair` to write.
         picture: of a split and a name there: the image as a data URI.
-        **about: what else the page says: `where` the images are from, `exclude` (lists of images
-            to leave out, with their lengths), `encoder` of the vectors.
+        exclude: lists of images to leave out of a training, by the name of the file; an empty one
+            is removed.
+        where: the images are from, in words for the page.
+        encoder: name of that of the vectors, likewise.
 
     Returns:
         The pairs, as they are written.
     """
-    plain = [{key: getattr(pair, key) for key in header} for pair in found.pairs]
+    for name, images in exclude.items():
+        if images:
+            write_text(out / name, "".join(f"{image}\n" for image in images))
+        else:
+            (out / name).unlink(missing_ok=True)
+    plain = [asdict(pair) for pair in found.pairs]
     write_json(out / "pairs.json", plain)
-    rows = ([_cell(value) for value in pair.values()] for pair in plain)
-    write_rows(out / "pairs.csv", list(header), rows)
-    shown = []
-    for pair, values in zip(found.pairs[:SHOWN], plain, strict=False):
-        both = picture(pair.split_a, pair.a), picture(pair.split_b, pair.b)
-        shown.append(values | {"near": pair.near, "pictures": both})
-    counts = {kind: found.count(kind) for kind in ("exact", "near", "other", "link")}
-    about |= counts | {
-        "bits": found.bits, "similarity": found.similarity, "cut": found.cut,
-        "shown": len(shown), "pairs": len(plain),
-    }  # fmt: skip
-    write_text(out / "index.html", render_page("pairs.html", pairs=shown, about=about))
+    header = [field.name for field in fields(Pair)]
+    write_rows(out / "pairs.csv", header, ([*pair.values()] for pair in plain))
+    shown = [
+        values | {"pictures": (picture(pair.split_a, pair.a), picture(pair.split_b, pair.b))}
+        for pair, values in zip(found.pairs[:SHOWN], plain, strict=False)
+    ]
+    page = render_page(
+        "pairs.html",
+        pairs=shown,
+        found=found,
+        exclude={name: len(images) for name, images in exclude.items() if images},
+        where=where,
+        encoder=encoder,
+    )
+    write_text(out / "index.html", page)
     return plain
-
-
-def _cell(value: object) -> str:
-    """Return a value as it stands in a CSV file."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "" if value is None else str(value)

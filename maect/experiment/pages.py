@@ -23,8 +23,8 @@ from maect.report import configs
 from maect.report.configs import Groups, Row
 from maect.report.registry import FIGURES, TABLES, Figure, Table
 
-AUDIT = "audit.json"
-"""What `maect audit` finds, in the results folder."""
+DUPLICATES = "duplicates.json"
+"""What `maect duplicates RUN` finds, in the results folder."""
 
 
 @dataclass(frozen=True)
@@ -235,13 +235,16 @@ def explored(experiment: Experiment) -> list[Path]:
 
 def _images_inputs(experiment: Experiment, name: str) -> list[Path]:
     """Files that the page of images reads; pairs that look alike only once somebody has asked."""
-    audit = experiment.root / AUDIT
-    return [*explored(experiment), *([audit] if audit.exists() else [])]
+    duplicates = experiment.root / DUPLICATES
+    return [*explored(experiment), *([duplicates] if duplicates.exists() else [])]
 
 
 def _images_config(experiment: Experiment, name: str) -> configs.ImagesConfig:
-    audit = experiment.root / AUDIT
-    return configs.ImagesConfig(name=experiment.name, explored=explored(experiment), audit=audit)
+    return configs.ImagesConfig(
+        name=experiment.name,
+        explored=explored(experiment),
+        duplicates=experiment.root / DUPLICATES,
+    )
 
 
 def _summary_config(experiment: Experiment, name: str) -> configs.SummaryConfig:

@@ -148,8 +148,8 @@ class ImagesConfig(PageConfig):
     """Of the experiment."""
     explored: list[LocalPath]
     """What the protocol `explore` left of each run, the last one first on the page."""
-    audit: LocalPath | None = None
-    """Pairs that look alike, and of which images, as `maect audit` writes them."""
+    duplicates: LocalPath | None = None
+    """Pairs that look alike, and of which images, as `maect duplicates RUN` writes them."""
 
 
 class DatasetsConfig(PageConfig):

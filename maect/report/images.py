@@ -137,25 +137,25 @@ def images_page(config: ImagesConfig) -> str:
         name=config.name,
         data=data,
         atlas=base64.b64encode(first.arrays["atlas"].tobytes()).decode(),
-        pairs=pairs_of(config.audit, config.explored[0]) if config.audit else [],
+        pairs=pairs_of(config.duplicates, config.explored[0]) if config.duplicates else [],
     )
 
 
-def pairs_of(audit: Path, explored: Path) -> list[dict[str, Any]]:
+def pairs_of(file: Path, explored: Path) -> list[dict[str, Any]]:
     """Return pairs of images that look alike, the most similar first; [] if of other images."""
-    if not audit.exists():
+    if not file.exists():
         return []
-    found = read_record(audit)
+    found = read_record(file)
     result = EvaluationRecord.seek(explored.with_suffix(".json"))
     about = result.provenance.get("splits", {}) if result else {}
     shown = {name.removeprefix("features_"): {made["index_digest"]} for name, made in about.items()}
     others: dict[str, set[str]] = {}
-    for path in audit.parent.glob("shards/*/*/index.json"):  # several data sets may have the split
+    for path in file.parent.glob("shards/*/*/index.json"):  # several data sets may have the split
         others.setdefault(path.parent.name, set()).add(seek_record(path).get("digest", ""))
     now = others | shown
     digests = found["splits"]
     changed = any(of not in now.get(split, {of}) for split, of in digests.items())
     if not about or not digests or changed:
-        log.warning("%s: not of the images as they are now, so left out; maect audit again", audit)
+        log.warning("%s: not of the images as they are now: maect duplicates again", file)
         return []
     return sorted(found["pairs"], key=lambda pair: -pair["similarity"])

@@ -349,13 +349,13 @@ def contents_of(images: Images, near: bool) -> list[str]:
     if not near:
         found = {name: _sha256(source, listed[name]) for name in names}
     else:
-        seen = read_images(source, images.pixels.as_seen, set(names))
+        seen = read_images(source, images.pixels.as_seen, set(names)).images
         groups = groups_of(seen)
         digests: dict[int, str] = {}
         for group, digest in zip(groups, seen.digests, strict=True):
+            assert digest is not None  # all were read
             digests[group] = min(digest.hex(), digests.get(group, digest.hex()))
-        entries = zip(seen.entries, groups, strict=True)
-        found = {entry.name: digests[group] for entry, group in entries}
+        found = {name: digests[group] for name, group in zip(seen.names, groups, strict=True)}
     return [found.get(name) or hashlib.sha256(name.encode()).hexdigest() for name in names]
 
 

@@ -338,9 +338,9 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     about = {"features_train": {"index_digest": "1"}, "features_val": {"index_digest": "2"}}
     record = EvaluationRecord(metrics={"images": 200}, provenance={"splits": about})
     record.write(explored.with_suffix(".json"))
-    audited = {"splits": {"train": "1", "val": "2"}, "pairs": pairs}
-    write_record(root / "audit.json", audited)
-    ImagesConfig(name="birds", explored=[explored], audit=root / "audit.json").write(
+    searched = {"splits": {"train": "1", "val": "2"}, "pairs": pairs}
+    write_record(root / "duplicates.json", searched)
+    ImagesConfig(name="birds", explored=[explored], duplicates=root / "duplicates.json").write(
         root / "images.yaml"
     )
     make_images(root / "images.yaml")
@@ -381,7 +381,7 @@ def test_pages_of_somebodys_own_images(own: Path, dark: bool, width: int) -> Non
             elif page == "summary.html":
                 assert shown == [32] * 4 * 8
                 assert "maect embed" in text and "my birds' --out birds.parquet" in text
-                assert "maect audit" in text and "my birds' --out birds-classes.csv" in text
+                assert "maect duplicates" in text and "my birds' --out birds-classes.csv" in text
                 browser.script("document.querySelector('a').click()")
                 browser.wait_for("return document.body.dataset.ready === 'yes'")
             else:

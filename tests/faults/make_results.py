@@ -100,7 +100,7 @@ def make(folder: Path) -> None:
     for run, name in ordered:
         config = experiment.root / "evaluations" / run / f"{name}.yaml"
         assert evaluate(Context(cpus=2), config=config) == "done"
-    assert main(["audit", str(experiment.folder("ct_tiny")), "--threshold", "0.9"]) == 0
+    assert main(["duplicates", str(experiment.folder("ct_tiny"))]) == 0
     for kind, names in (("table", tables(experiment)), ("figure", figures(experiment))):
         for name in names:
             assert main(["page", str(experiment.root / f"{kind}s/{name}.yaml")]) == 0, name

@@ -158,7 +158,7 @@ CLAIMS = command("page", "{root}/claims.yaml", leaves=("claims.csv", "claims.htm
 IMAGES = command("page", "{root}/images.yaml", leaves=("images.html",))
 SUMMARY = command("page", "{root}/summary.yaml", leaves=("summary.html",))
 CLEAN = command("clean", "{root}")
-AUDIT = command("audit", "{root}/runs/" + RUN, "--threshold", "0.9", "--out", "{out}", out="audit")
+DUPLICATES = command("duplicates", "{root}/runs/" + RUN, "--out", "{out}", out="twice")
 PUBLISH = command("publish", "{root}/runs/" + RUN, "{out}", "--repository", "me/birds", out="hub")
 EXPORT = command("export", "{root}/runs/" + RUN, "{out}", out="export")
 PREDICT = command(
@@ -243,7 +243,7 @@ KINDS = {
         f"features/{RUN}/digits-train.safetensors", 30, (again("knn"), FITTED)
     ),
     "features to test on": Kind(
-        f"features/{RUN}/digits-val.safetensors", 30, (again("knn"), AUDIT, is_there("knn"))
+        f"features/{RUN}/digits-val.safetensors", 30, (again("knn"), DUPLICATES, is_there("knn"))
     ),
     "result": Kind(f"evaluations/{RUN}/knn.json", 30, (LOW_SHOT, PUBLISH, is_there("knn"))),
     "result of clustering": Kind(
@@ -258,14 +258,14 @@ KINDS = {
     "probe": Kind(
         f"evaluations/{RUN}/linear_probe.safetensors", 24, (PREDICT, is_there("linear_probe"))
     ),
-    "pairs that look alike": Kind("audit.json", 24, (IMAGES,)),
+    "pairs that look alike": Kind("duplicates.json", 24, (IMAGES,)),
     "table": Kind("tables/low_shot.csv", 40, (SHOW, CLAIMS, SUMMARY)),
     "another table": Kind("tables/clustering.csv", 30, (SHOW, CLAIMS)),
     "claims": Kind("claims.csv", 24, (SUMMARY,)),
     "checksum of a table": Kind("tables/low_shot.csv.sha256", 12, (SHOW,)),
-    "index's record": Kind("shards/digits/train/index.json", 30, (the_images("train"), AUDIT)),
+    "index's record": Kind("shards/digits/train/index.json", 30, (the_images("train"), DUPLICATES)),
     "index": Kind("shards/digits/train/index.npy", 30, (the_images("train"),)),
-    "names of images": Kind("shards/digits/train/keys.txt", 30, (the_images("train"), AUDIT)),
+    "names of images": Kind("shards/digits/train/keys.txt", 30, (the_images("train"), DUPLICATES)),
     "checksums of images": Kind("shards/digits/train/crc32.npy", 20, (the_images("train"),)),
     "shard": Kind("shards/digits/train/train-000000.tar", 30, (the_images("train"),)),
     "decoded images": Kind("shards/digits/train/pixels.npy", 24, (the_images("train"),)),

@@ -158,7 +158,7 @@ RECORDS = (
 COMMANDS = (
     "status {}", "show {}", "page {}/tables/low_shot.yaml", "page {}/figures/umap.yaml",
     "page {}/figures/training_curves.yaml", "page {}/claims.yaml", "clean {}",
-    "audit {}/runs/ct_tiny --out {}/audited",
+    "duplicates {}/runs/ct_tiny --out {}/twice",
 )  # fmt: skip
 
 

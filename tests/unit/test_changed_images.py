@@ -110,7 +110,7 @@ TABLE: dict[str, Any] = {"images": "fruit/table.csv", "kind": "list", "only": No
         ({}, None, {"only": None}, "only (no longer stated)"),
         (
             {},
-            lambda: Path("twice.txt").write_text("b/2.ppm\n"),  # as the audit advises
+            lambda: Path("twice.txt").write_text("b/2.ppm\n"),  # as `maect duplicates` advises
             {"exclude": "twice.txt"},
             "exclude (twice.txt: not stated then)",
         ),

@@ -258,7 +258,7 @@ def test_duplicates_compare_what_a_person_sees(
 
 @pytest.mark.parametrize("name", CASES)
 def test_shards_have_what_a_person_sees(name: str, tmp_path: Path) -> None:
-    """And what reads them: training, features, `audit`, and people's own code."""
+    """And what reads them: training, features, `duplicates`, and people's own code."""
     case, out = CASES[name](), tmp_path / "shards"
     images = case.folder(tmp_path / "i")
     assert main(["shard", str(images), str(out), "--kind", "unlabelled", *case.for_shards]) == 0

@@ -97,7 +97,9 @@ def test_whoever_has_other_images_reads_what_to_do_and_no_claims(tmp_path):
     text = unescape(summary_page(config))
     assert f"maect embed {tmp_path}/runs/ct_min '{tmp_path}/my birds' --out birds.parquet" in text
     assert "Claims" not in text and "paper" not in text.lower()
-    assert "maect audit" not in text and "maect predict" not in text  # which have nothing to read
+    assert (
+        "maect duplicates" not in text and "maect predict" not in text
+    )  # which have nothing to read
 
 
 def test_sizes_are_printed_as_a_reader_knows_them():

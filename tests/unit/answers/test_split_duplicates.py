@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maect.answers.audit import AuditedSplit, audit, open_splits
+from maect.answers.alike import Found
+from maect.answers.split_duplicates import open_splits, search_splits
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_json, write_record
@@ -60,68 +61,67 @@ def vector(key: str) -> np.ndarray:
     return np.random.default_rng(number).normal(size=16) + 7 + noise
 
 
-def test_pairs_across_splits(results: Path) -> None:
-    splits = open_splits(results / "runs/ct")
-    found = audit(splits)
+def search(results: Path, out: Path) -> Found:
+    return search_splits(results / "runs/ct", out)[0]
+
+
+def test_pairs_across_splits(results: Path, tmp_path: Path) -> None:
+    found = search(results, tmp_path)
     across = found.pairs
     assert found.similarity == 0.95 and not found.cut
-    assert [(p.a, p.b, p.split_a, p.split_b, p.exact) for p in across] == [
-        ("3.png", "copy.png", "train", "val", True),
-        ("5.png", "smaller.jpg", "train", "val", False),
+    assert [(p.a, p.b, p.split_a, p.split_b, p.kind) for p in across] == [
+        ("3.png", "copy.png", "train", "val", "equal"),
+        ("5.png", "smaller.jpg", "train", "val", "near"),
     ]
     assert across[0].similarity == 1 and 0.99 < across[1].similarity < 1
-    inside = {(p.a, p.b) for p in audit(splits, within=True).pairs} - {(p.a, p.b) for p in across}
-    assert {frozenset(pair) for pair in inside} == {frozenset({"4.png", "again.png"})}
     # Every pair that is as alike is named.
-    every = [split.features.all() for split in splits]
+    every = [split.features.all() for split in open_splits(results / "runs/ct")]
     together = np.concatenate(every)
     unit = [(part - together.mean(0)) / together.std(0) for part in every]
     unit = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in unit]
-    assert len(audit(splits, 0.3).pairs) == int((unit[0] @ unit[1].T >= 0.3).sum())
-    with pytest.raises(UserError, match=r"--threshold 1\.5: a cosine"):
-        audit(splits, 1.5)
+    assert len(across) == int((unit[0] @ unit[1].T >= found.similarity).sum())
 
 
 def test_the_command_writes_tables_and_a_page(
     results: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert main(["audit", str(results / "runs/ct")]) == 0
-    out = results / "audits/ct"
+    assert main(["duplicates", str(results / "runs/ct")]) == 0
+    out = results / "duplicates/ct"
     said = capsys.readouterr().out
-    assert f"{out}: 1 pair of equal files, 1 pair of near-duplicates\n" in said
-    assert "Near-duplicates have a cosine of 0.95 or more\n" in said
+    assert f"{out}: 1 pair of equal files, 1 pair of near-duplicates, 0 links" in said
     assert (out / "exclude-train.txt").read_text() == "3.png\n5.png\n"
     assert not (out / "exclude-val.txt").exists()
     pairs = json.loads((out / "pairs.json").read_text())
     digests = {name: open_index(results / "shards/mine" / name).digest for name in ("train", "val")}
     # What the report shows, as long as the images are these.
-    assert read_record(results / "audit.json") == {"splits": digests, "pairs": pairs}
+    assert read_record(results / "duplicates.json") == {"splits": digests, "pairs": pairs}
     explored = results / "evaluations/ct/explore.safetensors"
-    assert not pairs_of(results / "audit.json", explored)  # of nobody knows what
+    assert not pairs_of(results / "duplicates.json", explored)  # of nobody knows what
     for changed in ("", "0"):
         about = {f"features_{n}": {"index_digest": d + changed} for n, d in digests.items()}
         result = EvaluationRecord(metrics={}, provenance={"splits": about})
         result.write(explored.with_suffix(".json"))
-        assert pairs_of(results / "audit.json", explored) == ([] if changed else pairs)
+        assert pairs_of(results / "duplicates.json", explored) == ([] if changed else pairs)
     # A split that is shown must be the one that was looked at; others may not be shown.
     shown = {"features_val": {"index_digest": digests["val"]}}
     result = EvaluationRecord(metrics={}, provenance={"splits": shown})
     result.write(explored.with_suffix(".json"))
-    assert pairs_of(results / "audit.json", explored) == pairs
-    assert "audit.json: not of the images as they are now" in caplog.text
+    assert pairs_of(results / "duplicates.json", explored) == pairs
+    assert "duplicates.json: not of the images as they are now" in caplog.text
     for number in range(5):  # other data sets have such splits, too
         other = results / f"shards/other{number}/train/index.json"
         write_record(other, {"digest": f"other{number}"})
-    assert pairs_of(results / "audit.json", explored) == pairs
+    assert pairs_of(results / "duplicates.json", explored) == pairs
     for path in results.glob("shards/other*"):
         shutil.rmtree(path)
-    write_json(results / "audit.json", pairs)  # of nobody knows which images
-    with pytest.raises(UserError, match=r"audit\.json: damaged \(it has no checksum\)"):
-        pairs_of(results / "audit.json", explored)
+    write_json(results / "duplicates.json", pairs)  # of nobody knows which images
+    with pytest.raises(UserError, match=r"duplicates\.json: damaged \(it has no checksum\)"):
+        pairs_of(results / "duplicates.json", explored)
     assert {"a", "b", "split_a", "split_b", "similarity"} < pairs[0].keys()
-    assert (out / "pairs.csv").read_text().splitlines()[1] == "3.png,copy.png,train,val,1.0,true,"
+    assert (out / "pairs.csv").read_text().splitlines()[1] == "3.png,copy.png,train,val,equal,,1.0"
     page = (out / "index.html").read_text()
     assert page.count("data:image/jpeg;base64,") == 4 and "equal files" in page
+    assert "have a cosine of 0.95 or more" in page
     assert "<code>exclude-train.txt</code> (2 images)" in page
     assert "Never delete both files of a pair" in page and "all 2." in page
 
@@ -134,7 +134,7 @@ def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "other/shards/theirs/train"
     ShardsConfig(images=Path("/birds")).write(theirs / CONFIG)
     note_taken(own, theirs)
-    assert len(audit(open_splits(tmp_path / "r/runs/ct")).pairs) == 2
+    assert len(search(tmp_path / "r", tmp_path / "out").pairs) == 2
     shutil.rmtree(tmp_path / "r/shards/mine/val")
     with pytest.raises(UserError, match=r"the shards of mine-val are not in .*/shards; maect run"):
         open_splits(tmp_path / "r/runs/ct")
@@ -146,7 +146,7 @@ def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
 
 
 def test_a_picture_that_is_there_many_times_is_not_paired_with_all(tmp_path: Path) -> None:
-    """Each copy has a pair across, and one inside; a thousand copies are no million pairs."""
+    """A thousand copies are no million pairs."""
     (tmp_path / "runs/ct").mkdir(parents=True)
     (tmp_path / "runs/ct/encoder.safetensors").write_bytes(b"an encoder")
     encoder = sha256_file(tmp_path / "runs/ct/encoder.safetensors")
@@ -164,11 +164,9 @@ def test_a_picture_that_is_there_many_times_is_not_paired_with_all(tmp_path: Pat
                 "index_digest": index.digest, "encoder_sha256": encoder, "class_names": [],
             },
         )  # fmt: skip
-    splits = open_splits(tmp_path / "runs/ct")
-    across = audit(splits, 1.0).pairs
-    assert len(across) == 12 + 9 - 1 and all(pair.exact for pair in across)
+    across = search(tmp_path, tmp_path / "out").pairs
+    assert len(across) == 12 + 9 - 1 and all(pair.kind == "equal" for pair in across)
     assert len({pair.a for pair in across}) == 12 and len({pair.b for pair in across}) == 9
-    assert len(audit(splits, 1.0, within=True).pairs) == len(across) + 11 + 8
 
 
 def test_links_between_splits_are_named(tmp_path: Path) -> None:
@@ -181,12 +179,11 @@ def test_links_between_splits_are_named(tmp_path: Path) -> None:
     (images["val"] / "soft.png").symlink_to(images["train"] / "0.png")
     os.link(images["train"] / "1.png", images["val"] / "hard.png")
     shutil.copy(images["train"] / "2.png", images["val"] / "copy.png")
-    pairs = audit(clustered(tmp_path, images, {})).pairs
-    found = {(pair.a, pair.b, pair.exact, pair.link) for pair in pairs if not pair.near}
-    assert found == {
-        ("0.png", "soft.png", False, "symbolic link"),
-        ("1.png", "hard.png", False, "hard link"),
-        ("2.png", "copy.png", True, ""),
+    pairs = search(clustered(tmp_path, images, {}), tmp_path / "out").pairs
+    assert {(pair.a, pair.b, pair.kind) for pair in pairs if pair.kind != "near"} == {
+        ("0.png", "soft.png", "symbolic link"),
+        ("1.png", "hard.png", "hard link"),
+        ("2.png", "copy.png", "equal"),
     }
 
 
@@ -211,18 +208,15 @@ def test_the_threshold_comes_from_the_images(tmp_path: Path) -> None:
             planted[f"{split}{number}"] = centers[number % 10] + inside
     for number in range(4):
         planted[f"val{number}"] = planted[f"train{number}"] + 1e-4 * rng.normal(size=32)
-    splits = clustered(tmp_path, images, planted)
-    fixed, found = audit(splits, 0.95), audit(splits)
-    assert len(fixed.pairs) > 500 and found.similarity > 0.99
+    found = search(clustered(tmp_path, images, planted), tmp_path / "out")
+    assert found.similarity is not None and found.similarity > 0.99
     pairs = {(pair.a, pair.b) for pair in found.pairs}
     wanted = {(f"train{number}.png", f"val{number}.png") for number in range(4)}
     assert wanted <= pairs and len(pairs - wanted) <= 4
 
 
-def clustered(
-    root: Path, images: dict[str, Path], planted: dict[str, np.ndarray]
-) -> list[AuditedSplit]:
-    """Splits of these images with these features; others have random ones."""
+def clustered(root: Path, images: dict[str, Path], planted: dict[str, np.ndarray]) -> Path:
+    """Results of splits of these images with these features; others have random ones."""
     (root / "runs/ct").mkdir(parents=True)
     (root / "runs/ct/encoder.safetensors").write_bytes(b"an encoder")
     encoder = sha256_file(root / "runs/ct/encoder.safetensors")
@@ -237,4 +231,4 @@ def clustered(
             labels=np.array(index.labels), keys=index.keys(),
             record={"index_digest": index.digest, "encoder_sha256": encoder, "class_names": []},
         )  # fmt: skip
-    return open_splits(root / "runs/ct")
+    return root
