@@ -351,6 +351,19 @@ def names() -> list[str]:
     return sorted(file.stem for file in EXPERIMENTS.glob("*.yaml"))
 
 
+def own_experiments(folder: Path) -> list[Path]:
+    """Return the experiments in a folder: YAML files that have data sets and runs."""
+    found = []
+    for file in sorted(folder.glob("*.y*ml")):
+        try:
+            keys = read_mapping(file, "experiment").keys()
+        except (UserError, OSError):
+            continue
+        if {"datasets", "runs"} <= keys:
+            found.append(file)
+    return found
+
+
 def load(name_or_path: str, **changes: Any) -> Experiment:
     """Read and validate an experiment, by name (`workflow/experiments/NAME.yaml`) or by path.
 

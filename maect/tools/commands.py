@@ -299,7 +299,10 @@ def plan(
     target: Sequence[str] = (),
     /,
     *,
-    experiment: Annotated[str, Parameter(help="name or path (default paper)")] = "paper",
+    experiment: Annotated[
+        str | None,
+        Parameter(help="name or path (default paper, where no experiment is in this folder)"),
+    ] = None,
     profile: Profile = "local",
     config: Config = (),
     device: str | None = None,
@@ -317,7 +320,7 @@ def plan(
             A100).
         utilisation: part of the device's peak speed that is reached (default 0.35).
     """
-    from maect.experiment import load, names
+    from maect.experiment import load, names, own_experiments
     from maect.experiment.profile import find_profile
     from maect.experiment.resolve import targets
     from maect.tools.start_snakemake import import_snakemake
@@ -330,6 +333,13 @@ def plan(
     for word in target:
         if word in names() or word.endswith((".yaml", ".yml")):
             raise UserError(f"{word} is an experiment, not a target: --experiment {word}")
+    if experiment is None:
+        if own := [file.name for file in own_experiments(Path())]:
+            raise UserError(
+                f"which experiment? here {'is' if len(own) == 1 else 'are'} {', '.join(own)}: "
+                f"--experiment {own[0]}; or --experiment paper"
+            )
+        experiment = "paper"
     log.info("planning %s on %s", experiment, profile)
     chosen = load(experiment, **changes_of(config))
     asked = targets(chosen, target)

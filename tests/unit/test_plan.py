@@ -10,9 +10,10 @@ import pytest
 import yaml
 from stamping import stamp_finished
 
+from maect import cli
 from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
-from maect.experiment import Experiment, load, resolve
+from maect.experiment import Experiment, load, own_experiments, resolve
 from maect.experiment.chosen_shards import note_own
 from maect.launch.record import Job, Request, write_job
 from maect.recipes import Pixels, load_encoder
@@ -439,6 +440,21 @@ def test_what_is_measured_is_said_at_once(
         Machine("cpu").images_per_second(load_recipe("mae", "tiny"), load_encoder("tiny"))
     assert re.fullmatch(r"measuring a step of pretrain, batch \d+, on this machine's CPU",
                         caplog.messages[0])  # fmt: skip
+
+
+def test_plan_asks_for_an_experiment_where_there_is_one_in_the_folder(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "notes.yaml").write_text("runs: 3")
+    (here / "broken.yaml").write_text("{")
+    assert own_experiments(here) == []
+    (here / "birds.yaml").write_text("datasets: {}\nruns: {}\n")
+    assert cli.main(["plan"]) == 2
+    told = capfd.readouterr().err.splitlines()
+    assert told == [
+        "maect plan: which experiment? here is birds.yaml: --experiment birds.yaml; "
+        "or --experiment paper"
+    ]
 
 
 @pytest.mark.parametrize("pixels", [Pixels(), FIVE], ids=["RGB", "5 channels"])

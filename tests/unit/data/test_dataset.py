@@ -248,3 +248,4 @@ def test_the_page_works_word_for_word(
     assert names["batch"]["image"].shape == (16, 3, 32, 32)
     assert names["batch"]["image"].dtype == torch.uint8
     assert names["sample"].keys() == {"image", "label", "key", "id"}
+    assert names["image"].shape[0] == 3 and names["label"] == names["train"][0]["label"]
