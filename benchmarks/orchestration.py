@@ -143,13 +143,13 @@ def latency(cluster: Cluster, shards: str) -> None:
     process.wait(600)
     (place,) = (run / "jobs").iterdir()
     begun = json.loads((place / "rank-0.json").read_text())
-    job = begun["id"]
+    job = record.read_job(run).id
     shown = cluster.run("scontrol", "show", "job", job).split()
     started = next(word.split("=")[1] for word in shown if word.startswith("StartTime="))
     moments = {
         "Snakemake starts the rule": (PLACE / "started").stat().st_mtime,
         "the launcher starts, checks, writes its request": (run / "jobs").stat().st_mtime,
-        "sbatch accepts (Python, submitit, sbatch)": record.read_job(run).submitted,
+        "sbatch accepts (submitit, sbatch)": (place / f"{job}_submitted.pkl").stat().st_ctime,
         "SLURM starts the job (whole seconds)": time.mktime(
             time.strptime(started, "%Y-%m-%dT%H:%M:%S")
         ),
@@ -193,7 +193,7 @@ def juwels(cluster: Cluster, *config: str) -> None:
     states = {state: sum(row[1] == state for row in mine) for state in {row[1] for row in mine}}
     root = place / "results/digits"
     noted = [json.loads(file.read_text()) for file in root.glob("**/job.json")]
-    jobs = [job for file in noted for job in (file, *file["earlier"]) if job["id"]]
+    jobs = [job for file in noted for job in (file["id"], *file["earlier"]) if job]
     tables, figures = len(list(root.glob("tables/*.csv"))), len(list(root.glob("figures/*.png")))
     print(f"Snakemake ended with {status} after {wall:.0f} s, killed once on the way")
     print(f"  SLURM's jobs: {len(mine)} {states}; noted in job.json: {len(jobs)}")

@@ -41,9 +41,6 @@ class Context:
     def say(self, message: str, /) -> None:
         """Tell people a sentence, in the launcher's terminal."""
 
-    def saving(self, writes: bool, /) -> None:
-        """Tell the launcher whether a state is being written, which it waits for before a kill."""
-
     def saved(self, step: int, /) -> None:
         """Tell the launcher that the state of this step is complete on disk.
 

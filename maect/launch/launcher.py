@@ -1,6 +1,5 @@
 """The launcher: submit or re-attach, wait, judge, resubmit, until the completion record exists."""
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,28 +8,20 @@ from pathlib import Path
 
 from maect.core.files import check_literal_path, make_folder, with_retries
 from maect.core.owners import refuse_public
-from maect.launch import progress, record, slurm, submit
+from maect.launch import progress, record, slurm
 from maect.launch.local import Local
 from maect.launch.owner import Interruption, lock_folder
 from maect.launch.record import Job
 from maect.launch.resources import LaunchError, Resources, Task
+from maect.launch.shell import check_shell
 from maect.launch.slurm import Slurm
-from maect.launch.state import (
-    NOT_ACCEPTED_YET,
-    STOPPED,
-    Cluster,
-    Notice,
-    State,
-    classify_notice,
-    state_of,
-)
+from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, Notice, notice_of, outcome
 
 TICK = 0.5  # seconds between two reads of the files
 ATTEMPTS = 3  # attempts without progress before giving up
 LONGEST_WAIT = 600.0  # seconds between two submissions that SLURM refuses for now
 REFUSAL_PATIENCE = 3600.0  # seconds for which a refusal that is not the job's fault may last
-STOP_PATIENCE = 60.0  # seconds that a job has after Ctrl-C until it saves, at least
-STOP_STEPS = 5  # as long as this many steps: it hears of it in one, and computes the next meanwhile
+STOP_PATIENCE = 180.0  # seconds that a job has after Ctrl-C until it has saved
 
 
 def launch(
@@ -64,7 +55,7 @@ def launch(
         return
     check_literal_path(folder)
     if resources.cluster == "slurm":
-        submit.check_shell()
+        check_shell()
     make_folder(folder)
     refuse_public(folder)
     with lock_folder(folder), Interruption(detach) as interruption:
@@ -89,7 +80,7 @@ def _may_be_overwritten(folder: Path, identity: str) -> bool:
         return False
     if job is None or job.state == "ended" or record.verdict(folder, job) == "done":
         return False
-    return record.is_of(folder, job) and not job.computes(identity)
+    return not job.computes(identity)
 
 
 def clusters() -> dict[str, Cluster]:
@@ -103,10 +94,11 @@ class _Launch:
 
     Attributes:
         asked_at: when the job was asked to save and stop (monotonic seconds).
-        shown: messages of jobs that people have seen.
+        shown: messages that people have seen.
         failures: attempts without progress, one after another.
         refused_since: when SLURM began to take no job.
         wait: seconds to wait before the next submission.
+        watched: whether the job was submitted or seen alive by this launcher.
         notice: the cluster's last one.
         next_poll: when to ask for the next (monotonic seconds).
         polled_stops: interrupts until then.
@@ -123,6 +115,7 @@ class _Launch:
     failures: int = field(default=0, init=False)
     refused_since: float | None = field(default=None, init=False)
     wait: float = field(default=0.0, init=False)
+    watched: bool = field(default=False, init=False)
     notice: Notice = field(default=Notice("unknown", "waiting"), init=False)
     next_poll: float = field(default=0.0, init=False)
     polled_stops: int = field(default=0, init=False)
@@ -131,59 +124,43 @@ class _Launch:
     def run(self) -> None:
         """Attach to the job on record, or submit one, until the completion record exists."""
         job = self.attach()
-        ours = False
+        if job is not None and self.is_done():  # a replaced job had not written yet
+            self.line.say("done")
+            return
         while True:
             if job is None or job.state == "ended":
-                if job is not None and self.is_done():  # a replaced job had not written yet
-                    self.line.say("done")
-                    return
                 self.wait_before_submission()
                 job = self.submit(job)
-                ours = True
                 if job.state == "ended":
                     continue
-            end, seen = self.watch(job)
-            if end is None or self.completes(job, end, ours):
+            notice = self.watch(job)
+            if notice is None or self.completes(job, notice):
                 self.close(job, "done")
                 # A short job may end between two polls; its last report still says how far it came.
-                last = progress.describe(job.progress)
+                last = progress.describe(record.progress(self.folder, job))
                 self.line.say(f"done: {last}" if last else "done")
                 return
-            self.close(job, end.notice.text)
-            if ours or seen:  # how a job ended while nobody watched is not held against it
-                self.judge(job, end)
+            self.close(job, notice.text)
+            if self.watched:  # how a job ended while nobody watched is not held against it
+                self.judge(job, notice)
 
     def attach(self) -> Job | None:
-        """Take over the job on record; stop one that computes other settings."""
+        """Take over the job on record; let one that computes other settings save and stop."""
         job = record.read_job(self.folder)
         if job is None:
             return None
-        if job.state != "ended" and not record.is_of(self.folder, job):
+        if job.ending == record.of_another_place(job):
             self.line.say(f"{job} is that of {job.place}, and left alone")
-            self.close(job, f"it is the job of {job.place}")
-        if job.stop:
-            # A request to stop that an earlier launcher left behind is not meant for this one.
-            job.stop = False
-            record.write_job(self.folder, job)
         if job.state == "ended":
             return job
+        # A request to stop that an earlier launcher left behind is not meant for this one.
+        job.stop = False
+        record.write_job(self.folder, job)
         self.line.say(f"re-attached to {job}")
         if not job.computes(self.task.identity):
-            self.replace(job)
+            self.line.say("it computes what the settings were before they changed")
+            self.watch(job, is_wanted=False)
         return job
-
-    def replace(self, job: Job) -> None:
-        """Let a job with other settings save and stop."""
-        self.line.say("it computes what the settings were before they changed")
-        how = ""
-        while not how:
-            notice = self.poll(job)
-            self.handle_interrupt(job, notice)
-            how = self.stop(job, notice)
-            time.sleep(TICK)
-        self.asked_at = None
-        self.close(job, "its settings have changed")
-        self.line.say(f"{how} at step {job.saved}")
 
     def wait_before_submission(self) -> None:
         """Wait as long as the last refusal asks for; leave if a signal came."""
@@ -198,53 +175,47 @@ class _Launch:
             time.sleep(TICK)
 
     def submit(self, previous: Job | None) -> Job:
-        """Submit a job, on record before and after; it is ended if SLURM refused it for now.
+        """Submit a job, on record before and after; without an id if it was not accepted for now.
 
         Raises:
-            LaunchError: refused; or another launcher is at work, on a file system without locks.
+            LaunchError: refused.
         """
-        known = record.read_job(self.folder)
-        if known is not None and (previous is None or known.name != previous.name):
-            raise LaunchError(
-                f"{self.folder}: another launcher has submitted job {known.id or known.name}: "
-                "start again to watch it"
-            )
-        where = self.resources
-        job = record.new_job(self.folder, where.cluster, where.ranks, previous, self.task.identity)
-        job.site = self.clusters[job.cluster].site()
-        job.place = os.path.realpath(self.folder)
-        job.request = submit.request(job, self.folder, self.task, where)
+        job = record.new_job(self.folder, self.task, self.resources, previous)
+        cluster = self.clusters[job.cluster]
+        job.site = cluster.site()
         record.make_job_folder(self.folder, job.name)
         record.write_job(self.folder, job)
-        answer = submit.submit(self.folder, job, self.leave_submission)
-        if "id" in answer:
-            self.refused_since = None
-            self.wait = 0.0
-            job.set_id(answer["id"])
-            record.write_job(self.folder, job)
-            again = f", attempt {job.attempt}" if job.attempt > 1 else ""
-            self.line.say(f"submitted {job} at step {job.step}{again}")
+        self.watched = True
+        try:
+            cluster.submit(self.folder, job, self.resources)
+        except (LaunchError, RuntimeError, ValueError) as error:
+            self.refuse(job, " ".join(str(error).split()))
             return job
-        error = " ".join(answer["error"].split())
-        # After these sbatch's "no" is not sure: the job is searched for by its unique name.
-        refused = answer.get("refused", False) and not slurm.is_transient(error)
-        if not self.may_try_again(job, error):
-            if refused:
-                self.close(job, f"not accepted: {error}")
+        self.refused_since = None
+        self.wait = 0.0
+        job.state = "submitted"
+        record.write_job(self.folder, job)
+        self.line.say(f"submitted {job} at step {job.step}")
+        return job
+
+    def refuse(self, job: Job, error: str) -> None:
+        """Set the wait before the next submission; LaunchError if there is no sense in one."""
+        again = self.may_try_again(job, error)
+        # After a transient error sbatch may have submitted the job: its unique name will show it.
+        if job.cluster == "local" or not slurm.is_transient(error):
+            self.close(job, f"{NOT_ACCEPTED_YET if again else 'not accepted'}: {error}")
+            record.remove_job_folder(self.folder, job.name)
+        if not again:
             raise LaunchError(f"{self.line.title}: {job.cluster} job not accepted: {error}")
         self.wait = min(max(2 * self.wait, slurm.squeue_seconds()), LONGEST_WAIT)
         self.say_once(f"SLURM takes no job for now; trying again: {error}")
-        if refused:
-            self.close(job, f"{NOT_ACCEPTED_YET}: {error}")
-            record.remove_job_folder(self.folder, job.name)
-        return job
 
     def may_try_again(self, job: Job, error: str) -> bool:
         """Return whether SLURM may take a job later that it has not taken, without anybody's help.
 
         A limit on jobs in the queue ends whenever one of them does. Any other error is tried again
         for an hour if it has nothing to do with the job: SLURM says so, or has taken a job of this
-        run before, with the same settings.
+        run before.
         """
         if job.cluster != "slurm":
             return False
@@ -255,34 +226,33 @@ class _Launch:
         is_late = time.monotonic() - self.refused_since >= REFUSAL_PATIENCE
         return not is_late and (slurm.is_transient(error) or bool(job.earlier))
 
-    def leave_submission(self) -> None:
-        """Leave without waiting for sbatch; the next launcher finds the job by its name."""
-        if reason := self.interruption.reason_to_leave():
-            self.line.say(f"{reason}; the submission continues: start again to re-attach")
-            raise SystemExit(130)
+    def watch(self, job: Job, is_wanted: bool = True) -> Notice | None:
+        """Wait for a job's end; return it, or None when the job is complete or was asked to stop.
 
-    def watch(self, job: Job) -> tuple[State | None, bool]:
-        """Wait for the job's end: (its end or None when it is complete, whether it was live)."""
+        Args:
+            is_wanted: False asks the job to save and stop.
+        """
         cluster = self.clusters[job.cluster]
         self.next_poll = 0.0
-        seen = False
         ended = float("inf")
         while True:
             self.show_job_messages(job)
-            if self.is_done():
+            if is_wanted and self.is_done():
                 cluster.finish(self.folder, job)
-                return None, seen
+                return None
             notice = self.poll(job)
-            seen = seen or notice.phase in ("pending", "running")
+            self.watched = self.watched or notice.phase in ("pending", "running")
             if notice.hint:
                 self.say_once(notice.hint)
-            self.handle_interrupt(job, notice)
+            self.leave_if_asked(job)
+            if (self.interruption.stops or not is_wanted) and self.stop(job, notice):
+                return None
             now = time.monotonic()
             ended = min(ended, now) if notice.phase == "ended" else float("inf")
             # Nothing of it must run beside the next job.
             if now - ended >= notice.grace and cluster.end(self.folder, job):
                 self.show_job_messages(job)
-                return classify_notice(self.folder, job, notice), seen
+                return notice
             if self.line.is_due():
                 self.line.show(*self.progress_line(job, notice))
             time.sleep(TICK)
@@ -300,8 +270,7 @@ class _Launch:
         if now >= self.next_poll or self.interruption.stops > self.polled_stops:
             self.next_poll = now + self.clusters[job.cluster].interval
             self.polled_stops = self.interruption.stops
-            record.learn_id(self.folder, job)
-            self.notice = state_of(self.folder, job, self.clusters).notice
+            self.notice = notice_of(self.folder, job, self.clusters)
             if job.id is not None and job.state == "submitting":
                 job.state = "submitted"
                 record.write_job(self.folder, job)
@@ -327,23 +296,21 @@ class _Launch:
         report = record.progress(self.folder, job)
         return progress.describe(report) or notice.text or "running", progress.part(report)
 
-    def handle_interrupt(self, job: Job, notice: Notice) -> None:
-        """Leave the job running, or stop it, if a signal asked for that (SystemExit)."""
-        # A second interrupt cancels, also where Snakemake has gone by the first one.
+    def leave_if_asked(self, job: Job) -> None:
+        """Leave the job running (SystemExit) if a signal asked for that, or Snakemake is gone."""
         reason = self.interruption.reason_to_leave()
+        # A second interrupt cancels, also where Snakemake has gone by the first one.
         if reason and self.interruption.stops < 2:
             then = "saves and stops" if job.stop else "keeps running: start again to re-attach"
             self.line.say(f"{reason}; {job} {then}")
             raise SystemExit(130)
-        if not self.interruption.stops:
-            return
-        if how := self.stop(job, notice, at_once=self.interruption.stops > 1):
-            self.close(job, STOPPED)
-            self.line.say(f"{how} at step {job.saved}; start again to resume")
-            raise SystemExit(130)
 
-    def stop(self, job: Job, notice: Notice, at_once: bool = False) -> str:
-        """Ask a job to save and stop; return how it ended, or "" as long as it has not."""
+    def stop(self, job: Job, notice: Notice) -> bool:
+        """Ask a job to save and stop; return whether it has.
+
+        Raises:
+            SystemExit: status 130: it has stopped as a person asked, or SLURM does not answer.
+        """
         if self.asked_at is None:
             self.asked_at = time.monotonic()
             job.stop = True
@@ -352,75 +319,84 @@ class _Launch:
         cluster = self.clusters[job.cluster]
         if record.verdict(self.folder, job) == "stopped":
             cluster.finish(self.folder, job)
-            return "saved and stopped"
-        step = progress.seconds_a_step(record.progress(self.folder, job)) or 0.0
-        late = time.monotonic() - self.asked_at > max(STOP_PATIENCE, STOP_STEPS * step)
-        # However long the file system takes for a state; the ranks themselves give up one day.
-        late = late and not record.is_saving(self.folder, job)
-        if not (at_once or late or notice.phase in ("pending", "ended")):
-            return ""
-        if not cluster.end(self.folder, job):
-            self.line.say(
-                f"{cluster.out_of_reach}: job {job.id or job.name} was not cancelled; when it "
-                "runs, it will save and stop; start again to re-attach to it"
-            )
+            how = "saved and stopped"
+        else:
+            is_late = time.monotonic() - self.asked_at > STOP_PATIENCE
+            at_once = is_late or self.interruption.stops > 1
+            if not at_once and notice.phase not in ("pending", "ended"):
+                return False
+            if not cluster.end(self.folder, job):
+                self.line.say(
+                    f"SLURM does not answer: job {job.id or job.name} was not cancelled; when it "
+                    "runs, it will save and stop; start again to re-attach to it"
+                )
+                raise SystemExit(130)
+            how = "cancelled"
+        self.asked_at = None
+        how += f" at step {record.saved_step(self.folder, job)}"
+        if self.interruption.stops:
+            self.close(job, STOPPED)
+            self.line.say(f"{how}; start again to resume")
             raise SystemExit(130)
-        return "cancelled"
+        self.close(job, "its settings have changed")
+        self.line.say(how)
+        return True
 
-    def completes(self, job: Job, end: State, ours: bool) -> bool:
+    def completes(self, job: Job, notice: Notice) -> bool:
         """Return whether a job that has ended is complete after all."""
-        deadline = time.monotonic() + self.clusters[job.cluster].record_patience
-        while end.outcome == "done":
-            if self.is_done():
-                return True
-            if time.monotonic() > deadline:
-                if not ours:
-                    # Somebody has deleted its results; the saved state still has all of it.
-                    self.line.say(
-                        f"job {job.id} had finished, but its files are gone: starting it again"
-                    )
-                    return False
+        is_said = outcome(self.folder, job, notice) == "done"
+        patience = self.clusters[job.cluster].record_patience if is_said else 0.0
+        deadline = time.monotonic() + patience
+        while not self.is_done():
+            if time.monotonic() < deadline:
+                time.sleep(TICK)
+                continue
+            if is_said and self.watched:
                 raise LaunchError(
                     f"{self.line.title}: job {job.id} returned 'done' but left no completion record"
                 )
-            time.sleep(TICK)
-        return self.is_done()
+            if is_said:
+                # Somebody has deleted its results; the saved state still has all of it.
+                self.line.say(
+                    f"job {job.id} had finished, but its files are gone: starting it again"
+                )
+            return False
+        return True
 
-    def judge(self, job: Job, end: State) -> None:
+    def judge(self, job: Job, notice: Notice) -> None:
         """Count attempts without progress; LaunchError if no further one is worth it."""
-        if job.id is None or end.failure is None:
+        if job.id is None:
             return  # SLURM did not answer; nothing was tried
-        step = job.saved or 0
+        step = record.saved_step(self.folder, job)
         title = self.line.title
-        failure = end.failure
-        if end.outcome == "stopped":
+        how_ended = outcome(self.folder, job, notice)
+        if how_ended == "stopped":
             raise LaunchError(
-                f"{title}: job {job.id} was cancelled by a person ({end.notice.text}) "
+                f"{title}: job {job.id} was cancelled by a person ({notice.text}) "
                 f"at step {step}; start again to resume"
             )
+        error = record.first_error(self.folder, job)
         # A run that has worked elsewhere may fail because of its node, and there are others.
         elsewhere = step > 0 and job.cluster == "slurm"
-        if failure.kind == "UserError" or (failure.kind == "NodeError" and not elsewhere):
-            raise LaunchError(failure.message)
+        if error and (error.kind == "UserError" or (error.kind == "NodeError" and not elsewhere)):
+            raise LaunchError(error.message)
         self.failures = 0 if step > job.step else self.failures + 1
-        saved = end.outcome == "saved"
-        how = "saved and returned before its end" if saved else f"ended: {end.notice.text}"
+        saved = how_ended == "saved"
+        how = "saved and returned before its end" if saved else f"ended: {notice.text}"
         if self.failures >= ATTEMPTS:
+            rank = error.rank if error else 0
+            log = record.log(self.folder, job, rank)
+            text = error.traceback.strip() if error else record.tail(log)
+            last = "\n".join(text.splitlines()[-record.LOG_TAIL :])
             raise LaunchError(
                 f"{title}: gave up after {self.failures} attempts without progress (step {step}; "
-                f"the last one {how}). Rank {failure.rank} reported:\n{failure.text}\n"
-                f"Full log: {failure.log}"
+                f"the last one {how}). Rank {rank} reported:\n{last}\nFull log: {log}"
             )
-        why = f" ({failure.message.splitlines()[0]})" if failure.message else ""
+        why = f" ({error.message.splitlines()[0]})" if error and error.message else ""
         self.line.say(f"job {job.id} {how}{why}, at step {step}; submitting it again")
 
     def close(self, job: Job, ending: str) -> None:
-        """Note a job's end, with the reports of its ranks that are needed later."""
-        record.learn_id(self.folder, job)
-        job.verdict = record.verdict(self.folder, job)
-        job.saved = record.saved_step(self.folder, job)
-        job.progress = record.progress(self.folder, job)
-        job.held = record.held_seconds(self.folder, job)
+        """Note a job's end."""
         job.state = "ended"
         job.ending = ending
         job.stop = False

@@ -1,20 +1,22 @@
-"""Jobs on this machine: submitit's local controller and its ranks, recognised by their mark."""
+"""Jobs on this machine: one process for each rank, recognised by a mark in its environment."""
 
+import os
+import shlex
 import socket
-import time
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from maect.launch import record
-from maect.launch.record import Job, RankReport
-from maect.launch.resources import LaunchError
-from maect.launch.state import Cluster, Notice
-from maect.launch.submit import MARK
+from maect.launch.record import Job
+from maect.launch.resources import LaunchError, Resources
+from maect.launch.shell import MARK, environment
+from maect.launch.state import Cluster, Notice, check_site
 
 BROKEN_GRACE = 2.0  # seconds for the other ranks to end by themselves once one has died
-TEARDOWN = 30.0  # seconds for the ranks to leave after they have returned
 
 
 def find_processes(name: str) -> list[psutil.Process]:
@@ -28,87 +30,73 @@ class Local(Cluster):
 
     interval = 0.5
     record_patience = 3.0
-    out_of_reach = "its processes are in another container"
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def site(self) -> str:
+        """Return the machine's name."""
+        return socket.gethostname()
+
+    def submit(self, folder: Path, job: Job, resources: Resources) -> None:
+        """Start the ranks, each in a session of its own: a Ctrl-C here does not reach them."""
+        python = shlex.split(resources.python or "") or [sys.executable]
+        words = [*python, "-P", "-u", "-m", "maect.launch", str(folder), job.name]
+        variables = environment(job.name, job.cpus)
+        for rank in range(job.ranks):
+            with record.log(folder, job, rank).open("ab") as log:
+                try:
+                    process = subprocess.Popen(
+                        [*words, str(rank), str(job.ranks)],
+                        env=variables,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                except OSError as error:
+                    self.end(folder, job)
+                    raise LaunchError(f"{shlex.join(python)}: {error.strerror}") from None
+            self._started.append(process)
+            job.pids.append(process.pid)
+        job.id = str(job.pids[0])
 
     def poll(self, folder: Path, job: Job) -> Notice:
-        """Look for a job's processes.
-
-        Raises:
-            LaunchError: it was started on another machine.
-        """
-        if job.boot != record.boot():
-            if job.host == socket.gethostname():
-                return Notice("ended", "the machine was restarted")
-            raise LaunchError(
-                f"{folder}: its job {job.name} was started on {job.host}; resume there, or "
-                f"delete {folder / 'job.json'} if that is gone for good"
-            )
-        if record.is_hidden(folder):
+        """Look for the processes of a job's ranks."""
+        check_site(job, self.site())
+        jobs = folder / "jobs"
+        if jobs.exists() and not os.access(jobs, os.R_OK, effective_ids=True):
             return Notice("unknown", "only the user who started its job can see whether it runs")
         if job.id is None:
-            if find_processes(job.name):
-                return Notice("unknown", "starting")
             return Notice("ended", "never started")
-        controller = _find_process(int(job.id), job.name)
-        ranks = record.ranks(folder, job)
-        live = {rank for rank, report in ranks.items() if _find_process(report.pid, job.name)}
-        if controller is None and not live and record.has_live_rank(folder, job):
-            return Notice("running", "in another container")
-        if broken := _broken_rank(ranks, live, controller, job.ranks):
-            return broken
-        if controller is None and not live:
+        alive = [_find_process(pid, job.name) is not None for pid in job.pids]
+        reports = record.ranks(folder, job)
+        for rank, is_alive in enumerate(alive):
+            end = reports[rank].end if rank in reports else None
+            if end == "error" or (end is None and not is_alive):
+                # The others may wait for it for ever.
+                how = "failed" if end else "died (killed, or out of memory?)"
+                return Notice("ended", f"rank {rank} {how}", BROKEN_GRACE if any(alive) else 0.0)
+        if not any(alive):
             return Notice("ended", "its processes have ended")
-        return Notice("running") if ranks else Notice("pending", "starting")
+        return Notice("running") if reports else Notice("pending", "starting")
 
-    def finish(self, folder: Path, job: Job) -> None:
-        """Let the ranks of a job leave that has returned."""
-        _end(job.name, TEARDOWN)
+    def has_left(self, folder: Path, job: Job) -> bool:
+        """Return whether all processes of a job have ended."""
+        return not find_processes(job.name)
 
     def end(self, folder: Path, job: Job) -> bool:
-        """Kill a job's processes, data loaders included; return False if they are out of sight."""
-        _end(job.name, 0.0)
-        return not record.has_live_rank(folder, job)
-
-
-def _broken_rank(
-    ranks: dict[int, RankReport], live: set[int], controller: psutil.Process | None, size: int
-) -> Notice | None:
-    """Return the end of a job that has lost a rank: the others may wait for it for ever."""
-    for rank, report in sorted(ranks.items()):
-        if report.end == "error" or (report.end is None and rank not in live):
-            how = "failed" if report.end else "died (killed, or out of memory?)"
-            grace = BROKEN_GRACE if live or controller else 0.0
-            return Notice("ended", f"rank {rank} {how}", grace, rank)
-    if controller is not None and 0 < len(ranks) < size:
-        # A rank that died before it could report.
-        gone = sum(report.end is not None for report in ranks.values())
-        if _count_children(controller) < size - gone:
-            missing = min(set(range(size)) - set(ranks))
-            return Notice("ended", f"rank {missing} died at its start", 2 * BROKEN_GRACE, missing)
-    return None
-
-
-def _end(name: str, seconds: float) -> None:
-    """Wait for a job's processes to end, and kill what is left then."""
-    deadline = time.monotonic() + seconds
-    while (left := find_processes(name)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    # Repeated: a process may have started another between the scan and the signal.
-    for _ in range(3):
-        for process in left:
-            with suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(left, timeout=5)
-        left = find_processes(name)
-        if not left:
-            break
-
-
-def _count_children(process: psutil.Process) -> int:
-    try:
-        return len(process.children())
-    except psutil.Error:
-        return 0
+        """Kill a job's processes, data loaders included."""
+        # Repeated: a process may have started another between the scan and the signal.
+        for _ in range(3):
+            left = find_processes(job.name)
+            for process in left:
+                with suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, timeout=5)
+            if not left:
+                break
+        return True
 
 
 def _find_process(pid: int, name: str) -> psutil.Process | None:

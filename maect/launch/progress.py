@@ -59,20 +59,12 @@ def describe(progress: Report) -> str:
     return "  ".join(parts)
 
 
-def seconds_a_step(progress: Report) -> float | None:
-    """Return the mean seconds of this attempt's steps, or None if unknown."""
-    try:
-        done = progress["step"] - progress["first_step"]
-        return float(progress["seconds"]) / done if done > 0 else None
-    except (KeyError, TypeError):
-        return None
-
-
 def seconds_left(progress: Report) -> float | None:
     """Return the seconds until the last step at this attempt's mean speed, or None if unknown."""
-    step = seconds_a_step(progress)
     try:
-        return None if step is None else step * (progress["steps"] - progress["step"])
+        done = progress["step"] - progress["first_step"]
+        left = progress["steps"] - progress["step"]
+        return float(progress["seconds"]) / done * left if done > 0 else None
     except (KeyError, TypeError):
         return None
 

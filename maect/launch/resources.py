@@ -169,6 +169,26 @@ class Resources:
         return self.nodes * self.devices
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Return further sbatch options by name, `gres` among them unless GPUs are named."""
+        options: dict[str, Any] = {"requeue": True}
+        for argument in self.sbatch:
+            key, _, value = argument.partition("=")
+            options[key.strip().lstrip("-")] = value.strip() or True
+        if not any(key.startswith("gpus") or key == "gres" for key in options):
+            options["gres"] = f"gpu:{self.devices}"
+        return options
+
+    @property
+    def has_gpus(self) -> bool:
+        """Return whether a job with these resources has GPUs."""
+        if self.cluster == "local":
+            return gpus_here() > 0
+        kinds = str(self.options.get("gres", "")).split(",")
+        named = any(key.startswith("gpus") for key in self.options)
+        return named or any(kind.startswith("gpu") for kind in kinds)
+
+    @property
     def warning_seconds(self) -> int:
         """Return the seconds from the signal to save until the limit: a tenth of it, 20 to 300."""
         return max(20, min(300, self.minutes * 6))

@@ -7,20 +7,16 @@ controller 0.44 ms (`sdiag`), and a launcher asks twice a minute.
 
 import os
 import re
-import subprocess
-import time
 from pathlib import Path
 
 from maect.launch import record
 from maect.launch.local import find_processes
 from maect.launch.record import Job
-from maect.launch.resources import LaunchError
-from maect.launch.state import Cluster, Notice
-from maect.launch.submit import is_slurm_setting
+from maect.launch.resources import Resources
+from maect.launch.shell import command
+from maect.launch.state import Cluster, Notice, check_site
 
 INTERVAL_VARIABLE = "MAECT_SQUEUE_SECONDS"  # shorter for tests
-TIMEOUT = 60.0  # seconds for an answer
-TEARDOWN = 30.0  # seconds for the ranks to return after the completion record was written
 RUNNING = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT"}
 RUNNING |= {"SIGNALING", "RESIZING", "POWER_UP_NODE"}
 HELD = {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
@@ -39,6 +35,7 @@ TRANSIENT = (
     "temporarily unable to accept job",
     "Resource temporarily unavailable",
     "did not answer in",
+    "no job id in what sbatch answered",
     "authentication error",  # munge is away
     "I/O error writing script/environment to file",  # the controller's disk is full
 )
@@ -57,7 +54,6 @@ NO_ANSWER = Notice("unknown", "no answer from SLURM")
 class Slurm(Cluster):
     """SLURM, as seen from a login node."""
 
-    out_of_reach = "SLURM does not answer"
     record_patience = 90.0  # a client of NFS may take a minute to see the file
 
     def __init__(self) -> None:
@@ -68,6 +64,12 @@ class Slurm(Cluster):
         _, out, _ = command("scontrol", "show", "config")
         match = re.search(r"^ClusterName\s*=\s*(\S+)", out, re.MULTILINE)
         return match[1] if match else None
+
+    def submit(self, folder: Path, job: Job, resources: Resources) -> None:
+        """Submit the job on record and set its id."""
+        from maect.launch import sbatch  # it imports submitit
+
+        job.id = sbatch.submit(folder, job, resources)
 
     def poll(self, folder: Path, job: Job) -> Notice:
         """Ask the controller about a job, and accounting if the controller has forgotten it."""
@@ -83,24 +85,19 @@ class Slurm(Cluster):
             return NO_ANSWER
         if known:
             return _notice(job, known["JobState"], known.get("Reason", ""))
-        if not self._is_its_cluster(job):
-            return NO_ANSWER
+        if job.site is not None:
+            here = self.site()
+            if here is None:
+                return NO_ANSWER
+            check_site(job, here)
         if job.id is None:
             # The controller does not have it, so that submitting again runs nothing twice.
             return Notice("ended", "never submitted", grace=1.0)
         return _ask_accounting(job) or Notice("ended", "unknown to SLURM", grace=self.interval)
 
-    def finish(self, folder: Path, job: Job) -> None:
-        """Wait for a job that has its completion record to return; cancel it if it does not.
-
-        A signal in its last second may have put a complete job back into the queue.
-        """
-        deadline = time.monotonic() + TEARDOWN
-        while record.verdict(folder, job) not in ("done", "stopped"):
-            if time.monotonic() > deadline:
-                self.end(folder, job)
-                return
-            time.sleep(0.5)
+    def has_left(self, folder: Path, job: Job) -> bool:
+        """Return whether the function of a job has returned: SLURM ends what is left."""
+        return record.verdict(folder, job) in ("done", "stopped")
 
     def end(self, folder: Path, job: Job) -> bool:
         """Cancel a job by its id, or by its name; return False if SLURM does not answer."""
@@ -112,16 +109,6 @@ class Slurm(Cluster):
             which = job.id
         code, _, error = command("scancel", which)
         return code == 0 or any(text in error for text in ALREADY_OVER)
-
-    def _is_its_cluster(self, job: Job) -> bool:
-        """Return whether the cluster that answers here took the job; LaunchError: another did."""
-        here = self.site() if job.site else None
-        if here is not None and here != job.site:
-            raise LaunchError(
-                f"job {job.id or job.name} was submitted to the cluster {job.site}, and this is "
-                f"{here}: start on a login node of {job.site}"
-            )
-        return here == job.site
 
 
 def _notice(job: Job, state: str, reason: str) -> Notice:
@@ -157,9 +144,8 @@ def _show_job(job: Job) -> dict[str, str] | None:
     code, out, error = command("scontrol", "--oneliner", "show", "job", job.id)
     if code != 0 or "JobName=" not in out:
         return {} if UNKNOWN_ID in error else None
-    comment = job.request.get("parameters", {}).get("comment")
     is_named = f" JobName={job.name} UserId=" in out
-    if not is_named and not (comment and f" Comment={comment} " in f"{out} "):
+    if not is_named and not (job.place and f" Comment={job.place} " in f"{out} "):
         return {}
     # A name may have blanks, and the last fields are paths, which may hold anything.
     _, _, fields = out.partition(" UserId=")
@@ -191,29 +177,3 @@ def is_limit(error: str) -> bool:
 def squeue_seconds() -> float:
     """Return the seconds between two questions to the controller."""
     return float(os.environ.get(INTERVAL_VARIABLE, "30"))
-
-
-def command(
-    *words: str, timeout: float = TIMEOUT, env: dict[str, str] | None = None
-) -> tuple[int, str, str]:
-    """Run a SLURM command, out of reach of a Ctrl-C: (exit status, stdout, stderr).
-
-    It sees nothing of the settings that a user's shell may have for it.
-    """
-    variables = os.environ if env is None else env
-    try:
-        result = subprocess.run(
-            words,
-            env={key: value for key, value in variables.items() if not is_slurm_setting(key)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",  # job names may be anything
-            timeout=timeout,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        return 124, "", f"{words[0]} did not answer in {timeout:.0f} s"
-    except OSError as error:
-        return 127, "", f"{words[0]}: {error.strerror}"
-    return result.returncode, result.stdout.strip(), result.stderr.strip()

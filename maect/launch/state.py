@@ -1,5 +1,6 @@
-"""State of a job: the cluster's notice about it, combined with the reports of its ranks."""
+"""State of a job: what its cluster says of it, combined with the reports of its ranks."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,9 +9,11 @@ from typing import Literal
 
 from maect.launch import record
 from maect.launch.record import Job
+from maect.launch.resources import LaunchError, Resources
 
 STOPPED = "stopped by the user"
 NOT_ACCEPTED_YET = "not accepted for now"  # begins the ending of a job that is submitted again
+TEARDOWN = 30.0  # seconds for the ranks to leave after they have returned
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,6 @@ class Notice:
         phase: "unknown" is no verdict: the question failed, ask again.
         text: the cluster's own word (and its reason).
         grace: seconds for which an end must last before it is believed.
-        rank: the rank that seems to have caused the end.
         final: a person ended it.
         hint: advice to a person without whom nothing will happen, or "".
     """
@@ -29,7 +31,6 @@ class Notice:
     phase: Literal["unknown", "pending", "running", "ended"]
     text: str = ""
     grace: float = 0.0
-    rank: int | None = None
     final: bool = False
     hint: str = ""
 
@@ -40,72 +41,82 @@ class Cluster(ABC):
     Attributes:
         interval: seconds between two polls.
         record_patience: seconds for a completion record to cross the file system.
-        out_of_reach: why a job could not be ended.
     """
 
     interval: float
     record_patience: float
-    out_of_reach: str
 
+    @abstractmethod
     def site(self) -> str | None:
-        """Return the cluster's own name, if it has one."""
-        return None
+        """Return the cluster's own name; None if it does not answer."""
+
+    @abstractmethod
+    def submit(self, folder: Path, job: Job, resources: Resources) -> None:
+        """Submit the job on record and set its id.
+
+        Raises:
+            LaunchError, RuntimeError, ValueError: it was not accepted.
+        """
 
     @abstractmethod
     def poll(self, folder: Path, job: Job) -> Notice:
-        """Ask the cluster about a job."""
+        """Ask the cluster about a job; LaunchError if it is one of another site."""
 
     @abstractmethod
-    def finish(self, folder: Path, job: Job) -> None:
-        """Wait until a job that has its completion record has left; end what is left of it."""
+    def has_left(self, folder: Path, job: Job) -> bool:
+        """Return whether a job that has its completion record needs its place no longer."""
 
     @abstractmethod
     def end(self, folder: Path, job: Job) -> bool:
         """End a job, or what is left of it; return False if the cluster does not answer."""
 
+    def finish(self, folder: Path, job: Job) -> None:
+        """Wait for a job that has its completion record to leave; end what is left of it then.
 
-@dataclass(frozen=True)
-class State:
-    """State of a job.
-
-    Attributes:
-        notice: the cluster's; after the end on record, that.
-        outcome: of an ended job: its function returned ("done"; "saved": asked to save and return
-            before its end), a person ended it ("stopped"), one of its ranks raised or it was never
-            accepted ("failed"), it went without a word ("lost").
-        failure: the error of a rank of an ended job, or the last lines of its log.
-    """
-
-    notice: Notice
-    outcome: Literal["", "done", "saved", "stopped", "failed", "lost"] = ""
-    failure: record.Failure | None = None
+        A signal in its last second may have put a complete job back into the queue.
+        """
+        deadline = time.monotonic() + TEARDOWN
+        while not self.has_left(folder, job):
+            if time.monotonic() > deadline:
+                self.end(folder, job)
+                return
+            time.sleep(0.2)
 
 
-def state_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> State:
-    """Return the state of a job of `folder`; LaunchError if it cannot be seen from here.
+def check_site(job: Job, here: str) -> None:
+    """Refuse to conclude anything about a job of another machine or cluster (LaunchError)."""
+    if job.site not in (None, here):
+        raise LaunchError(
+            f"{job} was started on {job.site}, and this is {here}: start there, or delete "
+            f"{Path(job.place) / 'job.json'} if that is gone for good"
+        )
+
+
+def notice_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> Notice:
+    """Return what is known of a job; LaunchError if it cannot be seen from here."""
+    if job.state == "ended":
+        return Notice("ended", job.ending or "", final=job.ending == STOPPED)
+    return clusters[job.cluster].poll(folder, job)
+
+
+def outcome(
+    folder: Path, job: Job, notice: Notice
+) -> Literal["done", "stopped", "failed", "saved", "lost"]:
+    """Return how a job ended.
 
     The ranks' reports count before the cluster's word: a function that returned or raised did so,
     whatever became of its processes.
+
+    Returns:
+        "done": its function returned; "saved": it was asked to save and returned before its end;
+        "stopped": a person ended it; "failed": one of its ranks raised, or it was never accepted;
+        "lost": it went without a word.
     """
-    if job.state == "ended":
-        notice = Notice("ended", job.ending or "", final=job.ending == STOPPED)
-    elif not record.is_of(folder, job):
-        notice = Notice("ended", f"it is the job of {job.place}")
-    else:
-        notice = clusters[job.cluster].poll(folder, job)
-    return classify_notice(folder, job, notice)
-
-
-def classify_notice(folder: Path, job: Job, notice: Notice) -> State:
-    """Combine a cluster's notice with the ranks' reports into a state."""
-    if notice.phase != "ended":
-        return State(notice)
-    failure = record.failure(folder, job, notice.rank)
     verdict = record.verdict(folder, job)
     if verdict == "done" or job.ending == "done":
-        return State(notice, "done", failure)
+        return "done"
     if notice.final:
-        return State(notice, "stopped", failure)
-    if failure.kind or (job.state == "ended" and job.id is None):
-        return State(notice, "failed", failure)
-    return State(notice, "saved" if verdict else "lost", failure)
+        return "stopped"
+    if job.id is None or record.first_error(folder, job) is not None:
+        return "failed"
+    return "saved" if verdict else "lost"

@@ -19,16 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import psutil
-
 from maect.core.context import Context
 from maect.core.files import sealed, write_record
 from maect.core.log import rank_log
 from maect.launch import record
-from maect.launch.record import VERDICTS, Job, RankReport, Request
+from maect.launch.record import VERDICTS, Job, RankReport
 from maect.launch.rendezvous import Rendezvous, find_rendezvous, open_rendezvous
 from maect.launch.resources import LaunchError
-from maect.launch.slurm import command
+from maect.launch.shell import command
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -43,37 +41,26 @@ REQUEUE_TRIES = 5
 class RankFile:
     """Report of one rank, in the file that only this rank writes."""
 
-    def __init__(
-        self, folder: Path, name: str, rank: int, job_id: str, held: float, ranks: int
-    ) -> None:
-        """Begin a report; `held`: device time of the attempts before, in seconds x ranks."""
-        self._held = held
-        self._ranks = ranks
-        self._began = time.monotonic() - (time.time() - psutil.Process().create_time())
+    def __init__(self, folder: Path, name: str, rank: int) -> None:
+        """Begin a report."""
         self._path = record.rank_file(folder, name, rank)
         # The thread that saves states reports here, too, beside the main thread.
         self._lock = threading.Lock()
-        self._report = RankReport(rank, job_id, os.getpid(), time.time())
-
-    def held(self) -> float:
-        """Return the seconds x ranks for which this run's jobs have held their devices so far."""
-        return self._held + max(0.0, time.monotonic() - self._began) * self._ranks
+        self._report = RankReport(rank, time.time())
 
     def note(self, **values: Any) -> None:
         """Add values to the report and flush it to the disk."""
         with self._lock:
-            write_record(self._path, self._updated(values))
+            self._report = replace(self._report, **values)
+            write_record(self._path, asdict(self._report))
 
     def hint(self, **values: Any) -> None:
         """Add values that may be lost, without waiting for the disk."""
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         with self._lock, suppress(OSError):
-            temporary.write_text(json.dumps(sealed(self._updated(values))), encoding="utf-8")
+            self._report = replace(self._report, **values)
+            temporary.write_text(json.dumps(sealed(asdict(self._report))), encoding="utf-8")
             temporary.replace(self._path)
-
-    def _updated(self, values: dict[str, Any]) -> dict[str, Any]:
-        self._report = replace(self._report, **values, held=self.held())
-        return asdict(self._report)
 
     def fail(self, error: BaseException) -> None:
         """Add the error that ended this rank."""
@@ -163,20 +150,11 @@ class Rank(Context):
             self.said.append(message)
             self.file.note(said=self.said)
 
-    def saving(self, writes: bool) -> None:
-        """Report whether a state is being written."""
-        if self.rank == 0:
-            self.file.hint(saving=writes)
-
     def saved(self, step: int) -> None:
         """Report that the state of this step is complete on disk."""
         if self.rank == 0 and step != self.last_saved:
             self.last_saved = step
             self.file.hint(saved=step)
-
-    def held_seconds(self) -> float:
-        """Return the seconds x ranks for which this run's jobs have held their devices so far."""
-        return self.file.held()
 
     def flush(self) -> None:
         """Write the last progress."""
@@ -200,50 +178,60 @@ class Rank(Context):
         os._exit(1)
 
 
-def run(folder_name: str, name: str) -> None:
-    """Run the job on record as one of its ranks; submitit calls this."""
+def run(folder: str, name: str) -> None:
+    """Run the job on record as one of its ranks on SLURM; submitit calls this."""
     import submitit
 
     environment = submitit.JobEnvironment()
-    folder = Path(folder_name)
-    rank_log(environment.global_rank)
     logging.getLogger("submitit").handlers.clear()  # ours has its messages, with time and rank
-    # Only the job that `job.json` names may run: one submitted twice by a crash ends here, and one
-    # that was given up while nobody could cancel it.
+    start(
+        Path(folder),
+        name,
+        list(environment.hostnames),
+        rank=environment.global_rank,
+        local_rank=environment.local_rank,
+        world_size=environment.num_tasks,
+        local_world_size=environment.num_tasks // environment.num_nodes,
+        node=environment.node,
+    )
+
+
+def start(folder: Path, name: str, hosts: list[str], **numbers: Any) -> None:
+    """Run the job on record as one of its ranks.
+
+    Only the job that `job.json` names may run: one submitted twice by a crash ends here, and one
+    that was given up while nobody could cancel it.
+
+    Args:
+        folder: of the run.
+        name: of the job.
+        hosts: names of its nodes.
+        **numbers: of this rank, as in `Rank`.
+    """
+    number = numbers["rank"]
+    rank_log(number)
     job = record.read_job(folder)
     if job is None or job.name != name or job.state == "ended":
         why = f"over: {job.ending}" if job and job.name == name else "replaced by another one"
         log.warning("job %s was %s; nothing to do", name, why)
         return
-    with record.lock_while_alive(folder, job):
-        _run(environment, job, folder)
-
-
-def _run(environment: Any, job: Job, folder: Path) -> None:
     # An attempt before this one, under the same id, may have saved steps.
     before = record.saved_step(folder, job)
-    seconds = record.held_seconds(folder, job)
-    number = environment.global_rank
-    size = environment.num_tasks
-    file = RankFile(folder, job.name, number, environment.job_id, seconds, job.ranks)
+    file = RankFile(folder, name, number)
     file.note(**({"saved": before} if number == 0 else {}))
     rank = Rank(
-        rank=number,
-        local_rank=environment.local_rank,
-        world_size=size,
-        local_world_size=size // environment.num_nodes,
-        node=environment.node,
-        cpus=int(job.request["cpus"]),
-        gpus=bool(job.request.get("gpus")),
+        **numbers,
+        cpus=job.cpus,
+        gpus=job.gpus,
         folder=folder,
-        name=job.name,
+        name=name,
         attempt=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         file=file,
     )
     _listen(rank)
     try:
-        _join(rank, environment, job)
-        verdict = _call(job.request, rank)
+        _join(rank, hosts)
+        verdict = _call(job, rank)
         rank.flush()
     except BaseException as error:
         rank.flush()
@@ -256,19 +244,16 @@ def _run(environment: Any, job: Job, folder: Path) -> None:
     file.note(end=verdict, time=time.time())
     rank.close()
     gc.freeze()  # at its end the interpreter would search all modules for garbage: 1.5 s
-    faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
     # A job without progress must not requeue itself for ever: the launcher counts attempts.
     # One that SLURM terminates is either being cancelled, or requeued by SLURM itself.
     progressed = number == 0 and (rank.last_saved or 0) > before and "terminate" not in rank.reasons
-    if verdict == "requeue" and progressed and environment.name() == "slurm":
-        faulthandler.cancel_dump_traceback_later()  # a slow controller may take its time
-        requeue(environment.job_id)
-        faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
+    if verdict == "requeue" and progressed and job.cluster == "slurm":
+        requeue(os.environ["SLURM_JOB_ID"])
+    faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
 
 
-def _join(rank: Rank, environment: Any, job: Job) -> None:
+def _join(rank: Rank, hosts: list[str]) -> None:
     """Meet the other ranks of this attempt, and let libraries know all of them."""
-    hosts = list(environment.hostnames)
     if rank.world_size > 1 and rank.rank == 0:
         rank.rendezvous = open_rendezvous(rank.attempt, rank.world_size, hosts)
         rank.file.note(meeting=asdict(rank.rendezvous.address))
@@ -287,21 +272,16 @@ def _join(rank: Rank, environment: Any, job: Job) -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if len(hosts) == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not the interface to the network
-    if environment.name() == "local":
-        # submitit numbers the GPUs of a local job itself; what the user made visible counts.
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        if (visible := job.request.get("visible")) is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
-def _call(request: Request, context: Rank) -> str:
-    module, name = request["function"].split(":")
+def _call(job: Job, context: Rank) -> str:
+    module, name = job.function.split(":")
     gc.disable()  # searching what is being imported for garbage takes an eighth of torch's import
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     gc.enable()
-    verdict = function(context=context, **request["arguments"]) or "done"
+    verdict = function(context=context, **job.arguments) or "done"
     if verdict not in VERDICTS:
-        raise ValueError(f"{request['function']} returned {verdict!r}, not one of {VERDICTS}")
+        raise ValueError(f"{job.function} returned {verdict!r}, not one of {VERDICTS}")
     if verdict == "requeue" and _is_asked_to_stop(context):
         return "stopped"
     return str(verdict)

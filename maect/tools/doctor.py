@@ -29,9 +29,9 @@ from maect.core.errors import UserError, counted
 from maect.core.files import read_json, write_json
 from maect.experiment import Experiment
 from maect.experiment.profile import PROFILE, PROFILE_OF_TRAININGS
-from maect.launch import LaunchError, Resources, Task, launch, submit
+from maect.launch import LaunchError, Resources, Task, launch
 from maect.launch.resources import node_range
-from maect.launch.slurm import command
+from maect.launch.shell import command
 from maect.stages import load_recipe
 from maect.train.engine import Engine, start
 from maect.train.optimizer import grouped
@@ -195,7 +195,9 @@ def _request(
 
 def _sbatch(wanted: Resources) -> tuple[str, ...]:
     """Return the launcher's own parameters as options of sbatch."""
-    parameters = submit.slurm(wanted, "maect-doctor", Path("doctor"))
+    from maect.launch import sbatch  # it imports submitit
+
+    parameters = sbatch.parameters(wanted, "maect-doctor", Path("doctor"))
     keys = ("partition", "account", "time", "nodes", "ntasks_per_node", "cpus_per_task", "mem")
     asked = {key: parameters[key] for key in keys} | parameters["additional_parameters"]
     return tuple(

@@ -15,7 +15,7 @@ from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, FeaturesConfig
 from maect.evaluate.evaluation import Completion
 from maect.launch import Resources, Task, launch
-from maect.launch.record import is_of, read_job
+from maect.launch.record import read_job
 from maect.launch.resources import fixed_nodes, gpu_here, node_range, training_nodes
 from maect.recipes.cost import relative_speed
 from maect.recipes.memory import gpu_memory
@@ -154,7 +154,7 @@ def _as_saved(run: Path, nodes: int, where: Where) -> int:
         log.info("%s: on %s, as its state", run.name, counted(before // devices, "node"))
         return before // devices
     job = read_job(run)
-    if job is not None and job.state != "ended" and is_of(run, job):
+    if job is not None and job.state != "ended":
         return nodes  # it may be running still, and is looked after
     raise UserError(
         f"{states[0]}: resuming would change from {before} ranks to {nodes * devices}, and the "

@@ -404,7 +404,7 @@ def _left(plan: Plan, experiment: Experiment, config: RunConfig) -> float:
     data = seek_record(config.shards / "index.json").get("digest", "")
     if not job.computes(config.fingerprint(data, weights)):
         return 1.0
-    if job.verdict == "done" and not (folder / "state").is_dir():
+    if record.verdict(folder, job) == "done" and not (folder / "state").is_dir():
         return 1.0  # what it left is lost
     return 1 - min(1.0, part(record.progress(folder, job)) or 0.0)
 

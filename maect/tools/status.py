@@ -14,7 +14,7 @@ from maect.experiment import load
 from maect.launch import clusters, record
 from maect.launch.progress import part, rough, seconds_left
 from maect.launch.record import Job
-from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, state_of
+from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, notice_of, outcome
 from maect.records import RunRecord, is_finished
 
 NOT_STARTED = "not started"
@@ -167,24 +167,26 @@ def status_of(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluste
 def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> tuple[str, str]:
     """Return the state of an unfinished job in a word, and why."""
     try:
-        state = state_of(folder, job, clusters)
-    except UserError:
-        return "unknown", f"its job was started on {job.host}"
-    text = state.notice.text
-    if state.notice.phase == "pending":
+        notice = notice_of(folder, job, clusters)
+    except UserError as error:
+        return "unknown", str(error)
+    text = notice.text
+    if notice.phase == "pending":
         return ("waiting" if job.cluster == "slurm" else "starting"), text
-    if state.notice.phase == "running":
+    if notice.phase == "running":
         return "running", ""
-    if state.notice.phase == "unknown":
+    if notice.phase == "unknown":
         return "unknown", text
-    if state.outcome == "saved":
+    how = outcome(folder, job, notice)
+    if how == "saved":
         return "stopped", "saved and returned before its end"
-    if state.outcome == "stopped":
+    if how == "stopped":
         return "stopped", "" if text == STOPPED else text
     if job.id is None and text.startswith(NOT_ACCEPTED_YET):
         return "waiting", f"{text}; its launcher, while it runs, tries again"
-    if state.outcome == "failed":
-        return "failed", (state.failure.message if state.failure else "") or text
+    if how == "failed":
+        raised = record.first_error(folder, job)
+        return "failed", raised.message if raised else text
     return "interrupted", text
 
 
@@ -272,7 +274,7 @@ def stage_of(folder: Path, job: Job) -> str:
     """Return the stage of a training, the protocol of an evaluation, or "features"."""
     if folder.parent.parent.name == "features":
         return "features"
-    config = job.request.get("arguments", {}).get("config")
+    config = job.arguments.get("config")
     try:
         values = read_yaml(Path(config)) if config else {}
     except (OSError, UserError):

@@ -152,7 +152,6 @@ class Saver:
 
     def _run(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         folder = self.folder / step_name(step)
-        self.context.saving(True)
         try:
             if step != self._resumed:
                 about = {"step": step, "world_size": self.world_size}
@@ -179,8 +178,6 @@ class Saver:
                 self._said_at = time.monotonic()
                 with suppress(OSError):  # the next report has it too
                     self.context.say(f"{self.error}: what is trained since is lost if the job ends")
-        finally:
-            self.context.saving(False)
 
     def _write(self, folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         if self._lock:

@@ -102,7 +102,7 @@ class SlurmRun(Run):
     def noted(self) -> set[str]:
         """Job ids that `job.json` accounts for."""
         job = self.read("job.json")
-        return {str(entry["id"]) for entry in [*job["earlier"], job] if entry["id"]}
+        return {*job["earlier"], *([job["id"]] if job["id"] else [])}
 
     def repeated(self) -> float:
         """Seconds that rank 0 spent on steps which an earlier attempt had done."""

@@ -145,7 +145,7 @@ def test_a_driver_in_a_job_asks_to_save_before_its_time_limit(run, tmp_path):
     run.reaches(20)
     wait_for(lambda: "saved and stopped at step" in log.read_text(), 150, pause=0.5)
     wait_for(lambda: not run.live())
-    assert run.job().saved >= 20
+    assert run.saved() >= 20
 
 
 def test_interrupt_of_a_job_that_began_after_squeue_was_asked(run, monkeypatch):
@@ -158,7 +158,7 @@ def test_interrupt_of_a_job_that_began_after_squeue_was_asked(run, monkeypatch):
     launcher.send_signal(signal.SIGINT)
     words = finish(launcher)
     assert launcher.returncode == 130 and "saved and stopped" in words
-    assert run.job().saved >= 20
+    assert run.saved() >= 20
 
 
 def test_settings_of_a_shell_change_nothing(run, monkeypatch):

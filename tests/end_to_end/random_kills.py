@@ -87,8 +87,8 @@ def role(process: psutil.Process) -> str:
     except psutil.Error:
         return "gone"
     for sign, name in {
-        "submitit.core._submit": "rank", "submitit.local": "controller",
-        "maect.launch": "submitter", "snakemake": "Snakemake", "/maect ": "launcher",
+        "submitit.core._submit": "rank", "-m maect.launch": "rank",
+        "snakemake": "Snakemake", "/maect ": "launcher",
     }.items():  # fmt: skip
         if sign in words:
             return name

@@ -21,7 +21,7 @@ from maect.experiment import load
 from maect.experiment.chosen_shards import note_own
 from maect.experiment.pages import figures, tables
 from maect.experiment.resolve import features_file, files
-from maect.launch.record import new_job, write_job
+from maect.launch.record import Job, write_job
 from maect.stages.run import train
 
 HEAD = {"head": {"queue_size": 32, "topk": 2}}
@@ -82,9 +82,8 @@ def make(folder: Path) -> None:
         config.write(path)
     for run in experiment.runs:
         config = experiment.folder(run) / "config.yaml"
-        job = new_job(config.parent, "local", 1, None)
-        job.request, job.state, job.id = {"arguments": {"config": str(config)}}, "ended", "1"
-        job.ending = job.verdict = "done"
+        job = Job("local", "maect-x-1", 1, arguments={"config": str(config)})
+        job.state, job.id, job.ending = "ended", "1", "done"
         write_job(config.parent, job)
         assert train(Context(cpus=2), config=config) == "done"
     for run in experiment.evaluated:

@@ -155,14 +155,14 @@ def test_a_compiler_that_is_gone(
     assert "resumes with compiled False, it was True" in (tmp_path / "log").read_text()
 
 
-def test_the_terminal_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_terminal_says_it(tmp_path: Path) -> None:
     """Audit 6: what a rank says to people is shown by the launcher, each sentence once.
 
     Also after SLURM has begun the job again: as many as before the requeue were left out.
     """
-    job = record.new_job(tmp_path, "local", 1, None)
+    job = record.Job("local", "maect-x-1", 1)
     record.make_job_folder(tmp_path, job.name)
-    file = RankFile(tmp_path, job.name, 0, "1", 0.0, 1)
+    file = RankFile(tmp_path, job.name, 0)
     nothing: Any = None
     rank = Rank(
         rank=0, local_rank=0, world_size=1, local_world_size=1, node=0, cpus=1, gpus=False,
@@ -178,8 +178,7 @@ def test_the_terminal_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     launcher.show_job_messages(job)
     launcher.show_job_messages(job)
     assert shown == ["resumes with threads 1, it was 2", "resumes with revision b, it was a"]
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    file = RankFile(tmp_path, job.name, 0, "1", 0.0, 1)
+    file = RankFile(tmp_path, job.name, 0)
     rank = replace(rank, attempt=1, file=file, said=[])
     rank.say("resumes with device H200, it was A100")
     launcher.show_job_messages(job)

@@ -76,7 +76,7 @@ def test_each_file_is_read(results: Path) -> None:
         assert {*read_record(path)} == {*written} - {"format", "checksum"}
     for run in results.glob("runs/*"):
         job = read_job(run)
-        assert job is not None and job.verdict == "done"
+        assert job is not None and job.state == "ended"
         assert read_notes(run)["fingerprint"] == RunRecord.of(run).fingerprint
     for split, n in (("train", 60), ("val", 40)):
         index = open_index(results / f"shards/digits/{split}")

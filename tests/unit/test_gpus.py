@@ -23,8 +23,7 @@ from maect.core.context import Context
 from maect.core.errors import NodeError, UserError
 from maect.evaluate import evaluation as evaluations
 from maect.evaluate import features
-from maect.launch import Resources, Task, submit
-from maect.launch.record import Job
+from maect.launch import Resources
 from maect.launch.resources import gpu_here
 from maect.models.vit import build_encoder
 from maect.recipes import load_encoder
@@ -36,8 +35,6 @@ from maect.stages.run import RunConfig
 from maect.train import trainer
 from maect.train.engine import random_batch
 from maect.train.objective import tensors_in
-
-JOB = Job("slurm", "maect-x", 4, 0)
 
 ONE_VISIBLE = """
 import os
@@ -176,19 +173,16 @@ def test_more_ranks_than_gpus(shared: bool, monkeypatch: pytest.MonkeyPatch) -> 
         (("gres=nvme:1",), False),
     ],
 )
-def test_a_job_knows_whether_it_was_given_gpus(
-    sbatch: tuple[str, ...], given: bool, tmp_path: Path
-) -> None:
-    resources = Resources("slurm", devices=4, sbatch=sbatch)
-    assert submit.request(JOB, tmp_path, Task("a:b"), resources)["gpus"] is given
+def test_a_job_knows_whether_it_was_given_gpus(sbatch: tuple[str, ...], given: bool) -> None:
+    assert Resources("slurm", devices=4, sbatch=sbatch).has_gpus is given
 
 
 @pytest.mark.parametrize(("visible", "given"), [("", False), ("0,1", True)])
 def test_here_it_is_what_the_shell_leaves_visible(
-    visible: str, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    visible: str, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert submit.request(JOB, tmp_path, Task("a:b"), Resources())["gpus"] is given
+    assert Resources().has_gpus is given
 
 
 TOO_SMALL = {

@@ -15,7 +15,7 @@ from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
 from maect.experiment import Experiment, load, own_experiments, resolve
 from maect.experiment.chosen_shards import note_own
-from maect.launch.record import Job, Request, write_job
+from maect.launch.record import Job, make_job_folder, write_job
 from maect.recipes import Pixels, load_encoder
 from maect.recipes.cost import encode_flops, encoder_weights
 from maect.recipes.memory import CONTEXT
@@ -163,8 +163,7 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     record |= {"settings": stage.model_dump(mode="json")}
     write_record(RunRecord.path(root / "runs/ct_aug_tiny"), record)
     (root / "runs/ct_min_tiny").mkdir()
-    job = Job("local", "maect-x", 2, 0, progress={"step": 125, "steps": 250})
-    write_job(root / "runs/ct_min_tiny", job)
+    note(root / "runs/ct_min_tiny", {"step": 125, "steps": 250})
     (planned,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
     assert planned.seconds == pytest.approx(0.5 * 1_297 * 25 / (25.0 * 2))
     assert "ct_aug_tiny/run.json on AMD EPYC" in planned.source
@@ -177,6 +176,13 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     assert "mae_gpu/run.json on NVIDIA H200" in planned.source
     (planned,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
     assert "ct_aug_tiny/run.json" in planned.source
+
+
+def note(run: Path, progress: dict[str, int], identity: str = "", end: str | None = None) -> None:
+    """What a job leaves of its progress."""
+    write_job(run, Job("local", "maect-x", 2, identity=identity))
+    report = {"rank": 0, "progress": progress, "end": end}
+    write_record(make_job_folder(run, "maect-x") / "rank-0.json", report)
 
 
 def test_only_steps_of_what_is_asked_for_are_done(here: Path) -> None:
@@ -198,20 +204,16 @@ def test_only_steps_of_what_is_asked_for_are_done(here: Path) -> None:
         flops = 1297 * stage.epochs * stage.flops_per_image(experiment.runs[name].encoder)
         return planned[name] / (flops / (2 * CPU_RATE))
 
-    def note(folder: Path, identity: str, step: int, verdict: str | None = None) -> None:
-        report = {"step": step, "steps": 4}
-        write_job(folder, Job("local", "maect-x", 2, 0, Request(identity=identity),
-                              progress=report, verdict=verdict))  # fmt: skip
-
     asked = resolve.run_config(experiment, "mae_tiny").fingerprint("d", {})
-    note(mae, asked, 3)
+    note(mae, {"step": 3, "steps": 4}, asked)
     assert left("mae_tiny") == pytest.approx(0.25)
-    note(mae, "of another recipe, seed, source or data", 4, "done")
+    note(mae, {"step": 4, "steps": 4}, "of another recipe, seed, source or data", "done")
     assert left("mae_tiny") == pytest.approx(1)
-    note(head, resolve.run_config(experiment, "head_min_tiny").fingerprint("d", weights), 2)
+    after = resolve.run_config(experiment, "head_min_tiny").fingerprint("d", weights)
+    note(head, {"step": 2, "steps": 4}, after)
     assert left("head_min_tiny") == pytest.approx(0.5)
     assert left("head_min_tiny", "mae_tiny") == pytest.approx(1)  # what it starts from changes
-    note(mae, asked, 4, "done")  # its encoder is written again from its state
+    note(mae, {"step": 4, "steps": 4}, asked, "done")  # its encoder is written again from its state
     assert left("mae_tiny") == pytest.approx(0)
     assert left("head_min_tiny", "mae_tiny") == pytest.approx(0.5)
     (mae / "state").rmdir()

@@ -27,7 +27,7 @@ def count(
     """Count to `steps` on all ranks together; the result depends on every step exactly once.
 
     Each file STEP.closed in the folder `gates` holds the count after that step until it is gone,
-    or until the count is asked to stop. The file `saving` is there while a state is written.
+    or until the count is asked to stop.
     """
     worker.REPORT_SECONDS = 0.1
     root = Path(folder)
@@ -67,12 +67,8 @@ def count(
             time.sleep(0.05)
             context.report(progress)  # what is reported often is written now and then
         if context.rank == 0 and (stop or state["step"] % save_every == 0):
-            context.saving(True)
-            (root / "saving").touch()
             time.sleep(save_seconds)
             write_json(root / "state.json", state)
-            (root / "saving").unlink()
-            context.saving(False)
             context.saved(state["step"])
         if stop:
             return "requeue"

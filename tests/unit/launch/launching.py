@@ -19,6 +19,7 @@ from maect.launch.record import (
     progress,
     rank_0,
     read_job,
+    saved_step,
     verdict,
     write_job,
 )
@@ -131,10 +132,14 @@ class Run:
         """How the function of the job on record returned."""
         return verdict(self.folder, self.job())
 
+    def saved(self) -> int:
+        """The last step that the job on record has saved."""
+        return saved_step(self.folder, self.job())
+
     def returns(self, how: str) -> None:
         """Say for rank 0 that the function has returned."""
         folder = make_job_folder(self.folder, self.job().name)
-        write_record(folder / "rank-0.json", {"rank": 0, "id": self.job().id, "end": how})
+        write_record(folder / "rank-0.json", {"rank": 0, "end": how})
 
     def rendezvous(self) -> dict:
         """Where rank 0 says that the ranks meet."""

@@ -1,4 +1,4 @@
-"""A launcher: `python start.py FOLDER ARGUMENTS RESOURCES [detach] [impatient]`."""
+"""A launcher: `python start.py FOLDER ARGUMENTS RESOURCES [detach]`."""
 
 import json
 import sys
@@ -6,21 +6,11 @@ from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.log import command_log
-from maect.launch import Resources, Task, launch, launcher, record
+from maect.launch import Resources, Task, launch, launcher
 from maect.launch.local import Local
 
 # File systems that others share are looked at less often; tests need not wait as long.
 launcher.TICK, Local.interval = 0.1, 0.1
-
-
-def without_patience() -> None:
-    """A job that is asked to stop has no time but that of its save, from its first moment on."""
-    is_saving, launcher.STOP_PATIENCE, launcher.STOP_STEPS = record.is_saving, 0.0, 0
-
-    def spared(folder: Path, job: record.Job) -> bool:
-        return not (folder / "saving").exists() or is_saving(folder, job)
-
-    record.is_saving = spared
 
 
 def main() -> int:
@@ -28,8 +18,6 @@ def main() -> int:
     arguments, resources = json.loads(sys.argv[2]), json.loads(sys.argv[3])
     function = arguments.pop("function", "counting:count")
     identity = arguments.pop("identity", "")
-    if "impatient" in sys.argv[4:]:
-        without_patience()
     try:
         with command_log():
             launch(

@@ -65,7 +65,7 @@ def test_completed_run_that_is_made_again_begins_at_zero(run):
         (run.folder / name).unlink()
     words = finish(run.start())
     assert_undisturbed(run)
-    assert "at step 0\n" in words and run.read("job.json")["attempt"] == 1
+    assert "at step 0\n" in words
     assert len(run.read("job.json")["earlier"]) == 1
 
 
@@ -91,8 +91,7 @@ def test_a_live_job_of_what_the_settings_were_is_stopped(run):
     order = ["what the settings were", "asked the job to save", "saved and stopped", "submitted"]
     assert [said.index(part) for part in order] == sorted(said.index(part) for part in order)
     assert_undisturbed(run)
-    (earlier,) = run.job().earlier
-    assert earlier["ending"] == "its settings have changed"
+    assert len(run.job().earlier) == 1
 
 
 def test_a_live_job_does_not_write_over_what_was_put_back(run):
@@ -112,7 +111,7 @@ def test_a_record_that_was_left_behind_does_not_keep_a_result_from_being_there(r
     """Its launcher went before the end, and the settings have changed and changed back."""
     first = run.start(steps=3, identity="before")
     finish(first)
-    run.change_job(state="submitted", boot="another")
+    run.change_job(state="submitted")
     if record == "damaged":
         (run.folder / "job.json").write_text("{")
     words = finish(run.start(steps=3, identity="after"))
@@ -120,23 +119,16 @@ def test_a_record_that_was_left_behind_does_not_keep_a_result_from_being_there(r
 
 
 def test_launcher_killed_while_it_submits(run):
+    """Between the start of its ranks and their place on record: they are ended."""
+    gate = run.hold(5)
     launcher = run.start()
-    wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())
+    run.reaches(5)
     run.kill(launcher)
-    finish(run.start())
+    run.change_job(state="submitting", id=None, pids=[])
+    gate.unlink()
+    words = finish(run.start())
     assert_undisturbed(run)
-    assert len(run.starts()) == 1 and run.read("job.json")["attempt"] == 1
-
-
-def test_launcher_and_submission_killed_together(run):
-    launcher = run.start()
-    wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())
-    run.kill(launcher)
-    kill(run.processes())
-    finish(run.start())
-    assert_undisturbed(run)
-    assert len(run.starts()) == 1 and len(list((run.folder / "jobs").iterdir())) == 2
-    assert run.job().attempt == 1 and run.job().earlier == [], "the first was never tried"
+    assert len(run.starts()) == 2 and run.job().earlier == [], words
 
 
 @pytest.mark.parametrize("change", [{"name": "another"}, {"state": "ended", "ending": "stopped"}])
@@ -155,7 +147,8 @@ def test_job_that_was_replaced_or_given_up_runs_nothing(run, change):
     name = run.job().name
     run.change_job(**change)
     gate.unlink()
-    wait_for(lambda: list(run.folder.glob(f"jobs/{name}/*_0_result.pkl")))
+    log = run.folder / "jobs" / name / "local_0_log.out"
+    wait_for(lambda: "nothing to do" in log.read_text())
     assert run.starts() == []
 
 
@@ -169,7 +162,7 @@ def test_killed_rank_does_not_hang_the_others(run, rank):
     words = finish(launcher)
     assert_undisturbed(run)
     assert f"rank {rank} died" in words and len(run.starts()) == 2
-    assert run.starts()[1]["step"] == 20 and run.read("job.json")["attempt"] == 2
+    assert run.starts()[1]["step"] == 20
 
 
 def test_everything_killed_at_once(run):
@@ -201,7 +194,7 @@ def test_wrong_input_is_not_tried_twice(run):
     words = finish(launcher)
     assert launcher.returncode == 2
     assert "\nshards/train: no such folder; run `maect shard` first\n" in words
-    assert "Traceback" not in words and run.read("job.json")["attempt"] == 1
+    assert "Traceback" not in words and run.job().earlier == []
 
 
 def test_interrupt_saves_stops_and_goes_on_later(run):
@@ -215,17 +208,6 @@ def test_interrupt_saves_stops_and_goes_on_later(run):
     finish(run.start(steps=150, save_every=1000))
     assert_undisturbed(run, 150)
     assert [start["step"] for start in run.starts()] == [0, 21]
-
-
-def test_a_save_under_way_is_waited_for(run):
-    """However long it takes after Ctrl-C; only a job that does not save is cancelled."""
-    run.hold(20)
-    launcher = run.start("impatient", steps=150, save_every=1000, save_seconds=4.0)
-    run.reaches(20)
-    launcher.send_signal(signal.SIGINT)
-    words = finish(launcher)
-    assert launcher.returncode == 130 and "saved and stopped at step" in words
-    assert run.read("state.json")["step"] == 21
 
 
 def test_second_interrupt_cancels_at_once(run):
@@ -272,7 +254,7 @@ def test_interrupt_with_detach_leaves_the_job_running(run):
     run.reaches(5)
     launcher.send_signal(signal.SIGINT)
     words = finish(launcher)
-    assert launcher.returncode == 130 and "detached" in words and len(run.processes()) >= 3
+    assert launcher.returncode == 130 and "detached" in words and len(run.processes()) == 2
     gate.unlink()
     finish(run.start(steps=100))
     assert_undisturbed(run, 100)

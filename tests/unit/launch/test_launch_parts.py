@@ -11,8 +11,9 @@ from launching import HERE, finish, wait_for
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.launch import LaunchError, Resources, Task, launch, progress, submit
-from maect.launch.record import new_job
+from maect.launch import LaunchError, Resources, Task, launch, progress, sbatch
+from maect.launch.record import unique_name
+from maect.launch.shell import environment
 from maect.launch.worker import Rank
 
 
@@ -107,7 +108,7 @@ def test_job_environment_hides_an_outer_job(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
     monkeypatch.setenv("RANK", "3")
-    seen = submit.environment("maect-a-1", cpus=2)
+    seen = environment("maect-a-1", cpus=2)
     assert "SLURM_JOB_ID" not in seen and "RANK" not in seen
     assert seen["SLURM_CONF"] == "/etc/slurm/slurm.conf"
     assert (seen["MAECT_JOB"], seen["SRUN_CPUS_PER_TASK"]) == ("maect-a-1", "2")
@@ -128,8 +129,8 @@ def test_what_is_asked_of_slurm(tmp_path):
         sbatch=("reservation=r", "exclusive"),
         setup="envs/a b.sh",
     )
-    name = new_job(tmp_path / "mae", "slurm", resources.ranks, None).name
-    text = _make_sbatch_string("go", tmp_path, **submit.slurm(resources, name, tmp_path))
+    name = unique_name(tmp_path / "mae")
+    text = _make_sbatch_string("go", tmp_path, **sbatch.parameters(resources, name, tmp_path))
     for line in ("nodes=2", "ntasks-per-node=4", "cpus-per-task=12", "time=120", "requeue",
                  "gres=gpu:4", "partition=booster", "account=me", "reservation=r", "exclusive",
                  "signal=USR2@300", f"job-name={name}", "open-mode=append",
@@ -138,7 +139,7 @@ def test_what_is_asked_of_slurm(tmp_path):
     assert "srun --unbuffered" in text and "--kill-on-bad-exit=1" in text
     assert "export SRUN_CPUS_PER_TASK=12\n" in text and "wckey" not in text
     assert "source 'envs/a b.sh' || exit 1\n" in text
-    cpu = submit.slurm(Resources("slurm", sbatch=("gres=none",)), name, tmp_path)
+    cpu = sbatch.parameters(Resources("slurm", sbatch=("gres=none",)), name, tmp_path)
     assert cpu["additional_parameters"]["gres"] == "none"
 
 

@@ -11,9 +11,10 @@ from slurm_commands import AWAY, UNKNOWN, Clock
 
 from maect.core.errors import UserError
 from maect.core.files import sealed
-from maect.launch import Resources, Task, launcher, record, slurm, submit
+from maect.launch import Resources, Task, launcher, record, slurm
 from maect.launch.record import Job
-from maect.launch.resources import sbatch_arguments
+from maect.launch.resources import LaunchError, sbatch_arguments
+from maect.launch.shell import check_shell, command, environment
 from maect.launch.slurm import Slurm
 
 NAME = "maect-a-1"
@@ -21,7 +22,7 @@ NAME = "maect-a-1"
 
 @pytest.fixture
 def job():
-    return Job("slurm", NAME, ranks=1, step=0, state="submitted", id="7", submitted=0.0)
+    return Job("slurm", NAME, ranks=1, step=0, state="submitted", id="7")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_accounting_is_asked_about_what_the_controller_forgot(
     ],
 )
 def test_ids_begin_again(tmp_path, commands, job, shown):
-    job.request["parameters"] = {"comment": "/x"}
+    job.place = "/x"
     commands.says("scontrol", shown)
     assert Slurm().poll(tmp_path, job).text == "unknown to SLURM"
     assert Slurm().end(tmp_path, job) and not commands.asked("scancel")
@@ -102,7 +103,7 @@ def test_silence_is_no_verdict(tmp_path, commands, job):
 @pytest.mark.parametrize("name", ["mine", "my JobState=FAILED job", "a|b"])
 def test_a_renamed_job_is_the_run_s(tmp_path, commands, job, name):
     """`scontrol update JobId=7 JobName=mine`, by a user or a site: its comment is the folder."""
-    job.request["parameters"] = {"comment": str(tmp_path)}
+    job.place = str(tmp_path)
     commands.shows("RUNNING", name, comment=str(tmp_path))
     assert Slurm().poll(tmp_path, job).phase == "running"
     assert Slurm().end(tmp_path, job) and commands.asked("scancel")[-1].endswith(" 7")
@@ -131,7 +132,7 @@ def test_another_cluster_is_refused_by_name(tmp_path, commands, job):
     assert Slurm().poll(tmp_path, job).text == "unknown to SLURM"
     job.site = "here"
     for job.id in ("7", None):
-        with pytest.raises(UserError, match="submitted to the cluster here, and this is there"):
+        with pytest.raises(UserError, match="was started on here, and this is there"):
             Slurm().poll(tmp_path, job)
 
 
@@ -177,12 +178,12 @@ def test_settings_of_a_shell_change_nothing(commands, monkeypatch):
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
     (commands.folder / "squeue").write_text("#!/bin/sh\nenv\n")
-    code, out, _ = slurm.command("squeue")
+    code, out, _ = command("squeue")
     seen = {line.partition("=")[0] for line in out.splitlines()}
     assert code == 0 and not seen & SETTINGS.keys() and {"SLURM_CONF", "PATH"} <= seen
-    assert not submit.environment(NAME, 1).keys() & SETTINGS.keys()
+    assert not environment(NAME, 1).keys() & SETTINGS.keys()
     with pytest.raises(UserError, match="SLURM_CLUSTERS=other is set"):
-        submit.check_shell()
+        check_shell()
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def take_over(run) -> str:
     run.folder.mkdir()
     run.resources |= {"cluster": "slurm", "devices": 1}
     name = f"maect-{run.folder.name}-1"
-    job = Job("slurm", name, 1, 0, {"cpus": 1}, state="submitted", id="7", submitted=0.0)
+    job = Job("slurm", name, 1, state="submitted", id="7")
     record.write_job(run.folder, job)
     return name
 
@@ -248,10 +249,12 @@ def test_the_job_s_id_is_sbatch_s_own(run, commands, answer):
 
 
 def test_submission_that_broke_off_is_looked_for(run, commands):
-    """sbatch has accepted a job of a run; the process that called it dies before it can say so."""
+    """sbatch has accepted a job of a run; the launcher that called it dies before its answer."""
     take_over(run)
     commands.shows("NODE_FAIL", run.job().name)
     answering(run, commands, "", "PENDING", "kill -9 $PPID")
+    run.start().wait(60)
+    assert run.state() == "submitting"
     launcher = run.start()
     wait_for(lambda: run.read("job.json").get("id") == "41")
     assert run.state() == "submitted"
@@ -331,7 +334,7 @@ def test_a_refusal_for_a_moment_is_tried_again(run, commands, why):
     assert launcher.returncode == 0 and "gave up" not in words, words
     said = " ".join(REFUSALS[why].split())
     assert words.count(f"takes no job for now; trying again: {said}") == 1, words
-    assert run.job().attempt == 1 + earlier and len(run.job().earlier) == earlier
+    assert len(run.job().earlier) == earlier
     assert run.job().name.startswith(name)
 
 
@@ -353,7 +356,7 @@ def test_refusals_are_tried_again_for_an_hour(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "time", clock)
     one = launcher._Launch(Task("a:b"), tmp_path, Resources("slurm"), lambda: False, None, None)
     first = Job("slurm", "maect-a-1", 1, 0)
-    later = Job("slurm", "maect-a-2", 1, 0, earlier=[{"name": "maect-a-1", "id": "7"}])
+    later = Job("slurm", "maect-a-2", 1, 0, earlier=["7"])
     refusal = "sbatch: error: Invalid account"
     assert not one.may_try_again(first, refusal)
     assert one.may_try_again(first, REFUSALS["munge is away"])
@@ -371,7 +374,11 @@ def test_each_wait_is_longer(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
     monkeypatch.setattr(Slurm, "site", lambda self: None)
-    monkeypatch.setattr(submit, "submit", lambda *_: {"error": LIMIT, "refused": True})
+
+    def refuse(*_):
+        raise LaunchError(LIMIT)
+
+    monkeypatch.setattr(Slurm, "submit", refuse)
     people = SimpleNamespace(stops=0, reason_to_leave=lambda: None)
     line = SimpleNamespace(say=lambda text: None, title="")
     one = launcher._Launch(Task("a:b"), tmp_path, Resources("slurm"), lambda: False, line, people)

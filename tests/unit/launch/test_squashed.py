@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maect.launch import Resources, Task, submit
-from maect.launch.record import Job
+from maect.launch import Resources
 
 ROOT = Path(__file__).parents[3]
 BY = ["squashfuse", "unsquashfs"]
@@ -65,6 +64,5 @@ def test_a_command_in_place_of_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "image.sif").touch()
     resources = Resources.parse(nodes=1, python="apptainer exec --nv ./image.sif python")
-    asked = submit.request(Job("local", "x", 1, 0), tmp_path, Task("a:b"), resources)["python"]
-    assert asked == f"apptainer exec --nv {tmp_path}/image.sif python"
+    assert resources.python == f"apptainer exec --nv {tmp_path}/image.sif python"
     assert Resources.parse(nodes=1).python is None

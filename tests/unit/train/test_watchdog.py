@@ -60,8 +60,8 @@ def test_the_launcher_says_so_and_starts_the_job_again(job, tmp_path):
         while len(list(folder.glob("state/*/state.json"))) < 2:
             assert launcher.poll() is None
             time.sleep(0.01)
-        (place,) = folder.glob("jobs/*/rank-1.json")
-        os.kill(json.loads(place.read_text())["pid"], signal.SIGSTOP)
+        _, second = json.loads((folder / "job.json").read_text())["pids"]
+        os.kill(second, signal.SIGSTOP)
         _, words = launcher.communicate(timeout=400)
     finally:
         launcher.kill()
