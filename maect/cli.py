@@ -48,7 +48,8 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
 
 GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
     "First steps": (
-        tools.demo, tools.new_experiment, tools.run, tools.plan, tools.status, tools.show,
+        tools.demo, tools.tune, tools.new_experiment, tools.run, tools.plan, tools.status,
+        tools.show,
     ),
     "Use an encoder on images": (
         answers.embed, answers.cluster, answers.search, answers.duplicates, answers.predict,
@@ -75,6 +76,7 @@ NAMES = {
     "resolve": ("experiments",),
     "page": ("tables", "figures"),
     "embed": ("public encoders",),
+    "tune": ("public encoders",),
     "train": ("sizes",),
     "evaluate": ("evaluations",),
     "import": ("layouts", "sizes"),

@@ -44,6 +44,18 @@ def folder() -> Path:
     return Path(os.environ.get(VARIABLE) or "weights")
 
 
+def find_weights(name: str) -> Path:
+    """Return the file of a public encoder's weights; UserError if it was not downloaded."""
+    (remote,) = CATALOGUE[name]
+    file = folder() / remote.name
+    if not file.is_file():
+        raise UserError(
+            f"{name}: no {file}; on a machine with internet run `maect retrieve {name} "
+            f"{folder()}`, or put {remote.url} there (another folder: {VARIABLE})"
+        )
+    return file
+
+
 def find_run(given: Path) -> Path:
     """Return a run's folder; import a public encoder first, if that was not done."""
     name = str(given)
@@ -56,13 +68,7 @@ def find_run(given: Path) -> Path:
     run = folder() / name
     if is_finished(run):
         return run
-    (remote,) = CATALOGUE[name]
-    file = folder() / remote.name
-    if not file.is_file():
-        raise UserError(
-            f"{name}: no {file}; on a machine with internet run `maect retrieve {name} "
-            f"{folder()}`, or put {remote.url} there (another folder: {VARIABLE})"
-        )
+    file = find_weights(name)
     from maect.stages.imported import import_weights
 
     log.info("%s: imported from %s, once", run, file)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -283,6 +283,66 @@ def new_experiment(
     print(written)
     print(*outlook(out, machine), *without_training(out), sep="\n")
     print(f"Next: {own_name()} run {shlex.quote(str(out))} -n")
+
+
+def tune(
+    encoder: Annotated[str, Parameter(help=f"{ENCODER}; or a file of weights")],
+    /,
+    *,
+    images: Path,
+    hours: Annotated[float | None, Parameter(validator=Number(gt=0))] = None,
+    by: Literal["tune", "refine", "diet"] = "tune",
+    profile: Profile = "local",
+    out: Path | None = None,
+    ignore_folders: bool = False,
+    skip_unreadable: bool = False,
+    pixels: StatedPixels = None,
+) -> int:
+    """Make an encoder better on your own images, and tell whether it became better.
+
+    The same command resumes it.
+
+    `maect tune dinov2_small --images photos --hours 1`
+
+    Args:
+        images: CLASS/IMAGE, or images without classes, as for new-experiment.
+        hours: that everything may take on this machine: image size, batch and epochs are chosen for
+            it (default: as long as the images are worth).
+        by: tune (contrastive), refine (MIM-Refiner) or diet (DIET-CP) (default tune).
+        out: the experiment to write, .yaml (default IMAGES_ENCODER_BY.yaml, here).
+        ignore_folders: do not take folders for classes: use no labels.
+        skip_unreadable: leave out images that cannot be read.
+    """
+    from maect.experiment import load
+    from maect.tools import tuning
+    from maect.tools.speed import this_machine
+    from maect.tools.tuned_encoder import find_start
+    from maect.tools.tuning_result import conclude
+
+    out = out or tuning.file_for(encoder, images, by)
+    asked = {
+        "by": by, "hours": hours, "ignore-folders": ignore_folders,
+        "skip-unreadable": skip_unreadable, "pixels": pixels,
+    }  # fmt: skip
+    command = tuning.words_of(encoder, images, asked)
+    if tuning.is_written_by(out, command):
+        print(f"{out}: resuming")
+    else:
+        if hours is not None and profile != "local":
+            raise UserError("--hours counts on this machine; leave it out with another --profile")
+        how = {
+            "ignore_folders": ignore_folders,
+            "skip_unreadable": skip_unreadable,
+            "stated": pixels or {},
+        }
+        device = this_machine()
+        given = find_start(encoder), images, out, by, command, how, hours, device
+        print(tuning.write_tuning(*given))
+    chosen = load(str(out))
+    if status := snakemake(str(out), profile, (), [tuning.TARGET]):
+        return status
+    print(*conclude(chosen, Path(encoder).name), sep="\n")
+    return 0
 
 
 def own_name() -> str:
