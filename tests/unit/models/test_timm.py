@@ -101,6 +101,19 @@ def test_features_are_those_of_timms_own_forward_pass(name: str, tmp_path: Path)
     assert ImportedFile.model_validate(record["weights"] | {"timm_version": "1.0"}).timm == name
 
 
+def test_a_folded_encoder_that_is_exported_gives_timm_the_same_vectors(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    name = "vit_small_patch14_reg4_dinov2.lvd142m"
+    module = random_model(name, 56)
+    run = imported(module, name, 56, tmp_path)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    exported = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    images = torch.randn(2, 3, 56, 56)
+    with torch.no_grad():
+        expected, found = second_writing(module, images, "cls"), exported(images)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", [TINY, "convnextv2_atto.fcmae"])
 def test_tokens_blocks_and_norm_are_those_asked_for(name: str, tmp_path: Path) -> None:
     module: Any = random_model(name, 64)
