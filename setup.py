@@ -1,11 +1,13 @@
 """What a wheel holds beside the modules: the workflow, and the native decoder, if it can be built.
 
-Address and names come from `CITATION.cff`, where the owner fills them in.
+Address and names come from `CITATION.cff`, where the owner fills them in. An index of packages shows
+README.md, whose links then lead to the repository.
 
 A clone has both where they are: `make install` builds the decoder, an editable install nothing.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,9 +67,25 @@ def cited(file: Path) -> dict[str, Any]:
     return {"author": ", ".join(names), "project_urls": links}
 
 
+def described(readme: str, address: str | None, version: str) -> str:
+    """Return README.md with links to this version's files at the address, if there is one."""
+    if not address:
+        return readme
+    text = readme.replace("git clone ADDRESS maect", f"git clone {address} maect")
+    text = text.replace("    # the address of this page", "")
+    text = re.sub(r"(!\[[^]]*\]\()(?=docs/)", rf"\1{address}/raw/v{version}/", text)
+    return re.sub(r"(\]\()(?![a-z]+://|#)", rf"\1{address}/blob/v{version}/", text)
+
+
 if __name__ == "__main__":
+    root = Path(__file__).parent
+    about = cited(root / "CITATION.cff")
+    version = yaml.safe_load((root / "CITATION.cff").read_text(encoding="utf-8"))["version"]
+    readme = (root / "README.md").read_text(encoding="utf-8")
     setup(
         distclass=Compiled,
         cmdclass={"build_py": WithPipeline, "bdist_wheel": ForPlatform},
-        **cited(Path(__file__).with_name("CITATION.cff")),
+        long_description=described(readme, about["project_urls"].get("Source"), version),
+        long_description_content_type="text/markdown",
+        **about,
     )

@@ -99,7 +99,8 @@ def test_address_and_names_are_in_one_place(tmp_path: Path) -> None:
     filled = filled.replace("  - name: The maect authors", "  - {family-names: B, given-names: A}")
     assert filled.count("a.org") == 1
     (tmp_path / "CITATION.cff").write_text(filled)
-    cited = runpy.run_path(str(ROOT / "setup.py"))["cited"]
+    packaging = runpy.run_path(str(ROOT / "setup.py"))
+    cited = packaging["cited"]
     told = cited(tmp_path / "CITATION.cff")
     assert told["author"] == "A B" and told["project_urls"]["Source"] == "https://a.org/b"
     assert cited(ROOT / "CITATION.cff") == {"author": "The maect authors", "project_urls": {}}
@@ -109,6 +110,20 @@ def test_address_and_names_are_in_one_place(tmp_path: Path) -> None:
     make = ["make", "--dry-run", "--directory", str(tmp_path), "docs"]
     done = subprocess.run(make, capture_output=True, text=True)
     assert "MAECT_ADDRESS=https://a.org/b " in done.stdout, done.stderr
+
+
+def test_an_index_of_packages_shows_links_that_lead_somewhere() -> None:
+    """README.md's own are relative; there, they are to the repository's files of this version."""
+    described = runpy.run_path(str(ROOT / "setup.py"))["described"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert described(readme, None, "1.0") == readme
+    shown = described(readme, "https://a.org/b", "1.0")
+    assert "git clone https://a.org/b maect" in shown and "ADDRESS" not in shown
+    assert "](https://a.org/b/raw/v1.0/docs/images/method.svg)" in shown
+    links = re.findall(r"\]\(([^)]+)\)", shown)
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", readme))
+    for link in links:
+        assert link.startswith(("#", "https://a.org/b/")), link
 
 
 def test_the_record_of_a_run_is_known_by_name_in_one_place() -> None:
@@ -127,7 +142,8 @@ def test_the_container_is_made_of_what_is_here() -> None:
     lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     names = [name for name, _ in steps]
-    assert names[0] == "FROM" and {*names} <= {
+    assert names[:2] == ["ARG", "FROM"] and {*names} <= {
+        "ARG",
         "FROM",
         "RUN",
         "COPY",
