@@ -85,26 +85,29 @@ def test_the_rules_work_as_a_module_of_another_workflow(tmp_path: Path) -> None:
     assert "Nothing to be done" in snakemake(*words, cwd=tmp_path).stderr
 
 
-WITHOUT_MAECT = """
+WITHOUT = """
 import sys
 from snakemake.cli import main
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "maect":
-            raise ModuleNotFoundError("No module named 'maect'", name="maect")
+        if name.partition(".")[0] == "{hidden}":
+            raise ModuleNotFoundError("No module named '{hidden}'", name="{hidden}")
 
 sys.meta_path.insert(0, Hidden())
 main()
 """
 
 
-def test_without_maect_a_line_says_what_to_install(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-c", WITHOUT_MAECT, "--snakefile", SNAKEFILE, "--dry-run"]
+@pytest.mark.parametrize("hidden", ["maect", "isal"])  # the latter: a clone that is not installed
+def test_without_maect_a_line_says_what_to_install(hidden: str, tmp_path: Path) -> None:
+    script = WITHOUT.replace("{hidden}", hidden)
+    command = [sys.executable, "-P", "-c", script, "--snakefile", SNAKEFILE, "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     said = done.stdout + done.stderr
-    assert "install maect beside Snakemake" in said and "Traceback" not in said
+    assert f"no module {hidden}: install maect beside Snakemake" in said
+    assert "Traceback" not in said and "maect/evaluate" not in said
 
 
 @pytest.mark.slow

@@ -12,36 +12,41 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
-# Snakemake puts the Snakefile's folder first: the rules call the installed maect, and so it is here.
+# Import the maect that is installed, as the rules call it, not a folder beside the Snakefile.
 sys.path.sort(key=str(workflow.basedir).__eq__)
 
 try:
     from maect.core.errors import UserError
+    from maect.core.processes import SAFE_PATH
+    from maect.evaluate import PROTOCOLS
+    from maect.experiment import pipeline, resolve
+    from maect.experiment import start as starting
+    from maect.experiment.pages import (
+        PAGES,
+        menu_entry,
+        report_inputs,
+        shown_evaluations,
+    )
+    from maect.experiment.pipeline import CLUSTER, Asked, on_devices
+    from maect.experiment.schema import one_of
+    from maect.launch.owner import SNAKEMAKE, lock_folder, this_process
+    from maect.stages import STAGES
 except ModuleNotFoundError as error:
-    if error.name != "maect":
-        raise
-    raise WorkflowError("install maect beside Snakemake (config/README.md)") from None
-from maect.core.processes import SAFE_PATH
-from maect.evaluate import PROTOCOLS
-from maect.experiment import pipeline, resolve
-from maect.experiment import start as starting
-from maect.experiment.pages import PAGES, menu_entry, report_inputs, shown_evaluations
-from maect.experiment.pipeline import CLUSTER, Asked, on_devices
-from maect.experiment.schema import one_of
-from maect.launch.owner import SNAKEMAKE, lock_folder, this_process
-from maect.stages import STAGES
+    raise WorkflowError(
+        f"no module {error.name}: install maect beside Snakemake (config/README.md)"
+    ) from None
 
 began = time.time()
 
 # Rules run in the environment of Snakemake itself, and import nothing from the working folder.
-# Snakemake's lint asks for an ENVIRONMENT all the same.
+# They name a conda environment only because Snakemake's lint asks for one.
 shell.prefix(
     f"set -euo pipefail; export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; "
 )
 os.environ[SAFE_PATH] = "1"
 ENVIRONMENT = "../../envs/environment.yaml"
 
-# Launchers leave their jobs running once this process is gone. (A subprocess of it reads this, too.)
+# Tell launchers which Snakemake they serve: if it dies, they leave their jobs running.
 os.environ.setdefault(SNAKEMAKE, this_process())
 
 experiment = pipeline.load_experiment(config)
@@ -64,9 +69,9 @@ wildcard_constraints:
     split=one_of(dict.fromkeys(split for _, split in experiment.splits)),
 
 
-# A job that computes leaves a stamp, its only output here, so Snakemake deletes nothing that took
-# hours. Its inputs are its resolved file and the stamps of what it is made of. A job that finds its
-# result to be what is asked for ends at once (maect/core/stamps.py).
+# The only output of a rule that computes is a stamp, because Snakemake deletes outputs before a job,
+# and results take hours. Its inputs are its resolved file and the stamps of what it is made of.
+# A job whose result is already what is asked for ends at once (maect/core/stamps.py).
 def resolved(rule, pattern):
     resolved_file = pipeline.resolved_input(asked, rule, pattern)
 
@@ -91,7 +96,7 @@ def warn_in_dry_run(faults):
             pipeline.say(f"warning: {fault}")
 
 
-# Resources, not `params`: images and weights that moved re-run nothing.
+# Paths are resources, not `params`, so that moving images or weights re-runs nothing.
 def image_folder(wildcards):
     split = wildcards.dataset, wildcards.split
     warn_in_dry_run(starting.missing_images(experiment, [split]))
@@ -110,17 +115,17 @@ def evaluation_inputs(wildcards):
 
 
 def name_of(wildcards, page):
-    """Return the name of a page, which a page without a folder has from its kind."""
+    """Return the name of a page; without a folder, a kind has one page, of its own name."""
     return wildcards.page if page.folder else page.name
 
 
 IS_MAIN = workflow.modifier.is_main_snakefile()
-# Names of the rules here, by those that a workflow which uses this one as a module gives them.
+# Our names of the rules, by the names that a workflow gives them if it uses this one as a module.
 OWN_NAMES = {
     workflow.modifier.modify_rulename(name): name for name in pipeline.rule_names()
 }
 
-# Held while this Snakemake runs: a second one on the same results folder is refused.
+# The lock of the results folder, held while this Snakemake runs; a second Snakemake is refused.
 ownership = ExitStack()
 
 
@@ -140,7 +145,8 @@ def finish():
     pipeline.say_where_the_report_is(experiment, began)
 
 
-# Snakemake runs the handlers of the main workflow alone. Those of a module join them once jobs are planned.
+# Snakemake runs the handlers of the main workflow alone. If this one is a module, its handlers are
+# added to those when Snakemake plans the first job.
 @cache
 def join_handlers():
     theirs = {

@@ -36,7 +36,8 @@ for page in PAGES.values():
             "maect page {params.config:q} 2> {log:q}"
 
 
-# Snakemake does not miss what a table was made of, once that is there: targets name it.
+# Targets name the evaluations, too: Snakemake would not notice that one is missing behind an
+# existing table.
 SHOWN = stamps(shown_evaluations(experiment))
 
 

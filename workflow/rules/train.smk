@@ -1,4 +1,4 @@
-# One rule for each stage (maect/stages): pretrain, head, tune and so on.
+# One rule for each stage that trains (maect/stages): pretrain, head, tune and so on.
 for stage in filter(lambda stage: stage.trains, STAGES.values()):
 
     rule:
@@ -15,8 +15,7 @@ for stage in filter(lambda stage: stage.trains, STAGES.values()):
             f"{BENCHMARKS}/{{run}}/{stage.name}.tsv"
         wildcard_constraints:
             run=one_of(experiment.runs_of(stage.name)),
-        # Other jobs wait for it.
-        priority: 1
+        priority: 1  # other jobs wait for it
         localrule: True
         conda:
             ENVIRONMENT
@@ -30,6 +29,7 @@ for stage in filter(lambda stage: stage.trains, STAGES.values()):
             on_devices("maect train {params.config:q}", trains=True)
 
 
+# One rule for each stage that does not: import, of weights from elsewhere.
 for stage in filter(lambda stage: not stage.trains, STAGES.values()):
 
     rule:
