@@ -127,7 +127,7 @@ ADDRESS := $(shell sed -n 's/^repository-code: *//p' CITATION.cff)
 docs: install
 	mkdir -p docs/images build
 	$(BIN)/snakemake --quiet all --config experiment=digits --rulegraph dot > build/rules.dot
-	dot -Tsvg build/rules.dot > docs/images/pipeline.svg
+	dot -Tsvg -o docs/images/pipeline.svg build/rules.dot
 	MAECT_ADDRESS=$(ADDRESS) $(BIN)/mkdocs build --quiet --strict
 
 # sdist and wheel, which the slow tests install on each version of Python.

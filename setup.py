@@ -1,7 +1,7 @@
 """What a wheel holds beside the modules: the workflow, and the native decoder, if it can be built.
 
-Address and names come from `CITATION.cff`, where the owner fills them in. An index of packages shows
-README.md, whose links then lead to the repository.
+Address and names come from `CITATION.cff`, where the owner fills them in. An index of packages
+shows README.md, whose links then lead to the repository.
 
 A clone has both where they are: `make install` builds the decoder, an editable install nothing.
 """
@@ -73,6 +73,7 @@ def described(readme: str, address: str | None, version: str) -> str:
         return readme
     text = readme.replace("git clone ADDRESS maect", f"git clone {address} maect")
     text = text.replace("    # the address of this page", "")
+    text = text.replace("](../../", f"]({address}/")  # badges
     text = re.sub(r"(!\[[^]]*\]\()(?=docs/)", rf"\1{address}/raw/v{version}/", text)
     return re.sub(r"(\]\()(?![a-z]+://|#)", rf"\1{address}/blob/v{version}/", text)
 

@@ -42,6 +42,10 @@ def load(
 
     Raises:
         maect.core.errors.UserError: there is no encoder, or it is damaged.
+
+    Examples:
+        >>> encoder = maect.load("dinov2_small")
+        >>> vectors = encoder.encode(["a.jpg", "b.png"])  # float32 [2, encoder.width]
     """
     from maect.answers.encoder import ImageEncoder
 
@@ -64,6 +68,10 @@ def shards(
 
     Raises:
         maect.core.errors.UserError: no such shards, or one is missing or of another size.
+
+    Examples:
+        >>> images = maect.shards("results/birds/shards/birds/train", image="tensor")
+        >>> images[0]["image"]  # uint8 [3, H, W]
     """
     from maect.data.dataset import ShardDataset
 
@@ -89,6 +97,10 @@ def train(
 
     Raises:
         maect.core.errors.UserError: the input is wrong; names the file and gives a hint.
+
+    Examples:
+        >>> folder = maect.train("results/birds/runs/mae/config.yaml", devices=2)
+        >>> encoder = maect.load(folder)
     """
     from maect.tools.job_commands import Launching
     from maect.tools.job_commands import train as command
@@ -117,6 +129,10 @@ def evaluate(
 
     Raises:
         maect.core.errors.UserError: what cannot work, with the file and a hint.
+
+    Examples:
+        >>> maect.evaluate("results/birds/evaluations/ct_min/knn.yaml")["knn"]
+        93.1
     """
     from maect.core.files import read_record
     from maect.tools.job_commands import Launching

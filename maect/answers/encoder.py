@@ -163,6 +163,10 @@ class ImageEncoder:
 
         Raises:
             UserError: an image that cannot be read, named, or vectors that are not finite.
+
+        Examples:
+            >>> maect.load("dinov2_small").encode(["a.jpg", "b.png"]).shape
+            (2, 384)
         """
         if isinstance(images, (str, bytes, PathLike, Image.Image)):
             raise TypeError("images: give a list, also of a single image")

@@ -30,6 +30,10 @@ class ShardDataset(Dataset[dict[str, Any]]):
     Attributes:
         index: where each image is (`maect.data.index.Index`); `index.labels` are int64 [n].
         classes: their names, by label.
+
+    Examples:
+        >>> images = maect.shards("results/birds/shards/birds/val", transform=to_tensor)
+        >>> loader = torch.utils.data.DataLoader(images, batch_size=64, num_workers=2)
     """
 
     def __init__(

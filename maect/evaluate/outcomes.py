@@ -127,6 +127,10 @@ def holm(chances: Sequence[float]) -> list[float]:
 
     Holm (1979): the smallest of m is multiplied by m, the next by m - 1, and so on; none falls
     below one before it, and none exceeds 1.
+
+    Examples:
+        >>> holm([0.01, 0.04, 0.03])
+        [0.03, 0.06, 0.06]
     """
     order = sorted(range(len(chances)), key=chances.__getitem__)
     corrected = [0.0] * len(chances)
@@ -155,6 +159,10 @@ def compare_results(first: str | Path, second: str | Path) -> dict[str, Differen
 
     Raises:
         UserError: no results, results without outcomes, or of other images.
+
+    Examples:
+        >>> folder = "results/birds/evaluations"
+        >>> compare_results(f"{folder}/mae/knn.json", f"{folder}/ct_min/knn.json")
     """
     (images, one), (others, two) = outcomes_of(first), outcomes_of(second)
     if images != others:

@@ -43,7 +43,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_executor_takes_ordinary_rules_and_trainings_submit_themselves(run, plugin, tmp_path):
-    # The executor's job step drops SLURM_CONF: where the site needs no such variable, nothing is lost.
+    # The executor's job step drops SLURM_CONF, by which alone this cluster is found.
     srun = tmp_path / "bin/srun"
     srun.parent.mkdir()
     srun.write_text(f'#!/bin/sh\nSLURM_CONF={run.slurm.conf} exec {shutil.which("srun")} "$@"\n')
