@@ -185,6 +185,7 @@ def compare(
     threads: Positive | None = None,
     real_labels: Annotated[Path | None, Parameter(metavar="FILE")] = None,
     geometry: bool = False,
+    blocks: bool = False,
     pixels: StatedPixels = None,
 ) -> None:
     """Compare encoders on folders of images, without training.
@@ -199,15 +200,18 @@ def compare(
         real_labels: ImageNet-ReaL's real.json: score ImageNet's validation images by it, too.
         geometry: also measure features that are centred, standardised or whitened, and without
             their first components.
+        blocks: also recommend which block of each encoder to read, and how to pool it, chosen on
+            held-out training images.
     """
-    from maect.tools import comparison
+    from maect.tools import block_choice, comparison
     from maect.tools.compare import compare as measure
     from maect.tools.compare import named
 
     folders = named(encoders, "encoders"), named(images, "folders")
     matrix = measure(*folders, out, device, threads, real_labels, geometry, pixels)
-    frame = comparison.write_comparison(matrix, out)
-    print(comparison.summary(frame))
+    said = block_choice.recommended(matrix, out / "blocks") if blocks else []
+    frame = comparison.write_comparison(matrix, out, said)
+    print(comparison.summary(frame), *said, sep="\n")
     print(f"{out}: open {out / 'index.html'}")
 
 

@@ -1,5 +1,6 @@
 """The results of `maect compare` as a table of numbers, as Markdown and as a page."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,16 @@ def _cell(line: Any) -> dict[str, Any]:
     return {"value": f"{line.value:.1f}", "more": "; ".join(more), "best": bool(line.best)}
 
 
-def write_comparison(matrix: Matrix, out: Path) -> pd.DataFrame:
-    """Write `compare.csv`, `compare.md` and `index.html`, and return the numbers."""
+def write_comparison(matrix: Matrix, out: Path, said: Sequence[str] = ()) -> pd.DataFrame:
+    """Write `compare.csv`, `compare.md` and `index.html`, and return the numbers.
+
+    Args:
+        said: lines for people, after the notes.
+    """
     frame = frame_of(matrix)
     write_table_text(out / "compare.csv", frame.to_csv(index=False, lineterminator="\n"))
     shown = matrices(frame, MEASURES | GEOMETRY, "folder", _cell)
-    write_text(out / "compare.md", render_page("matrix.md", tables=shown, notes=notes()))
+    write_text(out / "compare.md", render_page("matrix.md", tables=shown, notes=[*notes(), *said]))
     folders = [
         {
             "name": folder.name,
@@ -112,7 +117,7 @@ def write_comparison(matrix: Matrix, out: Path) -> pd.DataFrame:
     page = render_page(
         "compare.html",
         title=f"{len(encoders)} encoders on {len(folders)} folders",
-        notes=notes(),
+        notes=[*notes(), *said],
         tables=shown,
         folders=folders,
         encoders=encoders,

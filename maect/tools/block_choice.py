@@ -1,0 +1,166 @@
+"""Recommendation of a block and a pooling of an encoder, chosen on held-out training images.
+
+The last block of a masked or a fine-tuned encoder is often not its best. Every block is read from
+one forward pass, each with [CLS] and with the mean of the patches, and compared by k-NN on
+standardised features. Test images choose nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maect.answers.encoder import ImageEncoder
+from maect.core.errors import counted
+from maect.evaluate.clusters import unit
+from maect.evaluate.encoding import LastBlocks
+from maect.evaluate.outcomes import Difference, difference
+from maect.evaluate.sampling import held_out_mask, held_out_share
+from maect.measures import vote
+from maect.recipes import KNN_K, KNN_TEMPERATURE
+from maect.tools.compare import ImageFolder, Matrix, vectors
+
+OUTPUT = "output"
+LEVEL = 0.05
+TITLES = {"cls": "[CLS]", "mean": "mean of the patches"}
+Reading = tuple[str, str]
+"""A block, from 1, or `OUTPUT` behind the final norm; and a pooling."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A reading of an encoder, and the encoder's own one.
+
+    Attributes:
+        best: that is recommended.
+        own: as the encoder's file says.
+        scores: k-NN on held-out training images in percent, by reading.
+        gain: best minus own on these images.
+        test: k-NN of best and own on the test images.
+        blocks: of the encoder.
+    """
+
+    best: Reading
+    own: Reading
+    scores: Mapping[Reading, float]
+    gain: Difference
+    test: tuple[float, float]
+    blocks: int
+
+    @property
+    def sentence(self) -> str:
+        """Return the recommendation and its reason."""
+        images = counted(self.gain.images, "held-out training image")
+        if self.best == self.own:
+            return (
+                f"{self._title(self.own)}, as it is: k-NN {self.scores[self.own]:.1f} % of "
+                f"{images}, and no other reading is distinguishably better"
+            )
+        gain = self.gain
+        return (
+            f"{self._title(self.best)}: k-NN {self.scores[self.best]:.1f} % of {images}, "
+            f"{self._title(self.own)} {self.scores[self.own]:.1f} ({gain.value:+.1f}, "
+            f"{gain.low:+.1f} to {gain.high:+.1f}); on the test images {self.test[0]:.1f} and "
+            f"{self.test[1]:.1f}"
+        )
+
+    def _title(self, reading: Reading) -> str:
+        block, pooling = reading
+        where = OUTPUT if block == OUTPUT else f"block {block} of {self.blocks}"
+        return f"{where}, {TITLES[pooling]}"
+
+
+def readings(poolings: Sequence[str], blocks: int) -> list[Reading]:
+    """Return the readings in the order of the columns of `LastBlocks`."""
+    numbers = [str(number) for number in range(1, blocks + 1)]
+    output = [(OUTPUT, pooling) for pooling in poolings]
+    return output + [(number, pooling) for pooling in poolings for number in numbers]
+
+
+def choose(right: Mapping[Reading, NDArray[np.bool_]], own: Reading) -> tuple[Reading, Difference]:
+    """Choose the best reading, or the own one if none is distinguishably better.
+
+    Args:
+        right: of each reading, which held-out images it gets right, bool [n].
+
+    Returns:
+        The reading, and its difference to the own one.
+    """
+    best = max(right, key=lambda reading: (right[reading].mean(), reading == own))
+    found = difference(right[own].astype(float), right[best].astype(float))
+    if found.p < LEVEL and found.low > 0:
+        return best, found
+    return own, difference(right[own].astype(float), right[own].astype(float))
+
+
+def recommend(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Recommendation | None:
+    """Recommend a reading on a folder's images; None without classes, or with too few images.
+
+    Args:
+        kept: folder for the features of all blocks.
+    """
+    if folder.labels is None:
+        return None
+    every = copy(encoder)
+    encoding = LastBlocks(
+        encoder.path, encoder.encoding.device, encoder.encoding.precision, blocks=10**9
+    )
+    every.encoding = encoding
+    every.width = encoding.width
+    features = vectors(every, folder, kept)
+    names = readings(encoding.poolings, encoding.blocks)
+    columns = features.reshape(len(features), len(names), -1)
+    good = np.isfinite(features).all(axis=1)
+    train, test = np.flatnonzero(good & ~folder.test), np.flatnonzero(good & folder.test)
+    contents = [folder.contents[row] for row in train]
+    share = held_out_share(len(train), len(test))
+    held = held_out_mask(folder.labels[train], contents, share)
+    if (~held).sum() < KNN_K or not held.any():
+        return None
+    inner = {
+        name: _right(columns[:, number], folder.labels, train[~held], train[held])
+        for number, name in enumerate(names)
+    }
+    own = (OUTPUT, "cls" if encoder.pooling == "cls" and "cls" in encoding.poolings else "mean")
+    best, gain = choose(inner, own)
+    outer = [
+        100 * float(_right(columns[:, names.index(name)], folder.labels, train, test).mean())
+        for name in (best, own)
+    ]
+    scores = {name: 100 * float(one.mean()) for name, one in inner.items()}
+    return Recommendation(best, own, scores, gain, (outer[0], outer[1]), encoding.blocks)
+
+
+def recommended(matrix: Matrix, kept: Path) -> list[str]:
+    """Return a line for each folder with classes and each encoder.
+
+    Args:
+        kept: folder for the features of all blocks.
+    """
+    found = {
+        (folder.name, name): recommend(encoder, folder, kept)
+        for folder in matrix.folders
+        for name, encoder in matrix.encoders.items()
+    }
+    return [
+        f"{folder}: {name}: read {one.sentence}."
+        for (folder, name), one in found.items()
+        if one is not None
+    ]
+
+
+def _right(
+    features: NDArray[np.float32], labels: NDArray[np.int64], bank: NDArray[np.int64],
+    queries: NDArray[np.int64],
+) -> NDArray[np.bool_]:  # fmt: skip
+    """Return which queries k-NN gets right, with features standardised by the bank, bool [n]."""
+    known = features[bank]
+    mean, scale = known.mean(axis=0), known.std(axis=0).clip(1e-6)
+    rows, asked = (unit((part - mean) / scale) for part in (known, features[queries]))
+    similarity, near = (torch.from_numpy(asked) @ torch.from_numpy(rows).T).topk(KNN_K, dim=1)
+    classes = vote(similarity.double().numpy(), labels[bank][near.numpy()], KNN_TEMPERATURE)
+    return classes == labels[queries]
