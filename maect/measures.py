@@ -75,6 +75,21 @@ def rank_me(features: Tensor) -> float:
     return float(torch.special.entr(share).sum().exp())
 
 
+def effective_rank(vectors: Tensor) -> float:
+    """Return the exponential of the entropy of the covariance's spectrum, from 1 to E.
+
+    Roy and Vetterli 2007; 0 if all vectors [n, E] are the same.
+    """
+    centred = vectors.double() - vectors.double().mean(0)
+    # On the CPU: a GPU's solver is loaded for seconds and is the slower one at this size.
+    spectrum = torch.linalg.eigvalsh((centred.T @ centred).cpu()).clamp(min=0)
+    total = spectrum.sum()
+    if total <= 0:
+        return 0.0
+    share = spectrum / total
+    return float(torch.special.entr(share).sum().exp())
+
+
 def uniformity(vectors: Tensor) -> float:
     """log of the mean of exp(-2 d^2) over pairs of unit vectors (Wang and Isola 2020); 0 is worst.
 

@@ -65,9 +65,9 @@ class TrainsProbe(Encodes):
 
     def rate(self, step: int, schedule: Schedule) -> float:
         """Return the fraction of the peak learning rates in an update, from 0."""
-        from maect.train import optimizer
+        from maect.train import stage
 
-        return optimizer.schedule(step, schedule.steps, schedule.warmup)
+        return stage.schedule(step, schedule.steps, schedule.warmup)
 
     def encoding(self, path: Path, device: torch.device) -> Encoding:
         """Return the encoder, read as this probe needs it."""

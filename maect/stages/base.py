@@ -1,5 +1,6 @@
 """The settings that stages have in common; no torch at import."""
 
+import shutil
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,14 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
+from maect.core.files import atomic_write
 from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, HeadSettings, View, views_by_size
 from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.cost import Cost, HeadInputs, encoder_cost, head_cost, view_groups
 from maect.recipes.few_labels import FewLabels
-from maect.train.stage import RunInputs, Stage, Training, Updates
+from maect.records import ENCODER
+from maect.train.stage import RunInputs, Stage, Training, Updates, layer_scale
 
 if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
+    from maect.models.heads import QueueHead
     from maect.train.checkpoint import StateReader
     from maect.train.objective import Objective
 
@@ -172,18 +176,36 @@ class WithoutLabels(Training):
         raise NotImplementedError
 
     def start_from(self, source: Path, objective: Any, encoder: Encoder) -> None:
-        """Load the encoder of the run in a folder and, if the stage continues heads, its heads."""
-        from maect.stages.run_weights import load_head, load_source
+        """Load the encoder of the run in a folder and, if the stage continues heads, its heads.
 
-        pooling = load_source(objective.encoder, encoder, source)
+        The EMA projector of a head starts at its projector.
+
+        Raises:
+            UserError: encoder or head has another shape.
+        """
+        from maect.models.weights import load_encoder_weights, load_tensors
+
+        module, settings, pooling = load_encoder_weights(source / ENCODER)
+        for key in encoder.shape:
+            here, there = getattr(encoder, key), getattr(settings, key)
+            if here != there:
+                raise UserError(f"{source}: its encoder has {key} {there}, this run has {here}")
+        objective.encoder.load_state_dict(module.state_dict())
         if not self.trains_encoder:
             objective.exported_pooling = pooling  # the export is a copy
         if not self.continues_heads:
             return
         for name in self.heads:
             file = source / head_file(name)
-            if file.exists():
-                load_head(objective.get_submodule(name), file)
+            if not file.exists():
+                continue
+            try:
+                objective.get_submodule(name).take_over(load_tensors(file)[0])
+            except ValueError as error:
+                raise UserError(
+                    f"{file}: {error}: its head settings differ from those of the run it starts "
+                    "from"
+                ) from None
 
     def build(
         self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
@@ -202,7 +224,8 @@ class WithoutLabels(Training):
         """Write the encoder, or its running average, and each head; see `Training.export`."""
         import torch
 
-        from maect.stages.run_weights import copy_encoder, export_encoder, export_head
+        from maect.models.vit import build_encoder
+        from maect.models.weights import load_encoder_weights, save_encoder, save_tensors
         from maect.train.checkpoint import AVERAGE, PARAM
 
         if self.heads:
@@ -210,12 +233,23 @@ class WithoutLabels(Training):
                 objective = self.objective(run.encoder, 0)
         for name, settings in self.heads.items():
             about = {"head": settings.header, "width": str(run.encoder.width)}
-            export_head(run.folder / head_file(name), name, objective, about, reader)
+            exported = cast("QueueHead", objective.get_submodule(name)).exported()
+            values = reader.part(PARAM, f"{name}.", exported)
+            save_tensors(run.folder / head_file(name), values, about)
+        target = run.folder / ENCODER
         if not self.trains_encoder:
-            return {"pooling": copy_encoder(self.need(run.source), run.folder)}
+            with atomic_write(target) as temporary:
+                shutil.copyfile(self.need(run.source) / ENCODER, temporary)
+            return {"pooling": load_encoder_weights(target)[2]}
         pooling = self.pooling(run.encoder)
+        # What is not trained is as in the source.
+        if run.source is None:
+            weights = build_encoder(run.encoder).state_dict()
+        else:
+            weights = load_encoder_weights(run.source / ENCODER)[0].state_dict()
         kind = PARAM if self.encoder_average is None else AVERAGE
-        export_encoder(run.folder, run.encoder, reader, run.source, pooling, kind)
+        weights |= reader.part(kind, "encoder.", weights)
+        save_encoder(target, weights, run.encoder, pooling)
         return {"pooling": pooling}
 
     def scaled_lr(self, base_lr: float) -> float:
@@ -298,8 +332,6 @@ class UpperLayers(Training):
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
         """Return learning rate and weight decay: the lower the layer, the lower the rate."""
-        from maect.train.optimizer import layer_scale
-
         scale = 1.0 if name is None else layer_scale(name, depth, self.layer_decay)
         return self.peak_lr * scale, self.weight_decay
 

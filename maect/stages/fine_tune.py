@@ -14,7 +14,7 @@ from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.cost import Cost, encoder_cost, view_groups
 from maect.recipes.few_labels import fraction_list, shots_list
 from maect.stages.base import Supervised
-from maect.train.stage import EVERY_OTHER, RunInputs, Training
+from maect.train.stage import EVERY_OTHER, RunInputs, Training, layer_scale
 
 if TYPE_CHECKING:  # these import torch
     import numpy as np
@@ -160,8 +160,6 @@ class FineTune(Supervised, Training):
 
     def rates(self, name: str, depth: int) -> tuple[float, float]:
         """Return learning rate and weight decay: decayed by layer in the encoder, else the peak."""
-        from maect.train.optimizer import layer_scale
-
         part, _, inner = name.partition(".")
         scale = layer_scale(inner, depth, self.layer_decay) if part == "encoder" else 1.0
         return self.peak_lr * scale, self.weight_decay

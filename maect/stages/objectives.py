@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from maect.data.loader import Batch
 from maect.data.random import ids_shuffle, lookup_numbers, wrong_lookups
 from maect.data.transforms import apply_changes, draw_changes
+from maect.measures import effective_rank, uniformity
 from maect.models.decoder import Decoder, patchify, reconstruction_loss, unpatchify
 from maect.models.heads import NNCLRHead, QueueHead
 from maect.models.precision import mixed_precision
@@ -20,9 +21,11 @@ from maect.models.refiner import RefinerHeads, head_weights
 from maect.models.vit import Pooling, VisionEncoder
 from maect.recipes import views_by_size, visible_patches
 from maect.stages.base import WithoutLabels
-from maect.train.health import collapse, spread
 from maect.train.objective import Gathered, Objective
 from maect.train.passes import Passes
+
+UNIFORMITY_LIMIT = -0.02
+RANK_LIMIT = 1.2
 
 
 @dataclass
@@ -154,7 +157,7 @@ class ViewsObjective(Objective):
             for part, vectors in head.newest(batch_size).items()
         }
         for name, vectors in queues.items():
-            found = spread(vectors)
+            found = {"uniformity": uniformity(vectors), "effective_rank": effective_rank(vectors)}
             fault = collapse(found)
             if len(queues) > 1:
                 found = {f"{key}.{name}": value for key, value in found.items()}
@@ -162,6 +165,15 @@ class ViewsObjective(Objective):
             if fault is not None:
                 faults.append(f"{name}: {fault}" if len(queues) > 1 else fault)
         return values, next(iter(faults), None)
+
+
+def collapse(spread: dict[str, float]) -> str | None:
+    """Return the fault that `uniformity` and `effective_rank` show, or None."""
+    if spread["uniformity"] > UNIFORMITY_LIMIT:
+        return f"all embeddings are nearly the same (uniformity {spread['uniformity']:.4f})"
+    if spread["effective_rank"] < RANK_LIMIT:
+        return f"all embeddings lie on a line (effective rank {spread['effective_rank']:.2f})"
+    return None
 
 
 def flat(x: Tensor) -> Tensor:

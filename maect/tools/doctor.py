@@ -34,7 +34,7 @@ from maect.launch.resources import node_range
 from maect.launch.shell import command
 from maect.stages import load_recipe
 from maect.train.engine import Engine, start
-from maect.train.optimizer import grouped
+from maect.train.stage import grouped
 
 PACKAGES = ("torch", "deepspeed", "submitit", "snakemake", "safetensors", "timm")
 SNAKEMAKES = ("mem_mib",)

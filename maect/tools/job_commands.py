@@ -135,7 +135,6 @@ def train(
     convert_world_size: bool = False,
     gpu: str = "",
     stage_to: Annotated[str, Parameter(metavar="DIR")] = "",
-    trace: Annotated[str, Parameter(metavar="FIRST-LAST")] = "",
 ) -> None:
     """Train a run, or resume it.
 
@@ -152,7 +151,6 @@ def train(
             parts, or refused (default: this machine's, if the job runs here).
         stage_to: first copy the shards to this folder of each node; or to that in an environment
             variable of the node, by its name (TMPDIR).
-        trace: profile these steps, such as 100-105, into the run's folder.
     """
     from maect.stages.run import RunConfig
     from maect.tools import jobs
@@ -169,7 +167,6 @@ def train(
         save_every_minutes=save_every_minutes,
         convert_world_size=convert_world_size,
         stage_to=stage_to,
-        trace=trace,
     )
 
 

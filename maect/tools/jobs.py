@@ -78,7 +78,6 @@ def train(
     save_every_minutes: float,
     convert_world_size: bool = False,
     stage_to: str = "",
-    trace: str = "",
 ) -> None:
     """Train as a resolved file says, its results beside it.
 
@@ -105,20 +104,14 @@ def train(
             log.info("%s: %s, so that it fits into the memory of %s", config.run, said, gpu)
         computing = fitted
     if finished:
-        if trace:
-            raise UserError(f"--trace {trace}: {path.parent} is finished; trace a run of its own")
         run_folder.check_weights(path.parent)
     else:
-        images = stage.training_images(open_index(shards))  # before a job waits for a GPU
-        if trace:
-            from maect.train.trace import steps_of  # it imports torch
-
-            steps_of(trace, stage.total_steps(images.n))
+        stage.training_images(open_index(shards))  # before a job waits for a GPU
     if change := run_folder.replaced(path.parent, identity):
         log.warning("%s", change)
     arguments = _given(
         config, path, save_every_minutes=save_every_minutes, convert_world_size=convert_world_size,
-        stage_to=stage_to or None, trace=trace or None, computing=computing.model_dump(mode="json"),
+        stage_to=stage_to or None, computing=computing.model_dump(mode="json"),
     )  # fmt: skip
     task = Task("maect.stages.run:train", arguments, identity)
     is_done = partial(run_folder.is_finished, path.parent, identity)

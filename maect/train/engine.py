@@ -30,9 +30,8 @@ from maect.recipes import Encoder, views_by_size
 from maect.recipes.computing import PLAIN, Computing
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
 from maect.train.objective import Objective
-from maect.train.optimizer import ParameterGroup
 from maect.train.passes import compile_blocks, is_to_be_captured, is_to_be_compiled
-from maect.train.stage import Training
+from maect.train.stage import ParameterGroup, Training
 
 BUCKET = 50_000_000
 """Values that DeepSpeed exchanges at once, at most."""

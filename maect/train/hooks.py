@@ -14,6 +14,9 @@ from maect.train.engine import Engine
 from maect.train.objective import Objective
 from maect.train.stage import Training
 
+HEALTH_INTERVAL = 10
+"""Steps between two checks of the embeddings, which wait for the device."""
+
 
 @dataclass
 class Update:
@@ -121,6 +124,26 @@ class SumLosses(Hook):
     def before_save(self, record: dict[str, Any]) -> None:
         """Add the sums and numbers."""
         record["losses"] = list(self._losses)
+
+
+class CheckHealth(Hook):
+    """Checks the embeddings of an objective with heads every `HEALTH_INTERVAL` steps."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def reads_model(self, step: int) -> bool:
+        """Return whether the embeddings are checked after a step."""
+        return step % HEALTH_INTERVAL == 0
+
+    def after_step(self, update: Update) -> None:
+        """Log the spread of the last batch's embeddings; a collapse is a fault."""
+        if self.reads_model(update.step):
+            values, fault = self._session.objective.health(self._session.stage.batch_size)
+            update.values |= values
+            if fault is not None:
+                update.fault = fault
+                update.log_now = True
 
 
 class ReportProgress(Hook):

@@ -1,11 +1,12 @@
-"""Base classes of the stages' settings, which the trainer reads; no torch at import."""
+"""Base classes of the stages' settings, which the trainer reads, and learning rates; no torch."""
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, TypedDict
 
 from pydantic import Field
 
@@ -17,11 +18,12 @@ from maect.recipes.cost import FLOAT, Cost, PassMode, encoder_weights
 from maect.recipes.memory import GIB, Footprint, footprint
 
 if TYPE_CHECKING:  # these import torch
+    from torch import Tensor, nn
+
     from maect.data.index import Index
     from maect.data.transforms import Change
     from maect.train.checkpoint import StateReader
     from maect.train.objective import Objective
-    from maect.train.optimizer import ParameterGroup
 
 EVERY_OTHER = "every other"
 """In `starts_from`: all stages but the one itself."""
@@ -31,6 +33,72 @@ CAPTURED = {"encoder", "decoder"}
 """Parts of an objective whose passes are captured."""
 STATES = 3
 """States on disk at once: two are kept and one is being written."""
+
+
+# ---- learning rates of parameters
+
+
+class ParameterGroup(TypedDict):
+    """Parameters with one learning rate and weight decay, as AdamW takes them."""
+
+    params: "list[Tensor]"
+    names: NotRequired[list[str]]
+    lr: NotRequired[float]
+    """0 until the first step."""
+    peak_lr: float
+    weight_decay: float
+
+
+def layer_scale(name: str, depth: int, decay: float) -> float:
+    """Factor on the learning rate of an encoder parameter (Clark et al. 2020, as MAE indexes it).
+
+    The final norm has 1, block j of `depth` has decay^(depth - j), what lies before the blocks
+    decay^(depth + 1). Names are those of timm's state dict.
+    """
+    if name.startswith("norm."):
+        return 1.0
+    if name.startswith("blocks."):
+        return decay ** (depth - int(name.split(".")[1]))
+    return decay ** (depth + 1)
+
+
+def grouped(
+    module: "nn.Module", rates: Callable[[str], tuple[float, float]]
+) -> list[ParameterGroup]:
+    """Group trainable parameters for AdamW by learning rate and weight decay.
+
+    Biases and everything of one dimension (norms) are not decayed; [CLS] and mask token are.
+    `rates` gives peak learning rate and weight decay of a parameter by its name.
+    """
+    groups: dict[tuple[float, float], ParameterGroup] = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        peak, weight_decay = rates(name)
+        if parameter.ndim <= 1 or name.endswith(".bias"):
+            weight_decay = 0.0
+        group = groups.setdefault(
+            (peak, weight_decay),
+            {"params": [], "names": [], "lr": 0.0, "peak_lr": peak, "weight_decay": weight_decay},
+        )
+        group["params"].append(parameter)
+        group["names"].append(name)
+    return list(groups.values())
+
+
+def schedule(step: int, steps: int, warmup: float, lowest: float = 0.0) -> float:
+    """Fraction of the peak learning rate in update `step` (from 0) of `steps`.
+
+    Linear warm-up of `warmup` updates between 0 and the peak, both excluded, then a cosine from
+    the peak towards the fraction `lowest`, which it does not reach.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+    return lowest + (1 - lowest) * cosine
+
+
+# ---- stages
 
 
 class Stage(Settings):
@@ -165,8 +233,6 @@ class Training(Updates, Stage):
 
     def lr_multiplier(self, step: int, steps: int) -> float:
         """Return the fraction of the peak learning rates in update `step` (from 0) of `steps`."""
-        from maect.train.optimizer import schedule
-
         return schedule(step, steps, round(self.warmup * steps), self.lowest)
 
     @property
@@ -341,10 +407,8 @@ class Training(Updates, Stage):
             depth: blocks of the encoder.
         """
 
-    def parameter_groups(self, objective: "Objective") -> "list[ParameterGroup]":
+    def parameter_groups(self, objective: "Objective") -> list[ParameterGroup]:
         """Return the trainable parameters for AdamW, grouped by their `rates`."""
-        from maect.train.optimizer import grouped
-
         depth = len(objective.encoder.blocks)
         return grouped(objective, lambda name: self.rates(name, depth))
 

@@ -13,8 +13,7 @@ from maect.data.loader import Batch, Draw, Packed, add_draws, batch_layout, imag
 from maect.recipes.computing import PLAIN, Computing
 from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, random_batch, seconds_between
-from maect.train.health import CheckHealth
-from maect.train.hooks import SumLosses, Update
+from maect.train.hooks import CheckHealth, SumLosses, Update
 from maect.train.objective import Objective
 from maect.train.stage import Training
 from maect.train.trainer import Trainer

@@ -17,31 +17,36 @@ from torch import Tensor
 
 from maect.core.context import Context
 from maect.core.distributed import barrier, be_deterministic, from_rank_0, store_barrier
-from maect.core.entries import log_interval
+from maect.core.entries import entries, log_interval, missing
 from maect.core.errors import UserError
+from maect.core.files import sha256_file
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.recipes import OnlineEvaluation
+from maect.records import RunRecord
 from maect.train.attempts import begin_attempt, compute_as_before, tell
 from maect.train.checkpoint import (
     Saver,
+    StateReader,
     compare_replicas,
     find_state,
     remove_incomplete,
+    saved,
     snapshot,
+    state_record,
 )
 from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, random_batch, start
-from maect.train.final_record import write_final_record
-from maect.train.health import CheckHealth
-from maect.train.hooks import ReportProgress, Session, SumLosses, Update
+from maect.train.hooks import CheckHealth, ReportProgress, Session, SumLosses, Update
 from maect.train.metrics import LogSteps, Metrics
 from maect.train.objective import tensors_in
 from maect.train.online import EvaluateOnline, OnlineEvaluator
 from maect.train.run_folder import (
     check_not_lost,
     is_finished,
+    origin,
+    read_notes,
     remove_states,
     reused_sample_fields,
     source_files,
@@ -51,7 +56,6 @@ from maect.train.run_lock import RunLock
 from maect.train.scores import ScoreEpochs, scored_split
 from maect.train.stage import RunInputs
 from maect.train.step import Buffers, StepSums
-from maect.train.trace import Trace, steps_of
 from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING, Watchdog
 
 log = logging.getLogger(__name__)
@@ -74,7 +78,6 @@ def train(
     convert_world_size: bool = False,
     stage_to: str | None = None,
     online: OnlineEvaluation | None = None,
-    trace: str | None = None,
 ) -> Verdict:
     """Run a training, or resume it; called on every rank.
 
@@ -85,7 +88,6 @@ def train(
         convert_world_size: resume from a state that another number of ranks saved.
         stage_to: node-local folder to read the shards from, copied there first.
         online: how often to evaluate the encoder meanwhile; no output of the run depends on it.
-        trace: first and last step to profile into `traces/`, such as `100-105`.
 
     Returns:
         "done" once its record is written; "requeue" if asked to stop, with the state saved.
@@ -99,7 +101,7 @@ def train(
     trainer = restore(
         context, run, prepared,
         save_every_minutes=save_every_minutes, convert_world_size=convert_world_size,
-        online=online, trace=trace,
+        online=online,
     )  # fmt: skip
     try:
         if trainer.step < trainer.steps:
@@ -185,7 +187,6 @@ def restore(
     save_every_minutes: float,
     convert_world_size: bool,
     online: OnlineEvaluation | None,
-    trace: str | None,
 ) -> "Trainer":
     """Return a trainer as it was when the last state was saved, or one that begins.
 
@@ -251,8 +252,6 @@ def restore(
         labelled=bool(images.labels.min() >= 0),
     )
     hooks = trainer.hooks
-    if trace:
-        hooks.append(Trace(folder, context.rank, steps_of(trace, steps)))
     hooks.append(Watchdog(context))
     if prepared.scored is not None:
         scores = ScoreEpochs(trainer, prepared.scored, run.resize)
@@ -557,7 +556,45 @@ def finish(context: Context, run: RunInputs, prepared: Prepared, trainer: Traine
     """Export the weights and write the completion record; remove states that nothing needs."""
     if prepared.lock is not None:
         prepared.lock.check()
-        write_final_record(run, prepared.identity, prepared.images, context, trainer.clock)
+        _write_final_record(context, run, prepared, trainer.clock)
         if not run.stage.keeps_state:
             remove_states(run.folder)
     barrier()
+
+
+def _write_final_record(
+    context: Context, run: RunInputs, prepared: Prepared, clock: DeviceTime
+) -> None:
+    """Export the weights of the final state and write the completion record, last; on rank 0."""
+    images = prepared.images
+    state = saved(run.folder / "state")[0]
+    reader = StateReader(state, state_record(state, prepared.identity))
+    exported = run.stage.export(run, reader, images)
+    logged = entries(run.folder / "metrics.jsonl")
+    timing = [entry["timing"] for entry in logged]
+    speeds = sorted(t["images_per_second"] for t in timing)
+    held = clock.held
+    steps = run.stage.total_steps(images.n)
+    unlogged = missing({entry["step"] for entry in logged}, steps, steps)
+    record = {
+        "run": run.folder.name,
+        "fingerprint": prepared.identity,
+        **run.description,
+        "index_digest": images.digest,
+        "view_of": images.view_of,
+        **exported,
+        "files": run.stage.outputs,
+        "sha256": {name: sha256_file(run.folder / name) for name in run.stage.outputs},
+        "world_size": context.world_size,
+        "device_hours": timing[-1]["device_seconds"] / 3600 if timing else 0.0,
+        "held_hours": held / 3600,
+        "useful_part": min(1.0, clock.useful / held) if held else None,
+        "images_per_second": speeds[len(speeds) // 2] if speeds else 0.0,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **origin(),
+        "attempts": read_notes(run.folder).get("attempts", []),
+        "losses": [loss / max(count, 1) for loss, count in reader.record["losses"]],
+        "scores": reader.record.get("scores"),
+        "unlogged_steps": unlogged or None,
+    }
+    RunRecord.model_validate(record).write(RunRecord.path(run.folder))

@@ -13,7 +13,7 @@ from maect.evaluate.color_histogram import ColorHistogram, histograms
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.stacked_heads import HistogramHeads
 from maect.recipes import View
-from maect.train.optimizer import schedule
+from maect.train.stage import schedule
 
 from .by_hand import all_images, crops
 from .conftest import Rank

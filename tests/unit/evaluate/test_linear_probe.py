@@ -20,7 +20,7 @@ from maect.evaluate.evaluation import evaluate
 from maect.evaluate.linear_probe import LinearProbe, refiner_forms, representations
 from maect.evaluate.probe_training import ProbeTask, epoch_ends
 from maect.evaluate.stacked_heads import Heads
-from maect.train.optimizer import schedule
+from maect.train.stage import schedule
 
 from .by_hand import all_images, blocks_of, crops
 from .conftest import Rank, resolved

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from maect.evaluate.stacked_heads import Heads
-from maect.train.optimizer import schedule
+from maect.train.stage import schedule
 
 from .margins import clear
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from maect.measures import uniformity
+from maect.measures import effective_rank, uniformity
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
+from maect.stages.objectives import collapse
 from maect.train.engine import random_batch
-from maect.train.health import collapse, effective_rank
 
 
 def test_uniformity_and_rank_against_their_formulas():

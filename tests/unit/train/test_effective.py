@@ -14,8 +14,7 @@ from ranks import Place
 from maect.tools.job_commands import train
 from maect.train import device_time, trainer
 from maect.train.device_time import DeviceTime
-from maect.train.health import CheckHealth
-from maect.train.hooks import ReportProgress
+from maect.train.hooks import CheckHealth, ReportProgress
 from maect.train.trainer import Trainer
 
 HOUR = 3600.0

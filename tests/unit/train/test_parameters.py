@@ -11,7 +11,7 @@ from maect.recipes import Encoder, load_encoder, visible_patches
 from maect.stages import load_recipe
 from maect.train.checkpoint import Shard
 from maect.train.engine import Engine
-from maect.train.optimizer import layer_scale, schedule
+from maect.train.stage import layer_scale, schedule
 
 TINY = Encoder(
     image_size=16, patch_size=4, width=24, depth=4, heads=2, decoder_width=16, decoder_depth=1,
