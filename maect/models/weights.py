@@ -13,7 +13,7 @@ from torch import Tensor
 
 from maect.core.arrays import sort_metadata
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, check_file, with_retries
+from maect.core.files import atomic_write, check_file
 from maect.models.timm_encoder import TimmEncoder, build_foreign
 from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.recipes import Encoder
@@ -28,22 +28,6 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict
     with atomic_write(path) as temporary:
         save_file(plain, temporary, {"format": "pt", **metadata})
         sort_metadata(temporary)
-
-
-def open_tensors(path: str | Path) -> safe_open:
-    """Open a safetensors file for torch tensors, with retries as for other files.
-
-    For a file that cannot be read at the moment, safetensors raises FileNotFoundError.
-    """
-
-    def open_once() -> safe_open:
-        check_file(path)
-        try:
-            return safe_open(str(path), "pt")
-        except FileNotFoundError as error:
-            raise OSError(f"{path}: cannot be read at present ({error})") from None
-
-    return with_retries(open_once)
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

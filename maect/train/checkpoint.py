@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,10 +39,8 @@ from maect.core.files import (
     seek_record,
     sha256_file,
     verified,
-    with_retries,
     write_record,
 )
-from maect.models.weights import open_tensors
 from maect.train.run_folder import write_notes
 from maect.train.run_lock import RunLock
 
@@ -54,8 +52,6 @@ KEPT = 2
 """Number of complete states that are kept."""
 _WAIT_FOR_RANKS = STEP_TIMEOUT.total_seconds() / 2
 """Seconds; the ranks whose files rank 0 waits for may wait for it in an exchange meanwhile."""
-SAY_AGAIN = 3600.0
-"""Seconds after which people are told once more that nothing is saved."""
 
 
 @dataclass
@@ -124,7 +120,7 @@ class Saver:
         self.rank = context.rank
         self.world_size = context.world_size
         self.error: str | None = None
-        self._said_at = float("-inf")
+        self._has_said = False
         self._number = 0
         self._is_noted = False
         self._thread: threading.Thread | None = None
@@ -174,8 +170,8 @@ class Saver:
                     # The file stays: it may be of an earlier save of this step.
                     note = {"error": str(error), "save": self._number}
                     write_record(folder / f"rank-{self.rank:04d}.json", note)
-            if time.monotonic() - self._said_at >= SAY_AGAIN:
-                self._said_at = time.monotonic()
+            if not self._has_said:
+                self._has_said = True
                 with suppress(OSError):  # the next report has it too
                     self.context.say(f"{self.error}: what is trained since is lost if the job ends")
 
@@ -243,7 +239,7 @@ def _states(folder: Path) -> list[Path]:
 def _names(folder: Path) -> list[str]:
     # Neither Path.glob nor Path.exists: they take a file system's refusal for an absence.
     try:
-        return with_retries(os.listdir, folder)
+        return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -264,7 +260,7 @@ def state_record(state: Path, identity: str) -> dict[str, Any]:
     """
     file = state / "state.json"
     try:
-        record = verified(json.loads(with_retries(file.read_bytes)))
+        record = verified(json.loads(file.read_bytes()))
         step, size, files = (record[key] for key in ("step", "world_size", "files"))
         if not (type(step) is type(size) is int and isinstance(files, dict) and files):
             raise ValueError("step, world_size or files")
@@ -289,7 +285,7 @@ def check_files(state: Path, record: dict[str, Any], rank: int, world_size: int)
     for name, digest in list(record["files"].items())[rank::world_size]:
         file = state / f"{name}.safetensors"
         try:
-            found = with_retries(sha256_file, file)
+            found = sha256_file(file)
         except FileNotFoundError:
             raise UserError(f"{file}: no such file") from None
         if found != digest:
@@ -307,8 +303,8 @@ class StateReader:
         for file in record["files"]:
             path = folder / f"{file}.safetensors"
             try:
-                opened = open_tensors(path).__enter__()
-            except (FileNotFoundError, SafetensorError) as error:
+                opened = safe_open(str(path), "pt").__enter__()
+            except SafetensorError as error:
                 raise UserError(f"{path}: damaged state ({error})") from None
             for key in opened.keys():  # noqa: SIM118
                 kind, start, name = key.split("|", 2)
@@ -403,20 +399,13 @@ def find_state(
     for name in from_rank_0([state.name for state in saved(folder)]):
         record: dict[str, Any] = {}
         fault = ""
-        refusal = ""
         try:
             record = state_record(folder / name, identity)
             check_files(folder / name, record, context.rank, context.world_size)
         except UserError as error:
             fault = str(error)
             log.warning("%s; using the state before it, if any", fault)
-        except OSError as error:
-            refusal = str(error)
-            log.warning("%s cannot be read: %s", folder / name, refusal)
-        faults, refusals = sum_scalars([float(bool(fault)), float(bool(refusal))], device)
-        if refusals:
-            raise OSError(f"{folder / name} cannot be read ({refusal or 'by another rank'})")
-        if faults:
+        if sum_scalars([float(bool(fault))], device)[0]:
             damaged.append(name)
             why = why or fault or f"{folder / name}: damaged, as another rank says"
             continue

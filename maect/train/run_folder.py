@@ -14,7 +14,6 @@ import maect
 from maect.core.errors import MissingFileError, UserError
 from maect.core.files import (
     read_record,
-    sha256_file,
     write_record,
     write_text,
 )
@@ -66,13 +65,6 @@ def is_finished(folder: Path, identity: str) -> bool:
     return record is not None and not replaced(folder, identity) and record.fingerprint == identity
 
 
-def _is_at(name: str, sha256: str, *folders: Path) -> bool:
-    """Return whether a file is in one of the folders: a kill may have interrupted a move."""
-    return any(
-        (folder / name).exists() and sha256_file(folder / name) == sha256 for folder in folders
-    )
-
-
 def _complete_record(folder: Path) -> RunRecord | None:
     """Return the completion record if all files that it lists exist, else None.
 
@@ -105,14 +97,10 @@ def replaced(folder: Path, identity: str) -> str | None:
     if not known or other == identity:
         return None
     before = folder / f"stale-{identity}"
-    then = "training starts from step 0"
-    if _complete_record(before):
-        then = f"what stale-{identity} has is put back"
-    elif (before / "state").exists():
-        then = f"training resumes what stale-{identity} kept"
+    back = f"; what stale-{identity} has is put back" if before.exists() else ""
     return (
-        f"{folder}: recipe, seed, data or source changed since it was trained; "
-        f"what it left is kept in stale-{other}; {then}"
+        f"{folder}: recipe, seed, data or source changed since it was trained; what it left is "
+        f"kept in stale-{other}{back}"
     )
 
 
@@ -136,18 +124,15 @@ def take_over_folder(folder: Path, identity: str, recipe: dict[str, Any]) -> Non
     if change is not None:
         log.warning("%s", change)
         other = str(read_notes(folder).get("fingerprint"))
-        aside = _unused(folder / f"stale-{other}")
+        aside = folder / f"stale-{other}"
         aside.mkdir(exist_ok=True)
         _move(folder, aside)
     before = folder / f"stale-{identity}"
-    if before.exists() and known.exists() and not (before / "recipe.json").exists():
-        _put_back(before, folder)  # a kill came between
-    if before.exists() and not known.exists():  # this very recipe's, set aside by another one
-        record = RunRecord.find(before)
-        weights = record.sha256.items() if record else ()
-        if not all(_is_at(name, sha256, before, folder) for name, sha256 in weights):
-            RunRecord.path(before).unlink()  # its outputs are written again
-        _put_back(before, folder)
+    # Set aside by another recipe, or a kill interrupted putting it back.
+    if before.exists() and not (known.exists() and (before / known.name).exists()):
+        _move(before, folder, back=True)
+        with suppress(OSError):  # other files stay in it
+            before.rmdir()
     if known.exists():
         old = read_notes(folder)
         notes |= {key: old[key] for key in ("saved", "attempts") if key in old}
@@ -228,23 +213,6 @@ def _move(folder: Path, to: Path, back: bool = False) -> None:
     for name in names:
         if (folder / name).exists() and not (to / name).is_dir():
             (folder / name).rename(to / name)
-
-
-def _put_back(aside: Path, folder: Path) -> None:
-    # Weights alone are damaged ones, which stay there.
-    if any((aside / name).exists() for name in (*RECORD, *_MOVED)):
-        _move(aside, folder, back=True)
-    with suppress(OSError):  # other files stay in it
-        aside.rmdir()
-
-
-def _unused(path: Path) -> Path:
-    number = 1
-    free = path
-    while (free / "recipe.json").exists():  # without one, a kill has interrupted a move there
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
 
 
 def _git(*arguments: str) -> str:

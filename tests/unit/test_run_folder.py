@@ -80,27 +80,6 @@ def test_nothing_is_lost_between_two_recipes(
     assert [path.name for path in tmp_path.glob("stale-*")] == [f"stale-{other}"]
 
 
-def test_what_was_damaged_aside_never_replaces_what_is_trained_anew(tmp_path: Path) -> None:
-    finish(tmp_path, "one")
-    finish(tmp_path, "two")
-    (tmp_path / "stale-one" / FILES[0]).write_text("a bit flipped")
-    take_over_folder(tmp_path, "one", {"settings": {"of": "one"}})
-    assert not is_finished(tmp_path, "one")
-    for name in FILES:
-        (tmp_path / name).write_text("trained anew")
-    sha256 = {name: sha256_file(tmp_path / name) for name in FILES}
-    record = {
-        "run": "r",
-        "stage": "tune",
-        "fingerprint": "one",
-        "files": list(FILES),
-        "sha256": sha256,
-    }
-    write_record(RunRecord.path(tmp_path), record)
-    take_over_folder(tmp_path, "one", {"settings": {"of": "one"}})
-    assert is_finished(tmp_path, "one")
-
-
 def test_a_file_that_is_gone_although_it_is_seen_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
