@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from maect.core.errors import UserError, did_you_mean
+from maect.core.errors import UserError
 from maect.core.files import RUN, read_record, seek_record, sha256_file, write_record
 from maect.core.settings import Settings, digest, one_line
 from maect.core.stamps import known_record
@@ -217,17 +217,9 @@ def weights_checksum(run: Path) -> str | None:
 
 
 def need_encoder(path: Path) -> None:
-    """Refuse, with a reason, an encoder's file that is not there (UserError)."""
-    if path.exists():
-        return
-    run = path.parent
-    if not run.exists() and run.parent.is_dir():
-        others = [other.parent.name for other in run.parent.glob(f"*/{path.name}")]
-        if others:
-            raise UserError(f"{run}: no such run; {did_you_mean(run.name, others)}")
-    unlike = run.is_dir() and not (run / "config.yaml").exists() and any(run.iterdir())
-    hint = " (images come after the encoder)" if unlike else ""
-    raise UserError(f"{path}: no such encoder; train or import the run first{hint}")
+    """Refuse an encoder's file that is not there (UserError)."""
+    if not path.exists():
+        raise UserError(f"{path}: no such encoder; train or import the run first")
 
 
 def checked_sha256(path: Path) -> str:

@@ -344,30 +344,22 @@ class Training(Updates, Stage):
             online: whether it is evaluated online, by a copy of the weights on the device.
 
         Raises:
-            UserError: nothing fits, with the numbers and what would fit; or the batch does not
-                split over the ranks.
+            UserError: nothing fits, with the numbers; or the batch does not split over the ranks.
         """
         ranks = nodes * devices
         self.check_ranks(ranks, computing)
         if online:
             memory -= FLOAT * self.footprint(encoder, 1).weights
-        chosen = self._first_that_fits(encoder, computing, ranks, memory)
-        if chosen is not None:
-            return chosen
-        more = range(nodes + 1, 8 * nodes + 1)
-        even = (n for n in more if self.batch_size % (n * devices) == 0)
-        enough = next(
-            (n for n in even if self._first_that_fits(encoder, computing, n * devices, memory)),
-            None,
-        )
+        for way in self.ways(computing, ranks):
+            if self.peak_memory(encoder, ranks, way) <= memory:
+                return way
         least = min(self.peak_memory(encoder, ranks, way) for way in self.ways(computing, ranks))
         raise UserError(
             f"{self.name}: batch_size {self.batch_size} on {ranks} GPUs takes "
             f"{self.peak_memory(encoder, ranks, computing) / GIB:.0f} GiB of each, "
             f"{least / GIB:.0f} with zero_stage, activation_checkpointing and accumulation as far "
-            f"as possible, and it has {memory / GIB:.0f}; "
-            + (f"{enough} nodes would do" if enough else "a smaller batch_size or encoder would do")
-            + ("; zero_stage 3 is counted as 2" if computing.zero_stage == 3 else "")
+            f"as possible, and it has {memory / GIB:.0f}; take more nodes, a smaller batch_size or "
+            "a smaller encoder"
         )
 
     def ways(self, computing: Computing, ranks: int) -> Iterator[Computing]:
@@ -389,14 +381,6 @@ class Training(Updates, Stage):
                     yield way
                     if way.captures_passes and ranks == 1:
                         yield way.model_copy(update={"cuda_graphs": False})
-
-    def _first_that_fits(
-        self, encoder: Encoder, computing: Computing, ranks: int, memory: float
-    ) -> Computing | None:
-        for way in self.ways(computing, ranks):
-            if self.peak_memory(encoder, ranks, way) <= memory:
-                return way
-        return None
 
     @abstractmethod
     def rates(self, name: str, depth: int) -> tuple[float, float]:

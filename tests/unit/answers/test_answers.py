@@ -115,7 +115,7 @@ def test_wrong_input_is_one_line(
     for command, fault in (
         (["embed", str(run), str(photographs), "--out", "a.xlsx"], "must end with .parquet"),
         (["embed", str(run), "gone", "--out", "a.parquet"], "gone: no such file or folder"),
-        (["embed", str(photographs), str(run)], "(images come after the encoder)"),
+        (["embed", str(photographs), str(run)], "no such encoder; train or import the run first"),
         (["embed", str(run), image, "--out", "a.parquet"], "or --kind"),
         (["search", str(run), "gone.parquet", image], "no such file; `maect embed"),
         (["search", str(run), image, image], "vectors are read from .parquet alone"),
