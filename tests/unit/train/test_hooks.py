@@ -1,4 +1,4 @@
-"""What happens beside the steps: losses of epochs, scores, online evaluation, progress."""
+"""What happens beside the steps: losses of epochs, scores, progress."""
 
 import json
 from types import SimpleNamespace
@@ -9,12 +9,10 @@ from ranks import Place
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.train import device_time
 from maect.train.device_time import DeviceTime
 from maect.train.hooks import Hook, ReportProgress, Session, SumLosses, Update
-from maect.train.online import EvaluateOnline, OnlineEvaluator
 from maect.train.scores import ScoreEpochs, scored_split
-from maect.train.watchdog import EVALUATING, SCORING
+from maect.train.watchdog import SCORING
 
 CPU = torch.device("cpu")
 LOSSES = {step: 10.0 / step for step in range(1, 8)}
@@ -121,59 +119,6 @@ def test_what_epochs_are_scored_on(shards, tmp_path):
     others = SimpleNamespace(class_names=["cat", "dog"])
     with pytest.raises(UserError, match="its classes differ from those of"):
         scored_split(run(test=shards), others)
-
-
-class Evaluator:
-    """Reads the encoder every 40 images; `found` is what it says."""
-
-    every, pictures = 40, {"neighbors": "a picture"}
-    is_due = OnlineEvaluator.is_due
-
-    def __init__(self, clock, found):
-        self.clock, self.found, self.shards = clock, found, []
-
-    def evaluate(self, shards):
-        self.shards.append(shards)
-        self.clock.now += 5.0
-        return dict(self.found)
-
-
-def online(monkeypatch, found, steps=7):
-    now = SimpleNamespace(now=0.0, monotonic=lambda: now.now)
-    monkeypatch.setattr(device_time, "time", now)
-    hook = EvaluateOnline(session(steps), Evaluator(now, found))
-    return hook, now, hook._session.clock
-
-
-def test_an_online_evaluation_is_logged_shown_and_no_part_of_a_step(monkeypatch):
-    hook, now, clock = online(monkeypatch, {"online_knn": 50.0, "online_rank_me": 2.0})
-    assert [step for step in range(1, 8) if hook.reads_model(step)] == [3, 5, 7]
-    clock.start()
-    now.now += 1.0
-    update = Update(2, {"loss": 1.0}, 1.0)
-    hook.after_step(update)
-    assert update.values == {"loss": 1.0} and not update.timing and not update.pictures
-    update = Update(3, {"loss": 1.0}, 1.0)
-    hook.after_step(update)
-    assert update.values == {"loss": 1.0, "online_knn": 50.0, "online_rank_me": 2.0}
-    assert update.log_now and update.timing["online_part"] == pytest.approx(5 / 6)
-    assert update.pictures == Evaluator.pictures and hook._evaluator.shards == ["shards"]
-    assert hook._session.hooks[0].begun == [(EVALUATING, 3)]
-    assert clock.useful == 5.0
-    now.now += 1.0
-    assert clock.step() == 2.0  # without the evaluation
-
-
-def test_features_that_are_not_finite_are_not_logged(monkeypatch):
-    hook, *_ = online(monkeypatch, {})
-    update = Update(3, {"loss": 1.0}, 1.0)
-    hook.after_step(update)
-    assert (update.values, update.timing, update.log_now) == ({"loss": 1.0}, {}, False)
-
-
-def test_too_few_images_are_never_due():
-    nothing = SimpleNamespace(every=0)
-    assert not OnlineEvaluator.is_due(nothing, 0, 16, last=True)
 
 
 def test_progress_names_the_epoch_and_the_last_accuracy():

@@ -160,6 +160,7 @@ def test_a_recipe_prints_beside_the_papers_table():
     assert printed("ct_min", "head.temperature") == ["0.15", "0.2", "0.3", "0.3"]
     assert printed("ct_min", "frozen_blocks") == ["6", "12", "16", "16"]
     assert printed("fine_tune", "drop_path") == ["0.1", "0.2", "0.3", "0.3"]
+    assert table_of("refine", ["large", "huge14"]).split()[:3] == ["refine", "large", "huge14"]
     with pytest.raises(UserError, match="unknown recipe 'ct_mni'; did you mean 'ct_min'"):
         table_of("ct_mni")
 

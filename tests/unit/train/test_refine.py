@@ -1,10 +1,7 @@
 """The stages of MIM-Refiner: the authors' settings cell by cell, rates, blocks and views."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +11,9 @@ from maect import recipes
 from maect.core.errors import UserError
 from maect.data.loader import Batch
 from maect.experiment import load
-from maect.recipes import Encoder, View, load_encoder
+from maect.recipes import View, load_encoder
 from maect.stages import check_source, load_recipe
 from maect.stages.refine import Refine, RefineHeads
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 # The authors' files in stage2 and stage3, each with our run of `refined` from those weights. Blocks
 # are those of stage 3, numbered from 0; frozen are the first blocks and what comes before them.
@@ -173,17 +168,6 @@ def test_few_labels_as_the_authors_have_them():
         assert [float(values.get(name, 0)) for name in names] == list(expected), (variant, size)
         assert (values["epochs"], values["warmup_epochs"]) == (50, 5)
         assert values["label_smoothing"] == 0.1
-
-
-def test_recipes_are_printed_for_some_sizes(capsys):
-    """The row of section 8 of the authors' settings, as the command prints it."""
-    words = [sys.executable, "-m", "maect.recipes", "refine", "large", "huge14"]
-    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    rows = dict(line.split(maxsplit=1) for line in printed.splitlines())
-    assert rows["refine"].split() == ["large", "huge14"]
-    assert rows["head.temperature"].split() == ["0.2", "0.3"]
-    assert rows["head.blocks"].split() == ["8", "12"]
-    assert rows["batch_size"].split() == ["1024", "512"]
 
 
 def test_rates():
@@ -348,26 +332,3 @@ def test_heads_that_a_run_goes_on_from():
         "head_weight_decay": 0.0, "embedding": 32}})  # fmt: skip
     assert refine.inputs(combined) == ("encoder.safetensors",)
     check_source("run", refine, encoder, ("combined", combined, encoder), "from")
-
-
-def test_kernels_do_not_grow_with_the_heads():
-    """But for the lookup of each, and what is logged of each."""
-    from fake_gpu import count
-
-    shape = Encoder(
-        image_size=20, patch_size=5, width=32, depth=4, heads=2, decoder_width=32,
-        decoder_depth=1, decoder_heads=2, mae_pooling="cls", ct_pooling="cls",
-    )  # fmt: skip
-    kernels = {}
-    for heads in (1, 2, 4):
-        head = {"blocks": heads, "queue_size": 64, "projector_hidden": 16, "embedding": 8,
-                "predictor_hidden": 16}  # fmt: skip
-        stage = load_recipe(
-            "refine", "base", {"batch_size": 8, "local_size": 10, "head": {**head, "topk": 3}}
-        )
-        step = count(stage, shape, 8)
-        kernels[heads] = step.forward.total(), step.backward.total()
-    for more, fewer, added in ((2, 1, 1), (4, 2, 2)):
-        forward, backward = (a - b for a, b in zip(kernels[more], kernels[fewer], strict=True))
-        assert forward <= 11 * added  # product, mask, top-k and choice; pooled tokens, twice
-        assert backward <= 9 * added  # of pooled tokens, added to what comes from above

@@ -187,6 +187,17 @@ def test_the_host_is_a_step_ahead_unless_a_hook_reads_the_model():
     assert (state[2]["fingerprint"], state[2]["calls"]) == ("ours", 4)
 
 
+def test_a_disk_slower_than_the_interval_is_not_waited_for():
+    training = trainer()
+    training.save_seconds, training.saver.is_writing = 1e-9, True
+    assert training.run(batches(4))
+    assert [step for step, *_ in training.saver.states] == [4]
+    training = trainer()
+    training.save_seconds = 1e-9
+    assert training.run(batches(4))
+    assert [step for step, *_ in training.saver.states] == [1, 2, 3, 4]
+
+
 def test_a_skipped_update_ends_with_the_state_before_it():
     training = trainer(bad=3)
     with pytest.raises(TrainingFault, match="loss nan in step 3; the state before it is saved"):
