@@ -132,26 +132,9 @@ def export_run(
         config["maect"] = sealed({"sha256": sha256, "encoder_sha256": checksum} | read)
         # First: after a kill it says whose folder this is, and that the weights are missing.
         write_json(out / "config.json", config)
-    # Otherwise timm would take these from its own model of that name.
-    transform = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in config["pretrained_cfg"].items()
-        if key in ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
-    }
-    given = {**arguments, "num_classes": config["num_classes"], "pretrained_cfg_overlay": transform}
-    words = ", ".join(f"{key}={value!r}" for key, value in given.items())
-
-    def call(file: Path) -> str:
-        return f"""model = timm.create_model(
-    "{architecture}", checkpoint_path="{file}", {words}
-).eval()
-{TRANSFORM}"""
-
-    # In the card the path is relative, since others have the folder elsewhere.
-    code = call(Path(out.resolve().name, MODEL))
-    text = model_card(record, encoder, pooling, resize, checksum, code, card, config["num_classes"])
+    text = model_card(record, encoder, pooling, resize, checksum, card, config["num_classes"])
     write_text(out / "README.md", text)
-    return call(out / MODEL)
+    return f'model = timm.create_model("local-dir:{out}", pretrained=True).eval()\n{TRANSFORM}'
 
 
 def _check_replaceable(out: Path, is_clone: bool) -> None:
@@ -250,7 +233,6 @@ def model_card(
     pooling: str,
     resize: int,
     sha256: str,
-    call: str,
     card: Card,
     classes: int,
 ) -> str:
@@ -281,5 +263,4 @@ def model_card(
         classes=classes,
         card=card,
         transform=TRANSFORM,
-        call=call,
     )
