@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -98,23 +98,6 @@ def deepspeed_stage(computing: Computing) -> int:
     return computing.zero_stage if dist.get_world_size() > 1 else 0
 
 
-class Part(NamedTuple):
-    """Consecutive values of a parameter that this rank updates.
-
-    Attributes:
-        name: of the parameter in the module.
-        start: of the values in the parameter, flattened.
-        flat: tensor that the optimizer updates, which has them from `offset` on.
-        length: how many there are.
-    """
-
-    name: str
-    start: int
-    flat: Tensor
-    offset: int
-    length: int
-
-
 class Engine:
     """A module under DeepSpeed with AdamW, stepped with the learning rates of a schedule.
 
@@ -166,7 +149,7 @@ class Engine:
             self._create_moments(self._flat_tensors())
         else:
             self._create_moments(self._trained.values())
-        self.shards = [self._shard(part) for part in self._parts()]
+        self.shards = list(self._own_shards())
 
     def _start_deepspeed(
         self, settings: Training, groups: list[ParameterGroup], computing: Computing
@@ -218,23 +201,24 @@ class Engine:
             return list(self._zero.fp32_partitioned_groups_flat)
         return list(self._zero.single_partition_of_fp32_groups)
 
-    def _parts(self) -> Iterator[Part]:
+    def _own_shards(self) -> Iterator[Shard]:
         """Yield what this rank updates of each parameter."""
         flat = self._flat_tensors() if self._stage else []
         for name, parameter in self._trained.items():
             if self._stage == 0:
-                yield Part(name, 0, parameter, 0, parameter.numel())
+                yield self._shard(name, 0, parameter, 0, parameter.numel())
             elif self._stage == 3:
                 group, offset, padded = self._zero.grad_position[self._zero.get_param_id(parameter)]
                 start = dist.get_rank() * padded
                 length = min(padded, parameter.ds_numel - start)
                 if length > 0:
-                    yield Part(name, start, flat[group], offset, length)
+                    yield self._shard(name, start, flat[group], offset, length)
             elif parameter._hp_mapping is not None:
                 mapping = parameter._hp_mapping
                 start = mapping.lp_fragment_address.start
                 place = mapping.get_hp_fragment_address()
-                yield Part(name, start, flat[mapping.param_group_index], place.start, place.numel)
+                updated = flat[mapping.param_group_index]
+                yield self._shard(name, start, updated, place.start, place.numel)
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the averaged gradients of this rank's shards, by the parameter's name."""
@@ -326,13 +310,20 @@ class Engine:
             step = torch.zeros((), dtype=torch.float32, device=on)
             self._adam.state[values] = {"step": step, **moments}
 
-    def _shard(self, part: Part) -> Shard:
-        """Return a part's weights and moments, as views of what the optimizer updates."""
-        state = self._adam.state[part.flat]
-        values = {PARAM: part.flat, **{moment: state[moment] for moment in MOMENTS}}
-        end = part.offset + part.length
-        pieces = {k: v.detach().view(-1)[part.offset : end] for k, v in values.items()}
-        return Shard(part.name, part.start, pieces)
+    def _shard(self, name: str, start: int, flat: Tensor, offset: int, length: int) -> Shard:
+        """Return values of a parameter with their moments, as views of what the optimizer updates.
+
+        Args:
+            name: of the parameter in the module.
+            start: of the values in the parameter, flattened.
+            flat: tensor that the optimizer updates, which has them from `offset` on.
+            offset: of the values in it.
+            length: how many there are.
+        """
+        state = self._adam.state[flat]
+        values = {PARAM: flat, **{moment: state[moment] for moment in MOMENTS}}
+        pieces = {k: v.detach().view(-1)[offset : offset + length] for k, v in values.items()}
+        return Shard(name, start, pieces)
 
     def start_average(self, prefix: str) -> None:
         """Start a running average of the parameters whose names begin with `prefix`."""
