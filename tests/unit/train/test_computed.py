@@ -8,8 +8,7 @@ import pytest
 from ranks import run
 from tiny_runs import losses
 
-from maect.core.errors import UserError
-from maect.core.settings import digest, validated
+from maect.core.settings import digest
 from maect.evaluate.accuracy import Accuracy
 from maect.recipes import load_encoder
 from maect.recipes.computing import PLAIN, Computing
@@ -66,11 +65,3 @@ def test_identities_know_nothing_of_it():
     longer = RunConfig(**told | {"settings": load_recipe("mae", "base", {"epochs": 3})})
     assert RunConfig(**told).digest == other.digest != longer.digest
     assert digest(Accuracy()) != digest(Accuracy(precision="fp32"))
-
-
-def test_files_of_earlier_revisions_name_the_kernel_of_attention():
-    assert Computing.model_validate({"attention": "sdpa", "compile": True}) == Computing(
-        compile=True
-    )
-    with pytest.raises(UserError, match="unknown key 'attention'"):
-        validated(Computing, {"attention": "flash_attn"}, "computing")
