@@ -185,7 +185,7 @@ def test_words_for_snakemake_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
             "run",
             "Experiments: cifar10, cifar10_controls, cifar10_grey, cifar10_ladder, cifar10_law, "
             "cifar10_no_lookup, cifar10_refined, digits, digits_continued, digits_controls, "
-            "digits_ladder, digits_law, digits_no_lookup, digits_refined, paper, refined, ",
+            "digits_ladder, digits_law, digits_no_lookup, digits_refined, imagenette_repair, ",
         ),
         ("train", "Sizes: tiny, "),
         ("evaluate", "Evaluations: knn, "),
