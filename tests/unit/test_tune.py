@@ -10,6 +10,7 @@ import yaml
 
 from maect.cli import main
 from maect.core.errors import UserError
+from maect.data.retrieve import CATALOGUE
 from maect.evaluate.outcomes import Difference, difference, pack
 from maect.experiment import load
 from maect.models.vit import build_encoder, seeded
@@ -108,6 +109,24 @@ def test_the_file_that_is_written_is_an_experiment(by, weights, digits, tmp_path
     assert is_written_by(out, "maect tune X")
     with pytest.raises(UserError, match="its first line is not this command"):
         is_written_by(out, "maect tune Y")
+
+
+@pytest.mark.parametrize("name", ["dinov2_small", "dinov2_small_registers"])
+@pytest.mark.parametrize("by", ["tune", "refine", "diet"])
+def test_public_encoders_of_dinov2_are_continued(name, by, digits, tmp_path, monkeypatch):
+    monkeypatch.setenv("MAECT_WEIGHTS", str(tmp_path))
+    with pytest.raises(UserError, match="on a machine with internet run `maect retrieve"):
+        find_start(name)
+    (tmp_path / CATALOGUE[name][0].name).touch()  # read only when it is imported
+    start = find_start(name)
+    assert start.size == "small14" and start.encoder.image_size == 224
+    out = tmp_path / "mine.yaml"
+    write_tuning(start, digits, out, by, "maect tune X", {}, None, Device("cpu"))
+    runs = load(str(out)).runs
+    registers = 4 if name.endswith("registers") else 0
+    assert {run.encoder.registers for run in runs.values()} == {registers}
+    if by == "refine":
+        assert runs["after"].settings.local_size == 98
 
 
 def test_classes_say_what_is_measured():
