@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import yaml
@@ -223,6 +224,29 @@ def test_everything_that_can_be_fetched_has_a_licence_in_the_table() -> None:
     rows = [row.split("|") for row in table.splitlines() if row.startswith("| ")]
     licensed = {name for row in rows if row[3].strip() for name in re.findall(r"`(\w+)`", row[1])}
     assert {*CATALOGUE, "digits", "shapes"} <= licensed
+
+
+def test_everything_that_an_experiment_names_has_a_licence_in_the_table() -> None:
+    """Images by the variable that says where they are, weights by their file."""
+    table = (ROOT / "docs/licences.md").read_text(encoding="utf-8")
+    rows = [row.split("|") for row in table.splitlines() if row.startswith("| ")]
+    named = " ".join(row[1] for row in rows if row[3].strip())
+    files = {remote.name for remotes in CATALOGUE.values() for remote in remotes}
+    patterns = re.findall(r"`([^`]+)`", named)
+    experiments = [
+        file.read_text(encoding="utf-8") for file in (ROOT / "workflow/experiments").glob("*.yaml")
+    ]
+    images = {name for text in experiments for name in re.findall(r"images: \$(\w+)", text)}
+    assert {"CIFAR10", "IMAGENETTE"} <= images
+    plain = re.sub(r"[^a-z0-9]", "", named.lower())
+    for variable in images:
+        name = variable.lower().removesuffix("_shifted").replace("_", "")
+        assert name in plain, f"docs/licences.md: images in ${variable}"
+    weights = {name for text in experiments for name in re.findall(r"\$WEIGHTS/([^\s,}]+)", text)}
+    for name in weights - files:
+        wanted = name.replace("{size", "*")
+        known = [*patterns, *files]
+        assert any(fnmatch(name, one) or fnmatch(one, wanted) for one in known), name
 
 
 def test_the_recipe_for_conda_asks_for_what_the_wheel_asks_for(tmp_path: Path) -> None:
