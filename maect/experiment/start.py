@@ -267,13 +267,9 @@ def _is_sharded(experiment: Experiment, name: str, split: str) -> bool:
     return given.images is not None and given.source.sharded
 
 
-def unset_variables(path: Path) -> list[str]:
-    """Return the environment variables in a path that are not set."""
-    return re.findall(r"\$\{?(\w+)", str(path))
-
-
 def _unset(path: Path) -> str:
-    names = unset_variables(path)
+    """Return a hint at the environment variables in a path that are not set."""
+    names = re.findall(r"\$\{?(\w+)", str(path))
     return f", as {' and '.join(names)} is not set: export it" if names else ""
 
 

@@ -379,9 +379,8 @@ def plan(
     Args:
         target: files or rules, as for Snakemake (default: the whole report).
         device: speed to assume where no run has measured it: A100, H100, cpu, or here, which
-            measures a step of each stage, if that takes at most ten seconds and a quarter of the
-            free memory (default: here if jobs run on this machine, else the profile's GPU, or
-            A100).
+            measures a training step (default: here if jobs run on this machine, else the profile's
+            GPU, or A100).
         utilisation: part of the device's peak speed that is reached (default 0.35).
     """
     from maect.experiment import load, names, own_experiments

@@ -1,6 +1,5 @@
 """`maect plan`: where each job that is left runs, for how long, and after which others."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,20 +10,16 @@ from typing import Any
 from maect.core.errors import UserError
 from maect.core.files import seek_record
 from maect.data.sources import open_source
-from maect.evaluate.throughput import RECIPES, Throughput
 from maect.experiment import Experiment, resolve
 from maect.experiment import start as starting
-from maect.launch import record
-from maect.launch.progress import part
 from maect.launch.resources import WALL_MINUTES, count_devices, fixed_nodes, training_nodes
 from maect.paper import read_paper
 from maect.recipes import Encoder
 from maect.recipes.computing import Computing
 from maect.recipes.cost import encode_flops, peak_flops, relative_speed
 from maect.recipes.memory import gpu_memory
-from maect.records import EvaluationRecord, RunRecord
-from maect.stages import STAGES, Stage, Training, load_recipe, recorded
-from maect.stages.run import RunConfig
+from maect.records import RunRecord
+from maect.stages import STAGES, Training, recorded
 
 IMAGENET_VAL = 50_000  # images, which protocols without operations state their minutes for
 LEAST = 10.0  # seconds of any other job that is no training; assumed
@@ -125,10 +120,6 @@ class Device:
             return f"operations at {CPU_RATE / 1e9:.0f} GFLOP/s a process"
         return f"operations at {self.utilisation:.0%} of an {self.name}'s peak"
 
-    def source_of(self, stage: Training, encoder: Encoder) -> str:
-        """Return where the speed of a training is from, for people."""
-        return self.source
-
     def together(self, processes: int) -> float:
         """FLOP/s of this many processes."""
         return self.rate * processes
@@ -139,19 +130,15 @@ class Device:
 
 
 def measured(
-    root: Path, stage: Training, size: str, encoder: Encoder, on_cpu: bool
+    root: Path, stage: Training, encoder: Encoder, on_cpu: bool
 ) -> tuple[float, str] | None:
-    """Return the measured images/s of one device in a stage, its file, and the device.
+    """Return the measured images/s of one device in a stage, and its source for people.
 
-    A finished run with the same encoder comes before a `throughput` result, which has no loader.
-    Of several runs that with the nearest operations an image counts: other views or frozen blocks
-    are priced in proportion. A CPU's speed is not taken for a GPU's, nor a GPU's for a CPU's.
+    That of the finished run with the same encoder whose images take the most similar operations:
+    other views or frozen blocks are priced in proportion. A CPU's speed is not taken for a GPU's,
+    nor a GPU's for a CPU's.
     """
     found = []
-
-    def ratio(other: Stage) -> float:
-        return other.flops_per_image(encoder) / stage.flops_per_image(encoder)
-
     for folder in sorted(root.glob("runs/*")):
         record = RunRecord.find(folder)
         if record is None or record.stage != stage.name or record.encoder != encoder:
@@ -162,22 +149,12 @@ def measured(
             speed = record.images_per_second / record.world_size
             source = f"{RunRecord.path(folder)} on {record.attempts[-1]['device']}"
             with suppress(UserError):  # of another version
-                found.append((ratio(recorded(record)), speed, source))
-    if found:
-        work, speed, source = min(found, key=lambda one: abs(one[0] - 1))
-        return work * speed, source
-    for file in sorted(root.glob("evaluations/*/*.json")):
-        if (result := EvaluationRecord.seek(file)) is None:
-            continue
-        about = result.provenance.get("protocol"), result.settings.get("size")
-        speeds = result.metrics.get("samples_per_second", {})
-        device = result.metrics.get("device")
-        if device is None or (device == "cpu") != on_cpu:
-            continue
-        if about == (Throughput.name, size) and stage.name in speeds:
-            work = ratio(load_recipe(RECIPES[stage.name], size))
-            return work * speeds[stage.name], f"{file} on {device}"
-    return None
+                work = recorded(record).flops_per_image(encoder) / stage.flops_per_image(encoder)
+                found.append((work, speed, source))
+    if not found:
+        return None
+    work, speed, source = min(found, key=lambda one: abs(one[0] - 1))
+    return work * speed, source
 
 
 @dataclass(frozen=True)
@@ -244,8 +221,6 @@ class Plan:
     """Commands on the login node: shards, tables, figures."""
     listed: dict[Path, SplitFacts] = field(default_factory=dict)
     """Numbers of images of splits that are not sharded yet, by their folders."""
-    trained: frozenset[str] = frozenset()
-    """Names of the runs that it trains."""
 
     def shards(self, folder: Path) -> SplitFacts:
         """Return the known number of a split's images."""
@@ -287,10 +262,10 @@ def make_plan(
     """Price the jobs of an experiment that Snakemake would run.
 
     Args:
-        jobs: in any order; trainings are priced first, whose steps a `Machine` is measured by.
+        jobs: in any order.
         known: what was counted of splits, by the folder of their shards; the others are counted.
     """
-    jobs = sorted(jobs, key=lambda job: job.rule not in STAGES)
+    jobs = list(jobs)
     plan = Plan(listed={folder.absolute(): shards for folder, shards in (known or {}).items()})
     for job in jobs:
         if job.rule == "write_shards":
@@ -299,9 +274,6 @@ def make_plan(
             unknown = plan.shards(folder).images is None
             if unknown and (counted := listed(experiment, *split)):
                 plan.listed[folder.absolute()] = counted
-    plan.trained = frozenset(
-        job.wildcards["run"] for job in jobs if job.rule in STAGES and STAGES[job.rule].trains
-    )
     for job in jobs:
         given = job.wildcards
         if job.rule == "write_shards":
@@ -361,52 +333,28 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     online = experiment.spec.online_evaluation is not None
     computing, fitted = _fitted(stage, computing, encoder, nodes, devices, gpu, online)
     shards = plan.shards(folder)
-    speed = measured(experiment.root, stage, run.size, encoder, device.name == "cpu")
-    left = _left(plan, experiment, config)
+    speed = measured(experiment.root, stage, encoder, device.name == "cpu")
     seconds = None
     source = ""
     if shards.images is None:
         plan.unknown.add(f"images of {run.dataset} {run.split}")
     else:
-        images = left * stage.images_of(shards.images, shards.classes) * stage.epochs
+        images: float = stage.images_of(shards.images, shards.classes) * stage.epochs
         if config.test is not None:  # in training images that cost as much
-            scored = left * stage.epochs * (plan.shards(config.test).images or 0)
+            scored = stage.epochs * (plan.shards(config.test).images or 0)
             images += scored * encode_flops(encoder) / stage.flops_per_image(encoder)
         if speed:
             seconds = images / (speed[0] * nodes * devices)
             source = f"measured in {speed[1]}"
         else:
             seconds = images / device.images_per_second(stage, encoder, nodes * devices)
-            source = device.source_of(stage, encoder)
+            source = device.source
     return PlannedJob(
         stage.name, run.name, nodes, devices, seconds, 60.0 * float(resources["runtime"]), source,
         makes=experiment.folder(run.name), bytes=stage.state_bytes(encoder),
         needs=_makers(resolve.inputs_of_run(experiment, run.name)), here=is_here(job),
         memory=stage.peak_memory(encoder, nodes * devices, computing), fitted=fitted,
     )  # fmt: skip
-
-
-def _left(plan: Plan, experiment: Experiment, config: RunConfig) -> float:
-    """Return the part of a training's steps that is left: all if its last job was another's."""
-    folder = experiment.folder(config.run)
-    weights = dict[str, str]()
-    job = record.read_job(folder)
-    if job is None or config.shards is None:
-        return 1.0
-    if config.source is not None:
-        source = config.source.name
-        if source in plan.trained and _left(
-            plan, experiment, resolve.run_config(experiment, source)
-        ):
-            return 1.0  # from other weights
-        made = RunRecord.find(config.source)
-        weights = made.sha256 if made else {}
-    data = seek_record(config.shards / "index.json").get("digest", "")
-    if not job.computes(config.fingerprint(data, weights)):
-        return 1.0
-    if record.verdict(folder, job) == "done" and not (folder / "state").is_dir():
-        return 1.0  # what it left is lost
-    return 1 - min(1.0, part(record.progress(folder, job)) or 0.0)
 
 
 def _fitted(
@@ -507,38 +455,23 @@ def all_here(jobs: Iterable[RuleJob]) -> bool:
 
 
 def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
-    """Return a line for each missing file that jobs would read: images, weights, lists.
-
-    Of a variable that is not set there is one line, with all that is looked for there.
-    """
-    unset: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    others = []
-    pairs = []
-
-    def note(faults: list[str], what: str, path: Path | None) -> None:
-        names = tuple(starting.unset_variables(path)) if faults and path is not None else ()
-        if names:
-            unset[names].append(what)
-        else:
-            others.extend(faults)
-
+    """Return a line for each missing file that jobs would read: images, weights, lists."""
+    splits = []
+    imports = []
+    evaluations = []
     for job in jobs:
         given = job.wildcards
         if job.rule == "write_shards":
-            pair = given["dataset"], given["split"]
-            faults = starting.missing_images(experiment, [pair], again=True)
-            note(faults, " ".join(pair), experiment.images(*pair))
+            splits.append((given["dataset"], given["split"]))
         elif "evaluation" in given:
-            pairs.append((given["run"], given["evaluation"]))
+            evaluations.append((given["run"], given["evaluation"]))
         elif job.rule in STAGES:
-            run = experiment.runs[given["run"]]
-            faults = starting.missing_weights(experiment, [run.name], again=True)
-            note(faults, f"weights of {run.name}", run.weights)
-    by_variable = [
-        f"${' and $'.join(names)}: not set, export it: {', '.join(sorted(what))}"
-        for names, what in sorted(unset.items())
+            imports.append(given["run"])
+    return [
+        *starting.missing_images(experiment, splits, again=True),
+        *starting.missing_weights(experiment, imports, again=True),
+        *starting.missing_lists(experiment, evaluations),
     ]
-    return [*by_variable, *others, *starting.missing_lists(experiment, pairs)]
 
 
 def is_here(job: RuleJob) -> bool:
