@@ -1,16 +1,13 @@
 """The `maect` command: typed functions in groups; each of their errors is one line."""
 
 import atexit
-import errno
 import gc
 import inspect
 import logging
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -18,21 +15,13 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
 
 from maect import __version__
 from maect.answers import commands as answers
-from maect.core.errors import UserError
-from maect.core.log import command_log, is_watched
-from maect.core.processes import open_closed_streams
+from maect.core.errors import UserError, reason
+from maect.core.log import command_log
 from maect.data import commands as data
 from maect.tools import commands as tools
 from maect.tools import job_commands as jobs
 
 log = logging.getLogger(__name__)
-
-OF_THE_SYSTEM = {
-    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EIO, errno.EISDIR,
-    errno.ELOOP, errno.EMFILE, errno.ENAMETOOLONG, errno.ENFILE, errno.ENOENT, errno.ENOMEM,
-    errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.ESTALE,
-}  # fmt: skip
-"""What a disk, a path or its rights may refuse: a line, and no traceback."""
 
 
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
@@ -66,10 +55,6 @@ GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
     ),
 }  # fmt: skip
 """Commands by what they are for."""
-QUIET_SECONDS = 1.0
-"""Time after which a command says what it does: imports alone may take several seconds."""
-BEGINS_WITH_A_LINE = ("demo", "train", "features", "evaluate")
-"""Commands that say so themselves."""
 NAMES = {
     "run": ("experiments", "evaluations", "tables", "figures"),
     "plan": ("experiments",),
@@ -147,7 +132,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 2 wrong input, 130 interrupted, 141 nobody reads the output.
     """
-    open_closed_streams()
     # At its end the interpreter would search all that was imported for garbage: 0.8 s with torch.
     atexit.register(gc.freeze)
     try:
@@ -180,17 +164,17 @@ def run(arguments: Sequence[str] | None) -> int:
     except CycloptsError as error:
         print(f"maect {name}: {error} See maect {name} --help.", file=sys.stderr)
         return 2
-    with command_log(_log_file(bound)), _announced(name):
+    with command_log(_log_file(bound)):
         try:
             return command(*bound.args, **bound.kwargs) or 0
         except UserError as error:
             log.error("maect %s: %s", name, error)
             return 2
-        except OSError as error:
-            if error.errno not in OF_THE_SYSTEM:
-                raise
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # what a disk, a path or its rights refuse
             where = f"{error.filename}: " if error.filename is not None else ""
-            log.error("maect %s: %s%s", name, where, error.strerror)
+            log.error("maect %s: %s%s", name, where, reason(error))
             return 2
         except RuntimeError as error:
             if "torch" not in sys.modules:  # it did not compute
@@ -204,25 +188,6 @@ def run(arguments: Sequence[str] | None) -> int:
         except KeyboardInterrupt:
             log.error("maect %s: interrupted", name)
             return 130
-
-
-@contextmanager
-def _announced(name: str) -> Iterator[None]:
-    """Tell whoever watches what a command does, if it takes longer than `QUIET_SECONDS`."""
-    functions = {name_of(function): function for group in GROUPS.values() for function in group}
-    about = inspect.getdoc(functions[name]) if name in functions else None
-    if about is None or not is_watched() or name in BEGINS_WITH_A_LINE:
-        yield
-        return
-    first, _, _ = about.partition(".")
-    message = f"maect {name}: {first[0].lower()}{first[1:]}"
-    timer = threading.Timer(QUIET_SECONDS, log.info, [message])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _log_file(bound: inspect.BoundArguments) -> Any:

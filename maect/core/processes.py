@@ -1,9 +1,8 @@
-"""Environment of the processes that a command starts, and its own streams if they are closed."""
+"""Environment of the processes that a command starts."""
 
 import logging
 import os
 import pwd
-import sys
 import tempfile
 from pathlib import Path
 
@@ -44,16 +43,3 @@ def private_caches() -> None:
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         if not os.environ.get(name):
             os.environ[name] = str(private_folder(folder / name.partition("_")[0].lower()))
-
-
-def open_closed_streams() -> None:
-    """Open standard streams that are closed (`>&-`, daemons), lest a file takes their place."""
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
-            os.set_inheritable(number, True)
-        if getattr(sys, name) is None:
-            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
-            setattr(sys, name, stream)

@@ -62,13 +62,12 @@ def run(
     from maect.experiment.resolve import targets
 
     chosen = load(experiment, **changes_of(config))
-    if words:
-        from maect.tools.start_snakemake import import_snakemake
-
-        import_snakemake()
-        from maect.tools.dry_run import check_words
-
-        check_words(words, own=("--config", "--profile"))
+    for word in words:
+        if word.startswith("-C") or word.partition("=")[0] == "--config":
+            raise UserError(
+                f"{word} as an option of Snakemake would be dropped; write --config KEY=VALUE, "
+                "before --"
+            )
     return snakemake(experiment, profile, config, targets(chosen, words))
 
 

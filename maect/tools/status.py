@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from maect.core.entries import entries
 from maect.core.errors import UserError, counted
@@ -17,17 +18,18 @@ from maect.launch.record import Job
 from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, notice_of, outcome
 from maect.records import RunRecord, is_finished
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 NOT_STARTED = "not started"
-BAR = 10
-FIRST_TO_GO = ("job", "useful", "images/s", "online k-NN", "loss", "stage")
-"""Columns that a narrow terminal does without, in this order."""
-SHORTEST_NAME = 8
 TAIL = 65536  # bytes of metrics.jsonl that hold its last entry
 TITLES = (
     "run", "stage", "state", "progress", "images/s", "left", "loss", "online k-NN", "useful", "job"
 )  # fmt: skip
 STYLES = {"done": "green", "running": "cyan", "failed": "red", "interrupted": "yellow"}
-RIGHT = {"images/s", "left", "loss", "online k-NN", "useful"}
+RIGHT = {"progress", "images/s", "left", "loss", "online k-NN", "useful"}
+WHOLE = {"state", "progress", "left"}
+"""Columns that a narrow terminal shows whole."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,12 @@ def show(root: Path, every: bool = False) -> None:
         print(head, *columns(lines), sep="\n")
         return
     from rich.console import Console
-    from rich.text import Text
 
-    console = Console(highlight=False)
-    styles = ["bold", ""]
-    for line in lines:
-        styles.append(STYLES.get(line.state, ""))
-        if line.note:
-            styles.append("italic")
-    for text, style in zip([head, *columns(lines, console.width)], styles, strict=True):
-        console.print(Text(text, style), soft_wrap=True)
+    console = Console(highlight=False, markup=False)
+    console.print(head, style="bold")
+    console.print(terminal_table(lines))
+    for note in _notes(lines):
+        console.print(note, style="italic")
 
 
 def status(root: Path) -> tuple[str, list[Status]]:
@@ -190,77 +188,50 @@ def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> t
     return "interrupted", text
 
 
-def shown_titles(lines: list[Status]) -> list[str]:
-    """Return the titles of columns; without online k-NN or useful time if no run has them."""
+def columns(lines: list[Status]) -> list[str]:
+    """Return the lines of a table: its head, a line for each run, then the notes."""
+    rows = _rows(lines)
+    right = [number for number, title in enumerate(rows[0]) if title in RIGHT]
+    return [*aligned(rows, right), *_notes(lines)]
+
+
+def terminal_table(lines: list[Status]) -> "Table":
+    """Return the table for a terminal, where names and losses give way in a narrow one."""
+    from rich.table import Table
+
+    titles, *rows = _rows(lines)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        justify: Literal["left", "right"] = "right" if title in RIGHT else "left"
+        table.add_column(title, justify=justify, no_wrap=title in WHOLE, overflow="ellipsis")
+    for line, row in zip(lines, rows, strict=True):
+        table.add_row(*row, style=STYLES.get(line.state))
+    return table
+
+
+def _rows(lines: list[Status]) -> list[list[str]]:
+    """Return titles and cells; without online k-NN or useful time if no run has them."""
     known = {
         "online k-NN": any(line.knn is not None for line in lines),
         "useful": any(line.useful is not None for line in lines),
     }
-    return [title for title in TITLES if known.get(title, True)]
+    titles = [title for title in TITLES if known.get(title, True)]
+    cells = [_cells(line) for line in lines]
+    return [titles, *([of[title] for title in titles] for of in cells)]
 
 
-def columns(lines: list[Status], width: int | None = None) -> list[str]:
-    """Return the lines of a table: its head, a line for each run, and below it its note.
-
-    In a narrow terminal the progress bar goes first, then columns, in the order of `FIRST_TO_GO`;
-    last, names of runs are shortened. State, progress in percent and time left stay whole.
-
-    Args:
-        width: of the terminal, in characters; None: names and all columns whole.
-    """
-    titles = shown_titles(lines)
-    bar = True
-    table = _table(lines, titles, bar)
-    while width is not None and max(map(len, table)) > width:
-        narrow = [title for title in FIRST_TO_GO if title in titles]
-        if bar:
-            bar = False
-        elif narrow:
-            titles.remove(narrow[0])
-        else:
-            longest = max(len(line.name) for line in lines)
-            kept = max(longest - (max(map(len, table)) - width), SHORTEST_NAME)
-            table = _table([_shortened(line, kept) for line in lines], titles, bar)
-            break
-        table = _table(lines, titles, bar)
-    head, *texts = table
-    printed = [head]
-    for text, line in zip(texts, lines, strict=True):
-        printed.append(text)
-        if line.note:
-            printed.append(f"    {' '.join(line.note.split())}")
-    return printed
+def _notes(lines: list[Status]) -> list[str]:
+    """Return a line for each note."""
+    return [f"{line.name}: {' '.join(line.note.split())}" for line in lines if line.note]
 
 
-def _shortened(line: Status, length: int) -> Status:
-    """Return a status with the name cut to a length."""
-    if len(line.name) <= length:
-        return line
-    return replace(line, name=f"{line.name[: length - 1]}…")
-
-
-def _table(lines: list[Status], titles: list[str], bar: bool) -> list[str]:
-    """Return the lines of a table of these columns, without notes."""
-    rows = [titles]
-    for line in lines:
-        cells = _cells(line, bar)
-        rows.append([cells[title] for title in titles])
-    return aligned(rows, [number for number, title in enumerate(titles) if title in RIGHT])
-
-
-def _cells(line: Status, bar: bool) -> dict[str, str]:
+def _cells(line: Status) -> dict[str, str]:
     """Return the text of each column, by its title."""
-    progress = ""
-    if line.part is not None:
-        progress = f"{int(100 * line.part):3d} %"
-        if bar:
-            full = int(BAR * line.part)
-            progress = f"{'#' * full}{'.' * (BAR - full)} {progress}"
     return {
         "run": line.name,
         "stage": line.stage,
         "state": line.state,
-        "progress": progress,
+        "progress": "" if line.part is None else f"{int(100 * line.part)} %",
         "images/s": "" if line.speed is None else f"{line.speed:.0f}",
         "left": "" if line.left is None else rough(line.left),
         "loss": "" if line.loss is None else f"{line.loss:.4f}",

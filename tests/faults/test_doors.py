@@ -365,16 +365,6 @@ def test_a_job_of_another_machine(tmp_path: Path) -> None:
 # ---- small doors
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
-def test_closed_streams(tmp_path: Path, closed: str) -> None:
-    """Daemons close them: no traceback, and no file of a run takes their place."""
-    script = f'"{BIN}/maect" status nowhere {closed}; echo "ended with $?"'
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "ended with 2\n" and "Traceback" not in done.stderr
-
-
 def test_a_user_without_a_name(tmp_path: Path) -> None:
     """A container's user has a number only: the dry run ends as anybody's."""
     (tmp_path / "passwd").touch()

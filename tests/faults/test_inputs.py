@@ -21,7 +21,6 @@ from maect.evaluate.store import open_features, open_record
 from maect.experiment import load
 from maect.experiment.schema import expand_path
 from maect.models.weights import load_tensors
-from maect.tools.dry_run import check_words
 from maect.tools.new_experiment import new_experiment
 
 ROOT = Path(__file__).parents[2]
@@ -212,14 +211,6 @@ def test_an_option_is_written_out(words: str, capsys: pytest.CaptureFixture[str]
     """`--rem` deleted."""
     assert main(words.split()) == 2
     assert "Unknown option: --" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("word", ["--delete-all", "--delete-temp", "--forcea", "--unl"])
-def test_an_option_for_snakemake_is_written_out(word: str) -> None:
-    """`maect run digits --delete-all` deleted all output."""
-    with pytest.raises(UserError, match=f"unknown option {word}"):
-        check_words([word])
-    check_words(["-n", "-c2", "--cores", "2", "--keep-going"])
 
 
 def test_no_solver_decides_what_runs() -> None:

@@ -53,7 +53,6 @@ def main(resources: str) -> None:
                 "log": list(map(str, rule.log)),
                 "benchmark": rule.benchmark and str(rule.benchmark),
                 "resources": sorted(rule.resources),
-                "target": not rule.has_wildcards(),
             }
             for rule in workflow.rules
         }

@@ -107,7 +107,7 @@ def test_what_waits_for_what_through_features_and_other_evaluations(here: Path) 
 @pytest.mark.parametrize(
     ("target", "profile", "words"),
     [
-        ("tabels", PROFILE, "unknown target 'tabels'; did you mean 'tables'"),
+        ("tabels", PROFILE, "No rule to produce tabels"),
         ("no/such", PROFILE, "No rule to produce no/such"),
         (HEAD, Path("/no/such"), "/no/such"),
     ],

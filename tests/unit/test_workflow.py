@@ -6,19 +6,12 @@ from typing import Any
 
 from parsed_workflow import parsed
 
-from maect.tools.dry_run import TARGETS
-
 
 def test_every_rule_with_a_command_has_a_log_and_a_benchmark() -> None:
     rules = {name: rule for name, rule in parsed()["rules"].items() if rule["command"]}
     assert {"pretrain", "features", "table"} <= set(rules)
     for name, rule in rules.items():
         assert rule["log"] and rule["benchmark"], name
-
-
-def test_targets_that_may_be_asked_for_by_name() -> None:
-    rules = parsed()["rules"].items()
-    assert {name for name, rule in rules if rule["target"]} == {*TARGETS}
 
 
 def made_of(job: dict[str, Any]) -> list[str]:
