@@ -9,9 +9,11 @@ run = maect.train("results/birds/runs/mae/config.yaml")  # Path of its folder
 metrics = maect.evaluate("results/birds/evaluations/ct_min/knn.yaml")  # {"knn": 93.1, ...}
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # they import torch
@@ -142,3 +144,18 @@ def evaluate(
     command(Path(config), changes, out=written, launching=Launching.of(where))
     metrics: dict[str, Any] = read_record((written or Path(config)).with_suffix(".json"))["metrics"]
     return metrics
+
+
+def make_callable(package: str) -> None:
+    """Let a package be called as the function of its parent that has its name.
+
+    Python binds `maect.train` to the package once one of its modules is imported, in place of the
+    function. A class of its own for a module is Python's documented way to give it a behaviour.
+    """
+    parent, _, name = package.rpartition(".")
+    function = getattr(sys.modules[parent], name)
+
+    class Package(ModuleType):
+        __call__ = staticmethod(function)
+
+    sys.modules[package].__class__ = Package

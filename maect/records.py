@@ -1,5 +1,6 @@
 """Completion records of runs and evaluations: who writes, reads and checks against them."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -14,6 +15,8 @@ from maect.recipes import Encoder
 from maect.recipes.computing import Computing
 
 ENCODER = "encoder.safetensors"
+SUFFIX = re.compile(r"-s(\d+)$")
+"""Of the names of runs that differ in their seed alone: RUN, RUN-s1, RUN-s2 ..."""
 
 
 class Sourced(Protocol):
@@ -180,6 +183,22 @@ def lineage(name: str | None, find: Callable[[str], T | None]) -> Iterator[T]:
         yield run
         seen.add(name)
         name = run.source
+
+
+def of_seed(name: str, seed: int) -> str:
+    """Return the name of a run of this seed."""
+    return f"{name}-s{seed}" if seed else name
+
+
+def seedless(run: str) -> str:
+    """Return the name of a run without its seed."""
+    return SUFFIX.sub("", run)
+
+
+def seed_of(run: str) -> int:
+    """Return the seed in the name of a run."""
+    match = SUFFIX.search(run)
+    return int(match[1]) if match else 0
 
 
 class Outcome(Settings):

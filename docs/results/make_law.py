@@ -14,7 +14,7 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from maect.core.seeds import seedless
+from maect.records import seedless
 from maect.report.figures import method_style, panels, save, styled
 
 HERE = Path(__file__).parent

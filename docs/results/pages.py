@@ -11,7 +11,7 @@ import pandas as pd
 import yaml
 
 from maect.core.files import read_json
-from maect.core.seeds import seedless
+from maect.records import seedless
 from maect.report.comparisons import LEVEL, chance_of
 from maect.report.registry import TABLES
 from maect.report.render import MISSING

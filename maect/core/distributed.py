@@ -134,15 +134,10 @@ def join(context: Context, backend: str, timeout: timedelta) -> None:
 
     It fails if nothing can be exchanged within `FIRST_EXCHANGE`; `timeout` is that of later
     exchanges, and of waiting for ranks that start late.
-
-    Raises:
-        NodeError: two ranks have one GPU, which NCCL refuses with less to go by.
     """
     if dist.is_initialized():
         return
     store = context.store(timeout)
-    if "nccl" in backend:
-        _check_own_gpu(context, store)
     with _in_time(context, store):
         # Communicators begin here, where what is wrong with them is plain, not in the first step.
         only_gpus = backend == "nccl"
@@ -220,21 +215,6 @@ def memory_fault(error: RuntimeError) -> str | None:
         return None
     said = said or str(error)
     return ". ".join(said.split(". ")[1:3]) or said
-
-
-def _check_own_gpu(context: Context, store: dist.Store) -> None:
-    """Refuse a GPU that another rank of this node has, too."""
-    own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    store.set(f"gpu-{context.rank}", own)
-    first = context.rank - context.local_rank
-    node = range(first, min(first + context.local_world_size, context.world_size))
-    ranks = [rank for rank in node if store.get(f"gpu-{rank}").decode() == own]
-    if len(ranks) > 1:
-        raise NodeError(
-            f"ranks {', '.join(map(str, ranks))} share one GPU: {context.local_world_size} ranks a "
-            f"node, of which this one sees {torch.cuda.device_count()} GPUs; ask for as many GPUs "
-            "as ranks (`devices` of the profile), or for fewer ranks"
-        )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Read YAML strictly: refuse duplicate keys, YAML 1.1 surprises and endless aliases.
+"""Read YAML strictly: refuse duplicate keys and the surprises of YAML 1.1.
 
 A key given twice is an error. `yes`, `no`, `on`, `off`, `010`, `1:30` and dates are texts.
 """
@@ -11,11 +11,8 @@ from typing import Any
 import yaml
 
 from maect.core.errors import UserError
-from maect.core.files import open_file
+from maect.core.files import read_text
 
-MOST_BYTES = 8 << 20
-MOST_VALUES = 1_000_000
-"""In a file whose aliases are filled in."""
 PLAIN = {
     "tag:yaml.org,2002:bool": (re.compile("true|True|TRUE|false|False|FALSE"), "tTfF"),
     "tag:yaml.org,2002:int": (re.compile("[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)"), "-+0123456789"),
@@ -43,49 +40,29 @@ class Loader(_BASE):
     }
 
     def get_single_node(self) -> Any:
-        """Return the document's root node.
-
-        Raises:
-            yaml.composer.ComposerError: a key occurs twice, an alias contains itself, there are
-                too many values, or one would name a run otherwise than it is written.
-        """
+        """Return the document's root node; ComposerError if a key occurs twice."""
         node = super().get_single_node()
-        if node is not None and self._count(node, {}, False) > MOST_VALUES:
-            raise _fault(f"more than {MOST_VALUES:,} values with its aliases filled in", node)
+        _check_keys(node, set())
         return node
 
-    def _count(self, node: Any, known: dict[int, int], names: bool) -> int:
-        """Count the values of a node, aliases each time."""
-        if isinstance(node, yaml.ScalarNode):
-            made = str(self.construct_object(node)) if names and not node.style else node.value
-            if made != node.value:
-                text = f"{node.value} in `each` would name a run {made!r}"
-                raise _fault(f"{text}; put it in quotes, or write what the run is called", node)
-            return 1
-        if id(node) in known:
-            if not known[id(node)]:
-                raise _fault("an alias inside of what it names", node)
-            return known[id(node)]
-        known[id(node)] = 0
-        count = 1
-        keys = set()
-        for item in node.value:
-            if isinstance(node, yaml.MappingNode):
-                key, item = item
-                if isinstance(key, yaml.ScalarNode) and key.tag not in OTHERS:
-                    if (key.tag, key.value) in keys:
-                        raise _fault(f"the key {key.value!r} is there twice", key)
-                    keys.add((key.tag, key.value))
-                names_item = names or key.value == "each"
-            else:
-                names_item = names
-            count += self._count(item, known, names_item)
-        known[id(node)] = count
-        return count
 
-
-def _fault(text: str, node: Any) -> yaml.YAMLError:
-    return yaml.composer.ComposerError(None, None, text, node.start_mark)
+def _check_keys(node: Any, seen: set[int]) -> None:
+    """Refuse a key that a mapping below a node has twice; `seen`: aliases are looked at once."""
+    if node is None or isinstance(node, yaml.ScalarNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    keys = set()
+    for item in node.value:
+        if not isinstance(node, yaml.MappingNode):
+            _check_keys(item, seen)
+            continue
+        key, value = item
+        if isinstance(key, yaml.ScalarNode) and key.tag not in OTHERS:
+            if (key.tag, key.value) in keys:
+                text = f"the key {key.value!r} is there twice"
+                raise yaml.composer.ComposerError(None, None, text, key.start_mark)
+            keys.add((key.tag, key.value))
+        _check_keys(value, seen)
 
 
 for _tag, (_pattern, _letters) in PLAIN.items():
@@ -93,7 +70,7 @@ for _tag, (_pattern, _letters) in PLAIN.items():
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML; UserError if it is invalid, has a key twice, or is too deep or too large."""
+    """Parse YAML; UserError if it is invalid, has a key twice, or is nested too deeply."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError) as error:
@@ -121,11 +98,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 def read_yaml_text(path: Path) -> str:
     """Return the text of a YAML file; raises as `read_yaml`."""
     try:
-        with open_file(path) as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise UserError(f"{path}: larger than {MOST_BYTES >> 20} MiB; is it the right file?")
-        return data.decode()
+        return read_text(path)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -11,8 +11,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
 
+from maect import make_callable
 from maect.core.errors import UserError, did_you_mean
-from maect.core.packages import make_callable
 from maect.core.settings import LocalPath, digest, validated
 from maect.core.stamps import Checksums, StampedFile, known_record, record_checksum, size_and_time
 from maect.evaluate.accuracy import Accuracy

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError, check_names, did_you_mean
-from maect.core.seeds import of_seed, seedless
 from maect.core.settings import validated
 from maect.evaluate.base import Protocol
 from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, fill_path, filled
 from maect.recipes import Encoder, Pixels, is_own, load_encoder
 from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.timm_encoders import find_timm
-from maect.records import lineage
+from maect.records import lineage, of_seed, seedless
 from maect.report.configs import Row
 from maect.stages import Stage, check_source, load_computing, load_recipe
 from maect.stages.imported import Import

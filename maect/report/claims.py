@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from maect.core.files import seek_record, write_text
-from maect.core.seeds import seed_of
+from maect.records import seed_of
 from maect.report.comparisons import (
     COST,
     LEVEL,

@@ -15,7 +15,6 @@ from pydantic import AfterValidator, ConfigDict, StringConstraints
 
 from maect.core.errors import UserError
 from maect.core.files import need
-from maect.core.seeds import seed_of
 from maect.core.settings import LocalPath
 from maect.core.stamps import (
     Checksums,
@@ -25,6 +24,7 @@ from maect.core.stamps import (
     record_checksum,
 )
 from maect.core.yaml_files import read_yaml
+from maect.records import seed_of
 
 Name = Annotated[str, StringConstraints(min_length=1)]
 

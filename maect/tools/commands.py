@@ -3,7 +3,6 @@
 import logging
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -285,7 +284,7 @@ def new_experiment(
     )  # fmt: skip
     print(written)
     print(*outlook(out, machine), *without_training(out), sep="\n")
-    print(f"Next: {own_name()} run {shlex.quote(str(out))} -n")
+    print(f"Next: maect run {shlex.quote(str(out))} -n")
 
 
 def tune(
@@ -346,16 +345,6 @@ def tune(
         return status
     print(*conclude(chosen, Path(encoder).name), sep="\n")
     return 0
-
-
-def own_name() -> str:
-    """Return how this command was called, for lines that can be pasted."""
-    called = sys.argv[0]
-    known = shutil.which("maect")
-    if Path(called).name != "maect":
-        return f"{shlex.quote(sys.executable)} -P -m maect"
-    same = known is not None and os.path.samefile(known, called)
-    return "maect" if same else shlex.quote(called)
 
 
 def plan(

@@ -1,7 +1,6 @@
 """Compare encoders on folders of images: compute features once, then a table of measures."""
 
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maect import __version__, load
+from maect import load
 from maect.answers.encoder import ImageEncoder
 from maect.answers.vectors import PART
-from maect.core.arrays import seek_kept, write_kept
 from maect.core.errors import UserError, counted
 from maect.core.settings import digest
 from maect.data.sources import open_source
@@ -179,7 +177,7 @@ def compare(
     geometry: bool = False,
     pixels: Mapping[str, Any] | None = None,
 ) -> Matrix:
-    """Measure every encoder on every folder; earlier results in `out` are used.
+    """Measure every encoder on every folder; vectors that are kept in `out` are used.
 
     Args:
         geometry: also measure features behind corrections without training.
@@ -216,27 +214,11 @@ def compare(
             raise UserError(f"{folder.path}: {fault} can read none of its images; leave one out")
         readable[folder.name] = int((good & ~folder.test).sum()), int((good & folder.test).sum())
         for name, features in made.items():
-            classes = None if folder.labels is None else folder.labels.tolist()
-            asked = [
-                loaded[name].identity,
-                folder.contents,
-                classes,
-                folder.test.tolist(),
-                good.tolist(),
-            ]
             real = real_of(folder, good & folder.test, asked_real) if folder in of_real else None
-            if real is not None:
-                asked.append(asked_real.real_sha256())
-            if geometry:
-                asked.append("geometry")
-            file = out / "scores" / f"{digest(__version__, *asked)}.safetensors"
-            known = _read_scores(file)
-            if known is None:
-                try:
-                    known = measured(folder, features, good, cores, real, geometry)
-                except UserError as error:
-                    raise UserError(f"{folder.path}: {error}") from None
-                _write_scores(file, known)
+            try:
+                known = measured(folder, features, good, cores, real, geometry)
+            except UserError as error:
+                raise UserError(f"{folder.path}: {error}") from None
             scores[name, folder.name] = known
     return Matrix(loaded, folders, scores, readable)
 
@@ -309,23 +291,3 @@ def measured(
         return scores
     x, known, _, y, wanted = given
     return scores | measure_corrections(x, known, y, wanted, threads)
-
-
-def _write_scores(file: Path, scores: dict[str, Score]) -> None:
-    """Keep the score of each image; the file says its name, which says of what they are."""
-    arrays = {name: score.per_image for name, score in scores.items()}
-    arrays |= {f"{name}.sets": np.array(score.sets) for name, score in scores.items()}
-    chosen = {name: score.chosen for name, score in scores.items()}
-    write_kept(file, arrays, {"chosen": json.dumps(chosen)})
-
-
-def _read_scores(file: Path) -> dict[str, Score] | None:
-    """Return kept scores; None if they are missing or damaged, and are made again."""
-    if (known := seek_kept(file)) is None:
-        return None
-    arrays, texts = known
-    chosen: dict[str, str] = json.loads(texts["chosen"])
-    return {
-        name: Score(arrays[name], how, tuple(arrays[f"{name}.sets"].tolist()))
-        for name, how in chosen.items()
-    }

@@ -1,5 +1,5 @@
 """Training that resumes exactly, on any number of ranks."""
 
-from maect.core.packages import make_callable
+from maect import make_callable
 
 make_callable(__name__)

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_json, read_text, seek_record, with_retries
 from maect.core.settings import SettingsFile
-from maect.core.yaml_files import MOST_BYTES, parse_yaml, shortened
+from maect.core.yaml_files import parse_yaml, shortened
 from maect.data.sources.columns import Columns
 from maect.evaluate.store import open_features, open_record
 from maect.experiment import load
@@ -85,17 +85,11 @@ def test_what_yaml_1_1_reads_otherwise(tmp_path: Path) -> None:
 
 
 def test_runs_are_named_as_their_values_are_written(tmp_path: Path) -> None:
-    """`no` was `0`, and 1.10 was 1.1."""
+    """`no` was `0`."""
     run = 'runs: {"m_{a}": {recipe: mae, size: tiny, each: {a: [%s]}}}'
     file = tmp_path / "x.yaml"
     file.write_text(PLAIN + run % "no, '1.10', 0.5, 10")
     assert [*load(str(file)).runs] == ["m_no", "m_1.10", "m_0.5", "m_10"]
-    assert "1.10 in `each` would name a run '1.1'" in refused(tmp_path, PLAIN + run % "no, 1.10")
-
-
-BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-    f"{after}: &{after} [{', '.join([f'*{one}'] * 10)}]\n" for one, after in pairwise("abcdefghi")
-)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +98,12 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("[" * 3_000 + "]" * 3_000, "not valid YAML|a mapping of keys"),
         ("a: " + "{b: " * 3_000 + "1" + "}" * 3_000, "not valid YAML"),
         ("seeds: " + "9" * 5_000, "integer string conversion"),
-        (BOMB + "description: *i\n", "values with its aliases filled in"),
-        ("a: &a {b: *a}", "an alias inside of what it names"),
-        ("# " + "x" * MOST_BYTES, "larger than 8 MiB"),
+        ("a: &a {b: *a}", "unknown key 'a'"),
     ],
-    ids=["brackets", "mappings", "digits", "aliases", "recursion", "size"],
+    ids=["brackets", "mappings", "digits", "recursion"],
 )
 def test_nested_and_huge_experiments(tmp_path: Path, text: str, words: str) -> None:
-    """Tracebacks, or a message of 10^8 elements."""
+    """Tracebacks."""
     import re
 
     assert re.search(words, refused(tmp_path, text))

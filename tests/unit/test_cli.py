@@ -16,7 +16,6 @@ from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.launch.resources import count_devices
 from maect.records import RunRecord
-from maect.tools.commands import own_name
 from maect.tools.job_commands import Launching
 
 
@@ -313,23 +312,6 @@ def test_help_waits_for_nothing() -> None:
     code = "import sys; from maect import cli; cli.main(['--help']);"
     code += "assert not {'torch', 'numpy', 'pydantic', 'yaml'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize(
-    ("called", "printed"),
-    [("bin/maect", "{}/bin/maect"), ("lib/maect/__main__.py", "{python} -P -m maect")],
-)
-def test_printed_commands_are_called_as_this_one(
-    called: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/maect").write_text("#!/bin/sh\n")
-    (tmp_path / "bin/maect").chmod(0o755)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / called)])
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    assert own_name() == printed.format(tmp_path, python=sys.executable)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin")
-    assert (own_name() == "maect") == (called == "bin/maect")
 
 
 def test_a_shell_completes_commands_and_options(

@@ -18,7 +18,6 @@ import yaml
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import write_record
-from maect.core.seeds import seedless
 from maect.core.yaml_files import read_yaml
 from maect.evaluate import EvaluationConfig, FeaturesConfig
 from maect.experiment import Experiment, load, pages, resolve, start
@@ -28,6 +27,7 @@ from maect.experiment.load import EXPERIMENTS
 from maect.experiment.resolve import run_config
 from maect.experiment.schema import one_of
 from maect.experiment.start import missing_images
+from maect.records import seedless
 from maect.report.configs import Row
 from maect.stages import Training, load_recipe
 from maect.stages.run import RunConfig

@@ -137,32 +137,6 @@ def test_the_same_bits_at_every_start(
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and asked == [True]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_more_ranks_than_gpus(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank may see one; what counts is which."""
-    joined: list[str] = []
-    monkeypatch.setattr(
-        distributed.dist, "init_process_group", lambda backend, **_: joined.append(backend)
-    )
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    seen = SimpleNamespace(uuid="d")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
-    monkeypatch.setattr(distributed, "barrier", lambda: joined.append("exchanged"))
-    store = HashStore()
-    for rank, gpu in {4: "a", 5: "d" if shared else "b", 6: "c"}.items():
-        store.set(f"gpu-{rank}", gpu)
-    for rank in range(7):
-        store.set(f"here-{rank}", "")
-    limit = timedelta(seconds=5)
-    if shared:
-        with pytest.raises(UserError, match="ranks 5, 7 share one GPU: 4 ranks a node"):
-            distributed.join(OneOfEight(store, 7), "nccl", limit)
-    else:
-        distributed.join(OneOfEight(store, 7), "nccl", limit)
-        assert joined == ["nccl", "exchanged"]
-
-
 @pytest.mark.parametrize(
     ("sbatch", "given"),
     [
