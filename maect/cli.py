@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pkgutil import resolve_name
 from typing import Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
@@ -55,32 +54,6 @@ GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
     ),
 }  # fmt: skip
 """Commands by what they are for."""
-NAMES = {
-    "run": ("experiments", "evaluations", "tables", "figures"),
-    "plan": ("experiments",),
-    "resolve": ("experiments",),
-    "page": ("tables", "figures"),
-    "embed": ("public encoders",),
-    "tune": ("public encoders",),
-    "train": ("sizes",),
-    "evaluate": ("evaluations",),
-    "import": ("layouts", "sizes"),
-    "retrieve": ("data and weights",),
-    "shard": ("sources",),
-}
-"""Names that a command's help lists: of each command their kinds."""
-KNOWN = {
-    "experiments": "maect.experiment:names",
-    "sizes": "maect.recipes:sizes",
-    "evaluations": "maect.evaluate:evaluation_names",
-    "tables": "maect.report.registry:TABLE_NAMES",
-    "figures": "maect.report.registry:FIGURES",
-    "layouts": "maect.models.layouts:LAYOUTS",
-    "data and weights": "maect.data.retrieve:CATALOGUE",
-    "public encoders": "maect.answers.public:PUBLIC",
-    "sources": "maect.data.sources:SOURCES",
-}
-"""Where the names of each kind are, which are looked up when a help lists them."""
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -112,18 +85,19 @@ def build_app() -> App:
     return app
 
 
-def known_names(command: str) -> str:
-    """List the names that a command takes, a paragraph of each kind."""
-    paragraphs = []
-    for kind in NAMES[command]:
-        known = resolve_name(KNOWN[kind])
-        if kind == "sources":
-            lines = [f"- {name}: {source.about}" for name, source in known.items()]
-            paragraphs.append("\n".join(["Sources:", *lines]).replace("*", r"\*"))
-        else:
-            names = known() if callable(known) else known
-            paragraphs.append(f"{kind.capitalize()}: {', '.join(names)}")
-    return "\n\n".join(paragraphs)
+def public_encoders() -> list[str]:
+    """Return the names of public encoders."""
+    from maect.answers.public import PUBLIC
+
+    return list(PUBLIC)
+
+
+def about_sources() -> str:
+    """Return a line for each kind of source of images, as Markdown."""
+    from maect.data.sources import SOURCES
+
+    lines = [f"- {name}: {source.about}" for name, source in SOURCES.items()]
+    return "\n".join(["Sources:", *lines]).replace("*", r"\*")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,8 +124,11 @@ def run(arguments: Sequence[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     app = build_app()
     name = words[0] if words and words[0] in app else ""
-    if name in NAMES and not {"--help", "-h"}.isdisjoint(words):
-        app[name].help_epilogue = known_names(name)
+    if not {"--help", "-h"}.isdisjoint(words):
+        if name in ("embed", "tune"):
+            app[name].help_epilogue = f"Public encoders: {', '.join(public_encoders())}"
+        elif name == "shard":
+            app[name].help_epilogue = about_sources()
     try:
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     except UserError as error:

@@ -3,7 +3,6 @@
 `maect.data.config` says which files of a split's folder tell.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -105,26 +104,10 @@ def differing_settings(folder: Path, split: Split, pixels: Pixels) -> str:
     now = _compared(folder, asked)
     described = []
     for key in sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k)):
-        file = stated[key] if key in made.lists_sha256.keys() | checksums else None
-        if key not in now or key not in before:
-            how = "no longer stated" if key in before else "not stated then"
-        else:
-            how = "other content" if file else f"{_said(now[key])}, made with {_said(before[key])}"
-        described.append(f"{key} ({file}: {how})" if file else f"{key} ({how})")
+        is_list = key in made.lists_sha256.keys() | checksums
+        how = "other content" if is_list else f"{now.get(key)}, made with {before.get(key)}"
+        described.append(f"{key} ({how})")
     return ", ".join(described)
-
-
-def is_made_otherwise(folder: Path, split: Split, pixels: Pixels) -> bool:
-    """Return whether shards were made by other settings, whatever is in their lists."""
-    made = made_by(folder)
-    if made is None:
-        return False
-    asked = ShardsConfig(images=made.images, **_stated(split, pixels))
-    before = _compared(folder, made)
-    now = _compared(folder, asked)
-    for content in (before, now):
-        content |= {name: name in content for name in LISTS}
-    return before != now
 
 
 def last_changes(images: Path) -> str:
@@ -179,7 +162,3 @@ def _compared(folder: Path, config: ShardsConfig) -> dict[str, Any]:
     if not seek_record(folder / "index.json").get("unreadable"):  # nothing was left out by it
         content.pop("skip_unreadable", None)
     return content
-
-
-def _said(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -106,13 +106,13 @@ TABLE: dict[str, Any] = {"images": "fruit/table.csv", "kind": "list", "only": No
 @pytest.mark.parametrize(
     ("before", "edit", "after", "said"),
     [
-        ({}, move_names, {}, "only (train.txt: other content)"),
-        ({}, None, {"only": None}, "only (no longer stated)"),
+        ({}, move_names, {}, "only (other content)"),
+        ({}, None, {"only": None}, "only (other content)"),
         (
             {},
             lambda: Path("twice.txt").write_text("b/2.ppm\n"),  # as `maect duplicates` advises
             {"exclude": "twice.txt"},
-            "exclude (twice.txt: not stated then)",
+            "exclude (other content)",
         ),
         ({}, None, {"shards": 3}, "shards (3, made with 2)"),
         ({}, None, {"kind": "noise"}, "kind (noise, made with folder)"),
@@ -258,7 +258,7 @@ def test_a_job_that_would_read_them_is_refused() -> None:
     assert start("shards").stderr.count("maect:") == 0
     move_names()
     nothing = start("shards")
-    said = "only (train.txt: other content)"
+    said = "only (other content)"
     assert nothing.returncode == 0 and "Nothing to be done" in nothing.stderr
     assert nothing.stderr.count("maect: warning: mine.yaml: datasets: fruit: ") == 2
     shutil.rmtree(made[1])

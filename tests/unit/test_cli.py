@@ -176,18 +176,7 @@ def test_words_for_snakemake_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (
-            "run",
-            "Experiments: cifar10, cifar10_controls, cifar10_grey, cifar10_ladder, cifar10_law, "
-            "cifar10_no_lookup, cifar10_refined, digits, digits_continued, digits_controls, "
-            "digits_ladder, digits_law, digits_no_lookup, digits_refined, imagenette_repair, ",
-        ),
-        ("train", "Sizes: tiny, "),
-        ("evaluate", "Evaluations: knn, "),
-        ("import", "Layouts: mae, mae_ct"),
-        ("retrieve", "Data and weights: "),
         ("embed", "Public encoders: dino"),
-        ("shard", "folder: CLASS/IMAGE, at any depth below CLASS"),
         ("shard", "pattern (DIR/train-*.tar)"),
         ("train", "--nodes STR a number, or a range such as 1..16"),
     ],
@@ -195,14 +184,6 @@ def test_words_for_snakemake_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
 def test_help_lists_names(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "--help"]) == 0
     assert words in " ".join(capsys.readouterr().out.replace("│", "").split())
-
-
-def test_new_experiment_names_nothing_that_it_cannot_take(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.main(["new-experiment", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert "knn" not in said and "Sizes" not in said and "mae_base" in said
 
 
 @pytest.mark.parametrize("words", [[], ["--help"]])
