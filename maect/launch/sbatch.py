@@ -9,7 +9,7 @@ from typing import Any
 
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
-from maect.core.processes import SAFE_PATH
+from maect.core.owners import SAFE_PATH
 from maect.launch import record, worker
 from maect.launch.record import Job
 from maect.launch.resources import LaunchError, Resources

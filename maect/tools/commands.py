@@ -17,7 +17,7 @@ from cyclopts.validators import Number
 from maect.answers.commands import ENCODER, Device, Positive
 from maect.core.errors import UserError
 from maect.core.files import PIPELINE, need
-from maect.core.processes import environment
+from maect.core.owners import environment
 from maect.data.commands import StatedPixels
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from maect.core.distributed import any_rank
-from maect.core.processes import private_caches
+from maect.core.owners import private_caches
 from maect.recipes.computing import Computing
 
 Tensors = tuple[Tensor, ...]

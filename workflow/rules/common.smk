@@ -17,7 +17,7 @@ sys.path.sort(key=str(workflow.basedir).__eq__)
 
 try:
     from maect.core.errors import UserError
-    from maect.core.processes import SAFE_PATH
+    from maect.core.owners import SAFE_PATH
     from maect.evaluate import PROTOCOLS
     from maect.experiment import pipeline, resolve
     from maect.experiment import start as starting
