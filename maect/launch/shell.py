@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import maect
-from maect.core import processes
+from maect.core import owners
 from maect.launch.owner import SNAKEMAKE
 from maect.launch.resources import LaunchError
 
@@ -24,7 +24,7 @@ def environment(name: str, cpus: int) -> dict[str, str]:
     """Return the environment of a job: ours, without traces of a job that we may be inside of."""
     kept = {
         key: value
-        for key, value in processes.environment().items()
+        for key, value in owners.environment().items()
         if key not in RENDEZVOUS and not key.startswith(FOREIGN) and not is_slurm_setting(key)
     }
     # The ranks import maect by its name, from wherever it is installed.
