@@ -282,6 +282,7 @@ def export(
     *,
     resize: Resize = None,
     licence: str | None = None,
+    onnx: bool = False,
 ) -> None:
     """Write an encoder for timm, transformers and the Hugging Face hub.
 
@@ -291,13 +292,16 @@ def export(
         run: folder of the run.
         out: folder to write to.
         licence: of the weights, for the model card, such as cc-by-4.0.
+        onnx: also write model.onnx, for programs without PyTorch (needs maect[onnx]).
     """
     from maect.answers.card import card_of
-    from maect.models.export import export_run
+    from maect.models.export import export_onnx, export_run
     from maect.stages.run import resize_of
 
     need(run / RUN, "finished run")
     print(export_run(run, out, resize or resize_of(run), card_of(run, licence)))
+    if onnx:
+        print(f"{export_onnx(out)}: images, normalised as config.json says, to vectors")
 
 
 def publish(

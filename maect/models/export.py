@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,9 @@ from maect.records import RunRecord, checked_sha256
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
-MODEL = "model.safetensors"
+MODEL, ONNX, ONNX_DATA = "model.safetensors", "model.onnx", "model.onnx.data"
+ONNX_BYTES = 2_000_000_000
+"""Bytes of one file, at most (Protocol Buffers)."""
 TRANSFORM = "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
 
 _READ = ("input_size", "crop_pct")
@@ -77,7 +81,8 @@ def export_run(
 ) -> str:
     """Write `model.safetensors`, `config.json` and a model card `README.md`.
 
-    A folder with files of others under these names is refused, but a clone of a hub repository
+    An earlier `export_onnx` in the folder is removed, since it is of the former encoder. A folder
+    with files of others under these names is refused, but a clone of a hub repository
     (`card.repository`) may have any README.
 
     Args:
@@ -115,6 +120,8 @@ def export_run(
     architecture = architecture_of(encoder)
     config = hub_config(architecture, encoder, arguments, resize)
     _check_replaceable(out, card.repository is not None)
+    for name in (ONNX, ONNX_DATA):  # first, so they never are beside another encoder
+        (out / name).unlink(missing_ok=True)
     with atomic_write(out / MODEL) as temporary:
         if head is None:
             shutil.copyfile(source, temporary)
@@ -139,7 +146,7 @@ def export_run(
 
 def _check_replaceable(out: Path, is_clone: bool) -> None:
     """Raise UserError if a folder has files of these names that no export wrote."""
-    names = ["config.json", MODEL]
+    names = ["config.json", MODEL, ONNX, ONNX_DATA]
     if not is_clone:
         names.append("README.md")
     found = [name for name in names if (out / name).exists()]
@@ -151,6 +158,41 @@ def _check_replaceable(out: Path, is_clone: bool) -> None:
             f"{out}: has {' and '.join(found)}, not written by maect export; choose another folder "
             "or move them away"
         )
+
+
+def export_onnx(folder: Path) -> Path:
+    """Write `model.onnx` into an exported folder: `images` [n, C, S, S], normalised, to `vectors`.
+
+    The weights of a model of more than 2 GB are in `model.onnx.data`.
+    """
+    import timm
+    import torch
+
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "--onnx needs the packages onnx and onnxscript: install maect[onnx]"
+        ) from None
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True, exportable=True).eval()
+    pretrained = read_json(folder / "config.json")["pretrained_cfg"]
+    # torch.export would take a batch of 1 for the only size.
+    images = torch.zeros(2, *pretrained["input_size"])
+    shapes = ({0: torch.export.Dim("n")},)
+    program = torch.onnx.export(
+        model, (images,), dynamo=True, dynamic_shapes=shapes, verbose=False,
+        input_names=["images"], output_names=["vectors"],
+    )  # fmt: skip
+    assert program is not None
+    program.model.metadata_props.update(
+        {key: json.dumps(pretrained[key]) for key in (*_READ, "mean", "std")}
+    )
+    large = sum(value.nbytes for value in model.state_dict().values()) > ONNX_BYTES
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".onnx-") as place:
+        program.save(f"{place}/{ONNX}", external_data=large)
+        for file in Path(place).iterdir():
+            os.replace(file, folder / file.name)
+    return folder / ONNX
 
 
 def read_export(folder: Path) -> tuple[Path, str, int]:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -115,7 +116,45 @@ def test_the_papers_sizes_are_timms(size, name):
     assert {k: v.shape for k, v in theirs.items()} == {k: v.shape for k, v in ours.items()}
 
 
-@pytest.mark.parametrize("name", ["README.md", "config.json", "model.safetensors"])
+def test_onnx_gives_the_same_vectors(tmp_path, capsys, monkeypatch):
+    """By onnxruntime, for any number of images; without what writes it, a line says what to do."""
+    finished_run(tmp_path / "ct", load_encoder("tiny"), "mean")
+    words = ["export", str(tmp_path / "ct"), str(tmp_path / "out"), "--onnx"]
+    runtime = pytest.importorskip("onnxruntime")
+    assert main(words) == 0
+    session = runtime.InferenceSession(
+        tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"]
+    )
+    told = session.get_modelmeta().custom_metadata_map
+    assert json.loads(told["input_size"]) == [3, 16, 16] and len(json.loads(told["mean"])) == 3
+    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    for n in (1, 3):
+        images = torch.randn(n, 3, 16, 16, generator=torch.Generator().manual_seed(n))
+        (vectors,) = session.run(["vectors"], {"images": images.numpy()})
+        with torch.inference_mode():
+            np.testing.assert_allclose(vectors, model(images), rtol=1e-4, atol=1e-4)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json", "model.onnx", "model.safetensors", "README.md",
+    }  # fmt: skip
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    assert main(words) == 2
+    assert "install maect[onnx]" in capsys.readouterr().err
+
+
+def test_a_later_export_leaves_no_model_of_an_earlier_encoder(tmp_path):
+    out = tmp_path / "out"
+    finished_run(tmp_path / "ct", load_encoder("tiny"), "cls")
+    refused = ["export", str(tmp_path / "ct"), str(out), "--resize", "10"]
+    assert main(refused[:3]) == 0
+    for name in ("model.onnx", "model.onnx.data", "mine.txt"):
+        (out / name).write_text("of before")
+    assert main(refused) == 2 and len([*out.iterdir()]) == 6
+    assert main(refused[:3]) == 0
+    left = {"config.json", "mine.txt", "model.safetensors", "README.md"}
+    assert {path.name for path in out.iterdir()} == left
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "model.safetensors", "model.onnx"])
 def test_files_of_others_are_not_replaced(name, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
