@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from maect.core.errors import UserError
 from maect.models.layouts import LAYOUTS, LEFT_OUT, REFINED_FROM, Layout, Location
 from maect.models.timm_encoder import (
+    build_foreign,
     check_tensors,
     create_for,
     fit_weights,
@@ -373,13 +374,15 @@ def _fitted(
     prefix: str,
 ) -> tuple[dict[str, Tensor], Encoder]:
     """Return tensors and settings of an encoder, for an image size and a number of channels."""
-    side = _stored_side(tensors, size, change, where)
+    has_positions = "module" not in change
+    side = _stored_side(tensors, size, change, where) if has_positions else None
     stored = load_encoder(size, side).model_copy(update=change)
     check_tensors(tensors, _expected(stored), f"{where}, size {size}", prefix)
     encoder = load_encoder(size, image_size or stored.image_size, pixels).model_copy(update=change)
     own = {key: value.float() for key, value in tensors.items()}
     own[PATCHES] = adapt_input_conv(encoder.pixels.channels, own[PATCHES])
-    _fit_positions(own, encoder)
+    if has_positions:
+        _fit_positions(own, encoder)
     return own, encoder
 
 
@@ -403,7 +406,9 @@ def _stored_side(tensors: dict[str, Any], size: str, change: dict[str, Any], whe
 def _expected(encoder: Encoder) -> dict[str, Tensor]:
     """Return an encoder's state dict on the meta device."""
     with torch.device("meta"):
-        return build_encoder(encoder).state_dict()
+        foreign = encoder.foreign is not None
+        module = build_foreign(encoder).module if foreign else build_encoder(encoder)
+        return module.state_dict()
 
 
 def _fit_positions(tensors: dict[str, Tensor], encoder: Encoder) -> None:

@@ -53,6 +53,8 @@ class Layout:
         norm: of its blocks, before attention and MLP or behind their sums.
         mark: a name that must be there, which distinguishes layouts that are alike otherwise.
         class_tokens: number of [CLS] tokens; all but the first become registers.
+        registers: number of other tokens before the patches, where the layout has some.
+        module: name of a model of ours that is no plain ViT.
         final_norm: whether there is a norm behind the blocks; if not, one without weights replaces
             it.
     """
@@ -64,13 +66,17 @@ class Layout:
     norm: Literal["pre", "post"] = "pre"
     mark: str | None = None
     class_tokens: int = 1
+    registers: int = 0
+    module: Literal["capi"] | None = None
     final_norm: bool = True
 
     @property
     def shape(self) -> dict[str, Any]:
         """Settings of the encoder's shape that the layout fixes."""
         shape = {"class_token": self.class_token, "norm": self.norm}
-        return shape | ({"registers": self.class_tokens - 1} if self.class_tokens > 1 else {})
+        registers = self.registers + self.class_tokens - 1
+        more = {"registers": registers, "module": self.module}
+        return shape | {key: value for key, value in more.items() if value}
 
 
 class LeftOut(NamedTuple):

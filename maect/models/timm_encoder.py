@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from maect.core.errors import UserError
+from maect.models.capi import Capi
 from maect.models.vit import EncoderOutput, Norm, Pooling, pool_tokens
 from maect.recipes import Encoder
 
@@ -25,7 +26,7 @@ def takes_size(module: nn.Module) -> bool:
 
 
 class TimmEncoder(nn.Module):
-    """A model of timm with the interface of `VisionEncoder`; it is never trained.
+    """A model of timm, or `Capi`, with the interface of `VisionEncoder`; it is never trained.
 
     Attributes:
         module: timm's own; its state dict is in the run's file.
@@ -109,6 +110,8 @@ _NONE = nn.Identity()
 
 def build_foreign(settings: Encoder) -> TimmEncoder:
     """Build an encoder that is no plain ViT; UserError if this version of timm cannot."""
+    if settings.module == "capi":
+        return TimmEncoder(settings, Capi(settings))
     assert settings.timm is not None
     try:
         module = create_for(settings.timm, settings.image_size)

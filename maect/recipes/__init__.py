@@ -142,7 +142,9 @@ class Encoder(InWeights):
     """Shorter side of images before the centre crop; None: 256/224 of the image size."""
     timm: str | None = None
     """timm's name of a model that is no plain ViT."""
-    usual: ClassVar[tuple[str, ...]] = ("registers", "norm", "pixels", "resize", "timm")
+    module: Literal["capi"] | None = None
+    """Our module of a model that is no plain ViT (`maect.models.capi`)."""
+    usual: ClassVar[tuple[str, ...]] = ("registers", "norm", "pixels", "resize", "timm", "module")
     shape: ClassVar[tuple[str, ...]] = (
         "image_size", "patch_size", "width", "depth", "heads", "class_token", "registers", "norm",
     )  # fmt: skip
@@ -174,20 +176,12 @@ class Encoder(InWeights):
     @property
     def foreign(self) -> str | None:
         """Name of a model that is no plain ViT; None: it is one."""
-        return None if self.timm is None else f"timm's {self.timm}"
+        return f"timm's {self.timm}" if self.timm is not None else self.module
 
     @property
     def prefix_tokens(self) -> int:
         """Number of tokens before the patches: [CLS] and registers."""
         return int(self.class_token) + self.registers
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_module(cls, values: Any) -> Any:
-        """Drop `module`, which files of earlier revisions have and which says nothing."""
-        if isinstance(values, dict) and "module" in values and values["module"] is None:
-            return {key: value for key, value in values.items() if key != "module"}
-        return values
 
     @model_validator(mode="after")
     def _divisible(self) -> "Encoder":

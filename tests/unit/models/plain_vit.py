@@ -354,3 +354,80 @@ def pixio():
     weights["cls_token"] = (several * 64).round() / 256
     positions[:, :8] = (positions[:, :8] * 256).round() / 256
     return dict(weights), weights
+
+
+def capi(registers=16, width=WIDTH, depth=DEPTH, heads=HEADS):
+    """capi_vitl14_*.pth, with beginnings of the predictor and the head beside the encoder."""
+    generator = torch.Generator().manual_seed(11)
+
+    def normal(*shape, std=0.1):
+        return std * torch.randn(*shape, generator=generator)
+
+    weights = {
+        "registers": normal(1, registers, width, std=0.5),
+        "patch_embed.weight": normal(width, 3, PATCH, PATCH, std=0.2),
+        "patch_embed.bias": normal(width),
+    }
+    for block in range(depth):
+        p = f"encoder.blocks.{block}."
+        for part in ("residual1", "residual2"):
+            weights[f"{p}{part}.norm.weight"] = 1 + normal(width)
+        for name in ("q_proj", "k_proj", "v_proj", "proj"):
+            weights[f"{p}residual1.fn.{name}.weight"] = normal(width, width)
+        weights[f"{p}residual1.fn.rope.freqs"] = normal(2, width // heads, std=3.0)
+        weights[f"{p}residual2.fn.fc1.weight"] = normal(4 * width, width)
+        weights[f"{p}residual2.fn.fc2.weight"] = normal(width, 4 * width)
+    beside = {
+        "backbone.decoder.blocks.0.residual1.norm.weight": torch.ones(width),
+        "backbone.mask_token": torch.ones(1, width),
+        "head.last_layer.weight_v": torch.ones(7, width),
+    }
+    return prefixed("backbone.", weights) | beside, weights
+
+
+def capi_tokens(weights, images, heads=HEADS):
+    """Registers and patches behind the final norm, in float64, one token after the other."""
+    w = {name: value.double() for name, value in weights.items()}
+    kernel = w["patch_embed.weight"]
+    patch = kernel.shape[-1]
+    pieces = F.unfold(images.double(), patch, stride=patch).transpose(1, 2)
+    x = pieces @ kernel.flatten(1).T + w["patch_embed.bias"]
+    x = torch.cat([w["registers"].repeat(len(x), 1, 1), x], dim=1)
+    rows, columns = images.shape[2] // patch, images.shape[3] // patch
+    side = w["registers"].shape[1] // 4
+    where = [(i / side, 0.0) for i in range(side)] + [(1.0, i / side) for i in range(side)]
+    where += [(1 - i / side, 1.0) for i in range(side)] + [(0.0, 1 - i / side) for i in range(side)]
+    where += [(r / (rows - 1), c / (columns - 1)) for r in range(rows) for c in range(columns)]
+
+    def rms(y, weight=None):
+        y = y / (y.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt()
+        return y if weight is None else y * weight
+
+    def turned(y, freqs):
+        """Channels c and c + d / 2 of each token, by the angle of each."""
+        half, out = y.shape[2] // 2, torch.empty_like(y)
+        for token, (row, column) in enumerate(where):
+            for c in range(half):
+                for own, other, sign in ((c, c + half, -1), (c + half, c, 1)):
+                    angle = float(row * freqs[0, own] + column * freqs[1, own])
+                    out[:, token, own] = y[:, token, own] * math.cos(angle)
+                    out[:, token, own] += sign * y[:, token, other] * math.sin(angle)
+        return out
+
+    for number in range(len([name for name in w if name.endswith("fc1.weight")])):
+        p = f"encoder.blocks.{number}."
+        y, width = rms(x, w[p + "residual1.norm.weight"]), x.shape[2] // heads
+        mixed = []
+        for head in range(heads):
+            part = slice(head * width, (head + 1) * width)
+            q, k, v = (
+                y @ w[f"{p}residual1.fn.{name}_proj.weight"][part].T for name in ("q", "k", "v")
+            )
+            freqs = w[p + "residual1.fn.rope.freqs"]
+            scores = turned(q, freqs) @ turned(k, freqs).transpose(1, 2) / math.sqrt(width)
+            mixed.append(torch.softmax(scores, dim=-1) @ v)
+        x = x + torch.cat(mixed, dim=-1) @ w[p + "residual1.fn.proj.weight"].T
+        y = rms(x, w[p + "residual2.norm.weight"]) @ w[p + "residual2.fn.fc1.weight"].T
+        y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
+        x = x + y @ w[p + "residual2.fn.fc2.weight"].T
+    return rms(x)

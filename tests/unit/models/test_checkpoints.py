@@ -74,7 +74,8 @@ def test_features_are_those_of_a_plain_forward_pass(published, file, layout, poo
 
 
 def test_every_layout_is_tested():
-    assert {layout for _, _, layout, _ in PUBLISHED} == set(LAYOUTS)
+    own = {"capi"}  # in test_foreign.py
+    assert {layout for _, _, layout, _ in PUBLISHED} | own == set(LAYOUTS)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_the_record_of_an_import(tmp_path, capsys):
     assert (tmp_path / "runs/ibot/encoder.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("published", ["mae", "ijepa", "pixio", "data2vec2", "d2v2refined"])
+@pytest.mark.parametrize("published", ["mae", "ijepa", "pixio", "capi", "data2vec2", "d2v2refined"])
 def test_an_import_of_a_layout_that_was_detected_is_what_is_asked_for(published, tmp_path):
     """Also once its file is gone, whatever the layout says of the encoder's shape."""
     weights, file = tmp_path / f"{published}.pth", tmp_path / "mine.yaml"

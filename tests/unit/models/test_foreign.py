@@ -1,86 +1,128 @@
-"""Pixio: features of a second writing, strict names, and what is refused."""
+"""CAPI and Pixio: features of a second writing, strict names, and what is refused."""
 
 import numpy as np
 import plain_vit
 import pytest
 import torch
 
+from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_record
 from maect.evaluate.encoding import Encoding
 from maect.models.checkpoints import convert, find_layout
 from maect.models.export import export_run
-from maect.models.weights import load_any_encoder
-from maect.recipes import Encoder, Pixels, load_encoder
+from maect.models.timm_encoder import TimmEncoder
+from maect.models.weights import load_any_encoder, load_encoder_weights
+from maect.recipes import load_encoder
 from maect.records import RunRecord
 from maect.stages.imported import Import, import_weights
 
+CPU = torch.device("cpu")
 
-def imported(folder):
-    checkpoint, weights = plain_vit.pixio()
-    torch.save(checkpoint, folder / "pixio.pth")
-    layout, new = import_weights(folder / "pixio.pth", folder / "run")
-    assert (layout, new.size) == ("pixio", "tiny")
+
+def imported(name, folder):
+    checkpoint, weights = getattr(plain_vit, name)()
+    torch.save(checkpoint, folder / f"{name}.pth")
+    layout, new = import_weights(folder / f"{name}.pth", folder / "run")
+    assert (layout, new.size) == (name, "tiny")
     return weights, load_any_encoder(folder / "run/encoder.safetensors")
 
 
-def test_features_are_those_of_a_plain_forward_pass(tmp_path):
-    weights, (module, settings, pooling) = imported(tmp_path)
+@pytest.mark.parametrize("shape", [(16, 16), (24, 16), (16, 32)])
+def test_capis_features_are_those_of_a_plain_forward_pass(tmp_path, shape):
+    weights, (module, settings, pooling) = imported("capi", tmp_path)
+    assert isinstance(module, TimmEncoder) and (pooling, settings.module) == ("mean", "capi")
+    images = torch.randn(2, 3, *shape, dtype=torch.float64)
+    expected = plain_vit.capi_tokens(weights, images)
+    with torch.no_grad():
+        found = module.double()(images)
+        torch.testing.assert_close(found.tokens, expected, rtol=1e-6, atol=1e-6)
+        assert found.prefixes == 16 and found.grid == (shape[0] // 4, shape[1] // 4)
+        mean = module.pool(found.tokens, pooling)
+        torch.testing.assert_close(mean, expected[:, 16:].mean(1), rtol=1e-6, atol=1e-6)
+        raw = module(images, norm="none", blocks=[3]).blocks[3]
+        normal = raw / (raw.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        torch.testing.assert_close(normal, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_pixios_features_are_those_of_a_plain_forward_pass(tmp_path):
+    weights, (module, settings, pooling) = imported("pixio", tmp_path)
     assert (pooling, settings.registers, settings.prefix_tokens) == ("mean_cls", 7, 8)
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     expected = plain_vit.plain_tokens(weights, images)
     with torch.no_grad():
         found = module.double()(images)
     torch.testing.assert_close(found.tokens, expected, rtol=1e-6, atol=1e-6)
-    features = Encoding(tmp_path / "run/encoder.safetensors", torch.device("cpu"))(images.float())
+    features = Encoding(tmp_path / "run/encoder.safetensors", CPU)(images.float())
     np.testing.assert_allclose(features, expected[:, :8].mean(1), rtol=1e-4, atol=1e-4)
 
 
-def test_every_name_is_used():
-    checkpoint, _ = plain_vit.pixio()
-    assert not convert(checkpoint, "pixio", "x").left_out
+@pytest.mark.parametrize(("name", "left_out"), [("capi", 3), ("pixio", 0)])
+def test_every_name_is_used_or_left_out(name, left_out):
+    checkpoint, _ = getattr(plain_vit, name)()
+    converted = convert(checkpoint, name, "x")
+    assert sum(converted.left_out.values()) == left_out
+    refused = 0
     for key, value in checkpoint.items():
         fewer = {other: x for other, x in checkpoint.items() if other != key}
-        with pytest.raises(UserError):
-            convert(fewer, "pixio", "x")
-        if value.shape[-1] > 1:
-            with pytest.raises(UserError, match=r"should be|none of the sizes|no pos_"):
-                convert({**checkpoint, key: value[..., :1]}, "pixio", "x")
+        try:
+            convert(fewer, name, "x")
+        except UserError:
+            refused += 1
+            if value.shape[-1] > 1:
+                with pytest.raises(UserError, match=r"should be|none of the sizes|no pos_"):
+                    convert({**checkpoint, key: value[..., :1]}, name, "x")
+    assert refused == len(checkpoint) - left_out
     with pytest.raises(UserError, match=r"unexpected other\.weight"):
-        convert({**checkpoint, "other.weight": torch.ones(2)}, "pixio", "x")
+        convert({**checkpoint, "other.weight": torch.ones(2)}, name, "x")
 
 
-def test_names_tell_it_apart():
+def test_names_tell_them_apart():
+    assert find_layout(plain_vit.capi()[0], "x") == "capi"
     assert find_layout(plain_vit.pixio()[0], "x") == "pixio"
     full = {"model": plain_vit.pixio()[0] | {"mask_token": torch.ones(1, 1, 8)}}
     assert find_layout(full, "x") == "pixio"
 
 
 def test_shapes_are_known_before_the_file_is_read():
-    pixio = load_encoder("base", 256).model_copy(update=Import(layout="pixio").shape)
+    large, base = load_encoder("large14"), load_encoder("base", 256)
+    capi = large.model_copy(update=Import(layout="capi").shape)
+    assert (capi.patch_size, capi.registers, capi.class_token) == (14, 16, False)
+    assert (capi.width, capi.depth, capi.heads, capi.image_size) == (1024, 24, 16, 224)
+    pixio = base.model_copy(update=Import(layout="pixio").shape)
     assert (pixio.prefix_tokens, pixio.patches, pixio.class_token) == (8, 256, True)
     for size, shape in (("oneb16", (1536, 48, 24)), ("fiveb16", (3072, 48, 32))):
         encoder = load_encoder(size)
         assert (encoder.width, encoder.depth, encoder.heads) == shape and encoder.patch_size == 16
     pixio.check_trainable()
+    with pytest.raises(ValueError, match="only plain ViTs are trained, and capi is none"):
+        capi.check_trainable()
+
+
+def test_what_needs_a_plain_vit_refuses_capi_in_one_line(tmp_path, capsys):
+    imported("capi", tmp_path)
+    with pytest.raises(UserError, match="capi, which is no plain ViT"):
+        load_encoder_weights(tmp_path / "run/encoder.safetensors")
+    with pytest.raises(UserError, match=r"has no \[CLS\] token"):
+        Encoding(tmp_path / "run/encoder.safetensors", CPU, pooling="cls")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "capi, which is no plain ViT" in capsys.readouterr().err
 
 
 def test_several_cls_tokens_are_no_export(tmp_path):
-    imported(tmp_path)
+    imported("pixio", tmp_path)
     with pytest.raises(UserError, match=r"mean of several \[CLS\] tokens"):
         export_run(tmp_path / "run", tmp_path / "out")
     assert read_record(RunRecord.path(tmp_path / "run"))["pooling"] == "mean_cls"
 
 
-def test_channels_are_adapted_and_other_image_sizes_work():
-    checkpoint, _ = plain_vit.pixio()
+def test_channels_are_adapted_and_other_image_sizes_work(tmp_path):
+    from maect.recipes import Pixels
+
+    checkpoint, _ = plain_vit.capi()
     grey = Pixels(channels=1, mean=(0.5,), std=(0.5,))
-    new = convert(checkpoint, "pixio", "x", image_size=32, pixels=grey)
-    summed = checkpoint["patch_embed.proj.weight"].sum(1, keepdim=True)
-    torch.testing.assert_close(new.tensors["patch_embed.proj.weight"], summed)
+    new = convert(checkpoint, "capi", "x", image_size=32, pixels=grey)
+    kernel = new.tensors["patch_embed.proj.weight"]
+    summed = checkpoint["backbone.patch_embed.weight"].sum(1, keepdim=True)
+    torch.testing.assert_close(kernel, summed)
     assert new.encoder.image_size == 32
-
-
-def test_files_of_earlier_revisions_have_an_empty_module():
-    values = load_encoder("tiny").model_dump()
-    assert Encoder.model_validate(values | {"module": None}) == load_encoder("tiny")
