@@ -177,8 +177,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         grid[row, 0].set_ylabel("gain over MAE (points)")
     handles, names = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=2)
-    save(figure, OUT / "gains.pdf", OUT / "gains.png")
-    (OUT / "gains.pdf").unlink()
+    save(figure, OUT / "gains.png")
 
 
 def measure_pixels() -> None:

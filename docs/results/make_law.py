@@ -109,8 +109,7 @@ def main() -> None:
     ]
     handles = [*axes[0].get_legend_handles_labels()[0], *kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    save(figure, HERE / "law.pdf", HERE / "law.png")
-    (HERE / "law.pdf").unlink()
+    save(figure, HERE / "law.png")
 
 
 if __name__ == "__main__":

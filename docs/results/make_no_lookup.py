@@ -103,8 +103,7 @@ def draw() -> None:
             ax.set(title=f"{DATA[name]}: {title}")
     handles, names = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3)
-    save(figure, OUT / "gains.pdf", OUT / "gains.png")
-    (OUT / "gains.pdf").unlink()
+    save(figure, OUT / "gains.png")
 
 
 def page(rows: list[dict[str, Any]]) -> str:

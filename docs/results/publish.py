@@ -37,7 +37,7 @@ from PIL import Image
 
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import read_json, seek_record, write_json, write_text
+from maect.core.files import read_json, seek_record, write_json, write_record, write_text
 from maect.experiment import Experiment, load
 from maect.experiment.pages import claims_config, figures, inputs_of_shown, shown_config, tables
 from maect.experiment.resolve import evaluation_config, run_config
@@ -49,7 +49,7 @@ from maect.report.claims import (
     tables_of_sets,
 )
 from maect.report.comparisons import COST
-from maect.report.configs import Row
+from maect.report.configs import Row, ShownConfig
 from maect.report.figures import draw
 from maect.report.registry import FIGURES
 from maect.report.tables import build_table, pretraining_table
@@ -176,7 +176,7 @@ def _figures(
                 continue
             with contextlib.suppress(UserError), tempfile.TemporaryDirectory() as folder:
                 new = Path(folder, to.name)
-                draw(shown_config(merged, name, figure=True), new.with_suffix(".pdf"), new)
+                draw(_with_split(shown_config(merged, name, figure=True), out, Path(folder)), new)
                 _copy(new, out / "figures")
                 shown[name] = [one for one, path in _read(merged, name).items() if path.exists()]
         elif (
@@ -192,6 +192,18 @@ def _figures(
         if path.stem not in shown:
             path.unlink()
     return shown
+
+
+def _with_split(shown: ShownConfig, out: Path, folder: Path) -> ShownConfig:
+    """A figure that counts images of a split, from the published counts if the shards are gone."""
+    if shown.classes is None or shown.classes.exists():
+        return shown
+    dataset, split = shown.classes.parts[-3:-1]
+    about = read_json(out / "images.json", {}).get(f"{dataset} {split}", {})
+    names = [str(number) for number in range(about.get("classes", 0))]
+    index = folder / "index.json"
+    write_record(index, {"n": about.get("n"), "class_names": names})
+    return shown.model_copy(update={"classes": index})
 
 
 def _read(experiment: Experiment, figure: str) -> dict[str, Path]:
@@ -257,7 +269,8 @@ def _images(experiment: Experiment) -> dict[str, Any]:
     for dataset, split in experiment.splits:
         index = seek_record(experiment.shards(dataset, split) / "index.json")
         if index:
-            found[f"{dataset} {split}"] = {"n": index["n"], "digest": index["digest"]}
+            about = {"n": index["n"], "digest": index["digest"]}
+            found[f"{dataset} {split}"] = about | {"classes": len(index["class_names"])}
     return found
 
 

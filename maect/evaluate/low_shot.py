@@ -109,6 +109,9 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
                 "train on are of one; extract features of a split with more"
             )
         queries = center_and_scale(test.all())
+        job.notes["subsets"] = {
+            _subset_name(name): {"images": len(ids)} for name, ids in subsets.items()
+        }
         real = self.real_labels_of(test.names, test.record["class_names"], test.labels)
 
         def accuracy(name: Any) -> tuple[NDArray[np.bool_], bool, float]:
@@ -145,6 +148,11 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
             if real:
                 metrics[f"{name}_real"] = found
         return metrics | job.keep_outcomes(correct)
+
+
+def _subset_name(name: Any) -> str:
+    """Return a subset's name in a result: `low_shot_5-2`, or that of the fraction's metric."""
+    return f"low_shot_{name[0]}-{name[1]}" if isinstance(name, tuple) else fraction_name(name)
 
 
 def choose_samples(

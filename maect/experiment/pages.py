@@ -1,12 +1,12 @@
-"""The pages of an experiment's results: tables, figures, claims, data sets, images, first page.
+"""The pages of an experiment's results: tables, figures, claims, data sets, images, the report.
 
 Each kind has one entry in `PAGES`. One rule and one command, `maect page`, make all of them from
 their resolved files: `tables/NAME.yaml`, `figures/NAME.yaml`, `claims.yaml`, `datasets.yaml`,
-`images.yaml`, `summary.yaml`.
+`images.yaml`; and `report.yaml`, whose page shows all others.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 
 from maect.core.errors import UserError
 from maect.core.stamps import stamped
-from maect.core.yaml_files import read_yaml
 from maect.evaluate.explore import Explore
 from maect.experiment.load import Experiment
 from maect.records import RunRecord
@@ -39,7 +38,7 @@ class Page:
         names: names of an experiment's pages of this kind.
         settings: of a page, without the files that it reads.
         inputs: files that a page reads, of those that the experiment makes.
-        category: where the report's menu lists them.
+        category: where Snakemake's own report lists them.
         endings: of the files that are written; the last one is shown in the report.
         folder: where they lie in the results folder; empty: there is one such page, at its top.
     """
@@ -63,33 +62,15 @@ class Page:
     def config(self, experiment: Experiment, name: str) -> configs.PageConfig:
         """Return what is in a page's resolved file."""
         settings = self.settings(experiment, name)
-        return settings.model_copy(update={"reads": (*self.inputs(experiment, name),)})
+        reads = tuple(path.absolute() for path in self.inputs(experiment, name))
+        return settings.model_copy(update={"reads": reads})
 
     def config_path(self, experiment: Experiment, name: str) -> Path:
         """Return where a page's resolved file is."""
         return experiment.root / self.folder / f"{name}.yaml"
 
-    def label(self, experiment: Experiment, name: str) -> dict[str, str]:
-        """Return how the report's menu names a page."""
-        shown = SHOWN.get(self.name)
-        if shown is None:
-            return {"page": name.capitalize()}
-        return shown[name].label(experiment.spec.compare_with_paper)
-
-    def caption(self, experiment: Experiment, name: str) -> str:
-        """Return what the report says below a page."""
-        shown = SHOWN.get(self.name)
-        if shown is None:
-            return CAPTIONS[self.name]
-        compare = experiment.spec.compare_with_paper
-        cells = CAPTIONS["cells"].format(CAPTIONS["beside"] if compare else "")
-        return shown[name].about(compare) + (cells if self.name == "table" else "")
-
 
 HEADLINE_TABLES = ("low_shot", "clustering")
-SHOWN: Mapping[str, Mapping[str, Table | Figure]] = {"table": TABLES, "figure": FIGURES}
-CAPTIONS: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
-"""What the report says below its pages: by their kind, and of the cells of tables."""
 
 
 def figures(experiment: Experiment) -> list[str]:
@@ -142,31 +123,6 @@ def claims_config(experiment: Experiment, name: str) -> configs.ClaimsConfig:
             if dataset == experiment.default_dataset
         },
     )
-
-
-def _headline_tables(experiment: Experiment) -> list[Path]:
-    """Return the tables whose numbers the headline may state; without the main ones, the first."""
-    names = tables(experiment)
-    stated = [name for name in names if name in HEADLINE_TABLES] or names[:1]
-    return [experiment.root / "tables" / f"{name}.csv" for name in stated]
-
-
-def _summary_inputs(experiment: Experiment) -> dict[str, Path]:
-    """Files that the first page of the report shows, by what they are."""
-    files = {}
-    for kind, names, ending in (
-        ("table", tables(experiment), "csv"),
-        ("figure", figures(experiment), "png"),
-    ):
-        if names:
-            files[kind] = experiment.root / f"{kind}s" / f"{names[0]}.{ending}"
-    if compares(experiment):
-        files["claims"] = experiment.root / "claims.csv"
-    if left := explored(experiment):
-        files["explored"] = left[-1]
-    if (split := _tested(experiment)) is not None:
-        files["tested"] = experiment.shards(experiment.default_dataset, split) / "index.json"
-    return files
 
 
 def _tested(experiment: Experiment) -> str | None:
@@ -247,28 +203,6 @@ def _images_config(experiment: Experiment, name: str) -> configs.ImagesConfig:
     )
 
 
-def _summary_config(experiment: Experiment, name: str) -> configs.SummaryConfig:
-    given: dict[str, Any] = dict(_summary_inputs(experiment))
-    split = _tested(experiment)
-    if split:
-        given["shards"] = given["tested"].parent
-    own = [run for run in experiment.evaluated if experiment.runs[run].scored_by is None]
-    if own and not experiment.spec.compare_with_paper:
-        given["run"] = experiment.folder(own[-1])
-        splits = experiment.datasets[experiment.default_dataset].splits
-        shown = "train" if "train" in splits else next(iter(splits))
-        given["images"] = experiment.images(experiment.default_dataset, shown)
-    classifies = "run" in given and (own[-1], "linear_probe") in experiment.evaluations
-    description = experiment.spec.description
-    return configs.SummaryConfig(
-        name=experiment.name,
-        description=description,
-        classifies=classifies,
-        tables=tuple(_headline_tables(experiment)),
-        **given,
-    )
-
-
 def inputs_of_shown(experiment: Experiment, name: str, figure: bool) -> list[Path]:
     """Files that a table or figure reads, of those that the experiment makes."""
     shown = FIGURES[name] if figure else TABLES[name]
@@ -311,10 +245,13 @@ def _evaluations(
 
 
 def _classes(experiment: Experiment, name: str) -> Path | None:
-    """Return the index that names the classes a figure shows, if it shows any."""
+    """Return the index of the split whose classes a figure names or whose labels it counts."""
     shown = FIGURES[name]
-    for pair in _evaluations(experiment, name, shown) if shown.names_classes else ():
-        split = experiment.evaluation(*pair).test_split
+    if not (shown.names_classes or shown.counts_labels):
+        return None
+    for pair in _evaluations(experiment, name, shown):
+        evaluation = experiment.evaluation(*pair)
+        split = evaluation.train_split if shown.counts_labels else evaluation.test_split
         return experiment.shards(experiment.default_dataset, split) / "index.json"
     return None
 
@@ -322,15 +259,6 @@ def _classes(experiment: Experiment, name: str) -> Path | None:
 def _groups(experiment: Experiment, name: str) -> Groups | None:
     groups = experiment.datasets[experiment.default_dataset].groups
     return groups if FIGURES[name].groups_classes and _classes(experiment, name) else None
-
-
-def menu_entry(experiment: Experiment, page: Page) -> str:
-    """Return a page's entry in the report's menu: its category, numbered in the order of pages."""
-    shown = [one.category for one in PAGES.values() if one.names(experiment)]
-    categories = list(dict.fromkeys(["Summary", *shown]))
-    if page.category not in categories:
-        return page.category
-    return f"{categories.index(page.category) + 1} {page.category}"
 
 
 def shown_evaluations(experiment: Experiment) -> list[Path]:
@@ -356,7 +284,40 @@ def report_inputs(experiment: Experiment) -> list[Path]:
 
 def report_config(experiment: Experiment) -> configs.ReportConfig:
     """Return the resolved file of the report."""
-    return configs.ReportConfig(reads=tuple(report_inputs(experiment)))
+    names = tables(experiment)
+    csv = {name: experiment.root / f"tables/{name}.csv" for name in names}
+    stated = [name for name in names if name in HEADLINE_TABLES] or names[:1]
+    dataset = experiment.default_dataset
+    splits = experiment.datasets[dataset].splits
+    given: dict[str, Any] = {}
+    if compares(experiment):
+        given["claims"] = experiment.root / "claims.csv"
+    if _several(experiment):
+        given["datasets"] = experiment.root / "datasets.csv"
+    if left := explored(experiment):
+        given |= {"images": experiment.root / "images.html", "explored": left[-1]}
+    split = _tested(experiment)
+    if split is not None:
+        given["tested"] = experiment.shards(dataset, split) / "index.json"
+    figure_files = [experiment.root / f"figures/{name}.png" for name in figures(experiment)]
+    reads = [*csv.values(), *figure_files, *given.values()]
+    if split is not None:
+        given["shards"] = given["tested"].parent
+    own = [run for run in experiment.evaluated if experiment.runs[run].scored_by is None]
+    if own and not experiment.spec.compare_with_paper:
+        given["run"] = experiment.folder(own[-1])
+        trained_on = "train" if "train" in splits else next(iter(splits))
+        given["folder"] = experiment.images(dataset, trained_on)
+        given["classifies"] = (own[-1], "linear_probe") in experiment.evaluations
+    return configs.ReportConfig(
+        name=experiment.name,
+        description=experiment.spec.description,
+        tables=tuple(csv.values()),
+        stated=tuple(csv[name] for name in stated),
+        figures=tuple(figure_files),
+        reads=tuple(reads),
+        **given,
+    )
 
 
 def pages(experiment: Experiment) -> Iterator[tuple[Path, configs.PageConfig]]:
@@ -368,13 +329,13 @@ def pages(experiment: Experiment) -> Iterator[tuple[Path, configs.PageConfig]]:
 
 
 def make_page(path: Path) -> None:
-    """Make the page of a resolved file, which is known by its folder or its name, and its stamp.
-
-    The report itself is made by Snakemake, and only stamped here.
-    """
+    """Make the page of a resolved file, which is known by its folder or its name, and its stamp."""
     if path.stem == "report":
+        from maect.report.main_page import make_report
+
         with stamped(path, configs.ReportConfig.read(path)):
-            return
+            make_report(path)
+        return
     for page in PAGES.values():
         place = path.absolute().parent.name if page.folder else path.stem
         if place == (page.folder or page.name):
@@ -385,7 +346,8 @@ def make_page(path: Path) -> None:
         f"{p.folder}/NAME.yaml" if p.folder else f"{p.name}.yaml" for p in PAGES.values()
     )
     raise UserError(
-        f"{path}: not the resolved file of a page; they are {places} of a results folder"
+        f"{path}: not the resolved file of a page; they are {places} and report.yaml of a results "
+        "folder"
     )
 
 
@@ -402,7 +364,7 @@ PAGES = {
             "figure", "Figure {page}", "maect.report.figures:make_figure",
             configs.ShownConfig,
             figures, partial(shown_config, figure=True), partial(inputs_of_shown, figure=True),
-            "Figures", ("pdf", "png"), "figures",
+            "Figures", ("pdf", "dark.png", "png"), "figures",
         ),
         Page(
             "claims", "Claims", "maect.report.claims:make_claims",
@@ -420,12 +382,6 @@ PAGES = {
             "images", "Page of images", "maect.report.images:make_images",
             configs.ImagesConfig,
             lambda e: ["images"] if explored(e) else [], _images_config, _images_inputs,
-        ),
-        Page(
-            "summary", "First page of the report", "maect.report.summary:make_summary",
-            configs.SummaryConfig,
-            lambda _: ["summary"], _summary_config,
-            lambda e, _: [*dict.fromkeys([*_summary_inputs(e).values(), *_headline_tables(e)])],
         ),
     )
 }  # fmt: skip

@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from maect.core.errors import UserError
-from maect.core.files import PIPELINE
 from maect.core.owners import check_working_folder, why_public
 from maect.core.stamps import stamp_path
 from maect.evaluate import PROTOCOLS
@@ -163,7 +162,7 @@ def shards_inputs(experiment: Experiment, dataset: str, split: str) -> list[str]
 
 def rule_names() -> list[str]:
     """Return the names of the rules that run a command."""
-    own = ["write_images", resolve.WRITE_SHARDS, "features", resolve.REPORT]
+    own = ["write_images", resolve.WRITE_SHARDS, "features", resolve.REPORT, "workflow_html"]
     return [*own, *STAGES, *PROTOCOLS, *PAGES]
 
 
@@ -234,14 +233,13 @@ def say_where_the_report_is(experiment: Experiment, began: float) -> None:
         say(f"the report is {page}; open it in a browser")
 
 
-def report_command(config: Mapping[str, Any], snakefile: Path) -> str:
-    """Return the shell command that lets Snakemake write its report of `{input.shown}`."""
+def workflow_command(config: Mapping[str, Any], snakefile: Path) -> str:
+    """Return the shell command that lets Snakemake write its own report of `{input.shown}`."""
     changes = [f"{key}={'' if value is None else value}" for key, value in config.items()]
-    style = PIPELINE / "workflow/report/style.css"
     words = [
         *("python3", "-P", "-m", "maect.tools.start_snakemake"),
         *("--profile", "none", "--workflow-profile", "none", "--snakefile", str(snakefile)),
-        *("--config", *changes, "--nolock", "--report-stylesheet", str(style), "--cores", "1"),
+        *("--config", *changes, "--nolock", "--cores", "1"),
     ]
     # Braces are Snakemake's, which fills in the rest.
     quoted = shlex.join(words).replace("{", "{{").replace("}", "}}")

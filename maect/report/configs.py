@@ -1,6 +1,6 @@
 """Resolved files of tables, figures and pages, and the groups of classes that they may name.
 
-`tables/NAME.yaml`, `figures/NAME.yaml`, and `claims`, `images`, `summary` and `report` with that
+`tables/NAME.yaml`, `figures/NAME.yaml`, and `claims`, `datasets`, `images` and `report` with that
 ending.
 """
 
@@ -87,7 +87,7 @@ class ShownConfig(PageConfig):
     compare_with_paper: bool = True
     """Whether to show the paper's numbers; they are of ImageNet-1k."""
     classes: LocalPath | None = None
-    """Index of shards that names the classes, for a figure that shows them."""
+    """Index of the shards that a figure reads: names of classes, and how many images there are."""
     groups: Groups | None = None
     """Groups of these classes, for a figure that shows them in place of the classes."""
 
@@ -111,34 +111,6 @@ class ClaimsConfig(PageConfig):
     """Folder of the runs, whose records tell the cost."""
     images: dict[str, LocalPath]
     """Index of the shards of each split that is evaluated: how many images it has."""
-
-
-class SummaryConfig(PageConfig):
-    """The first page of a report: `summary.yaml`."""
-
-    name: Name
-    """Of the experiment."""
-    description: str = ""
-    table: LocalPath | None = None
-    """CSV of the first table that is asked for."""
-    figure: LocalPath | None = None
-    """PNG of the first figure."""
-    tables: tuple[LocalPath, ...] = ()
-    """CSV of every table whose numbers the headline may state."""
-    tested: LocalPath | None = None
-    """Index of the split that they are of: the number of images decides their errors."""
-    claims: LocalPath | None = None
-    """CSV of the claims; none: the images are not the paper's."""
-    run: LocalPath | None = None
-    """Folder of the last run that is evaluated: the commands on the page use it."""
-    images: LocalPath | None = None
-    """Folder of the images that it was trained on, as the commands name it."""
-    explored: LocalPath | None = None
-    """Result of the protocol `explore` for that run."""
-    shards: LocalPath | None = None
-    """Folder of a split's shards, of which the page shows some images."""
-    classifies: bool = False
-    """Whether that run has a linear probe, which `maect predict` needs."""
 
 
 class ImagesConfig(PageConfig):
@@ -167,7 +139,35 @@ class DatasetsConfig(PageConfig):
 
 
 class ReportConfig(PageConfig):
-    """The report, `report.yaml`, which shows the tables, figures and pages that it reads."""
+    """The report: `report.yaml`."""
+
+    name: Name
+    """Of the experiment."""
+    description: str = ""
+    tables: tuple[LocalPath, ...] = ()
+    """CSV of every table, each beside its resolved file."""
+    stated: tuple[LocalPath, ...] = ()
+    """Those of which the headline may state a number."""
+    figures: tuple[LocalPath, ...] = ()
+    """PNG of every figure, each beside its resolved file."""
+    tested: LocalPath | None = None
+    """Index of the split that they are of: the number of images decides their errors."""
+    claims: LocalPath | None = None
+    """CSV of the claims; none: the images are not the paper's."""
+    datasets: LocalPath | None = None
+    """CSV of several data sets, beside its resolved file."""
+    images: LocalPath | None = None
+    """Page to look through images."""
+    explored: LocalPath | None = None
+    """Result of the protocol `explore` of the last run, of which the report shows groups."""
+    shards: LocalPath | None = None
+    """Folder of a split's shards, of which the report shows some images."""
+    run: LocalPath | None = None
+    """Folder of the last run that is evaluated: the commands in the report use it."""
+    folder: LocalPath | None = None
+    """Folder of the images that it was trained on, as the commands name it."""
+    classifies: bool = False
+    """Whether that run has a linear probe, which `maect predict` needs."""
 
 
 def group_names(groups: Groups) -> list[str]:

@@ -46,17 +46,22 @@ def make_datasets(path: Path) -> None:
     config = DatasetsConfig.read(path)
     frame = build_datasets(config)
     write_table(frame, path.with_suffix(".csv"))
-    frame["measure"] = frame["evaluation"] + " " + frame["metric"]
+    title = f"{config.name}: {len(config.runs)} encoders on {len(config.datasets)} data sets"
+    for form in ("md", "html"):
+        shown = matrices_of(config, frame)
+        page = render_page(f"matrix.{form}", title=title, notes=NOTES, tables=shown)
+        write_text(path.with_suffix(f".{form}"), page)
+
+
+def matrices_of(config: DatasetsConfig, frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a table for each data set: rows encoders, columns measures."""
     titles = {
         f"{evaluation} {metric}": f"{title} ({evaluation})"
         for evaluation, metrics in config.measures.items()
         for metric, title in metrics.items()
     }
-    shown = matrices(frame, titles, "dataset", _cell)
-    title = f"{config.name}: {len(config.runs)} encoders on {len(config.datasets)} data sets"
-    for form in ("md", "html"):
-        page = render_page(f"matrix.{form}", title=title, notes=NOTES, tables=shown)
-        write_text(path.with_suffix(f".{form}"), page)
+    named = frame.assign(measure=frame["evaluation"] + " " + frame["metric"])
+    return matrices(named, titles, "dataset", _cell)
 
 
 def _cell(line: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The headline of a report: the largest difference from the MAE, and the table behind it."""
 
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from maect.report.comparisons import (
     error_of_images,
     value,
 )
-from maect.report.configs import ShownConfig, SummaryConfig
+from maect.report.configs import ReportConfig, ShownConfig
 from maect.report.registry import TABLES
 from maect.report.tables import KEYS
 from maect.report.titles import PUBLISHED, architecture_title, method_title
@@ -74,24 +75,32 @@ class MainResult:
     legend: str = ""
 
 
-def main_result_of(config: SummaryConfig) -> MainResult:
-    """Return the finding of a first page."""
-    files = [file for file in config.tables if file.with_suffix(".yaml").exists()]
-    shown = [ShownConfig.read(file.with_suffix(".yaml")) for file in files]
+def main_result_of(config: ReportConfig) -> MainResult:
+    """Return the finding of a report: a sentence, and a table with the sentence's measure first.
+
+    The sentence is about a model that the first figure shows, if the tables have any of them.
+    """
+    shown = [ShownConfig.read(file.with_suffix(".yaml")) for file in config.stated]
     if not shown:
         return MainResult()
     rows = list(dict.fromkeys(row for one in shown for row in one.rows))
     indices = {"val": config.tested} if config.tested is not None else {}
-    tables, more = evidence(files, rows, shown[0].runs, indices)
-    figure = config.figure.with_suffix(".yaml") if config.figure else None
-    drawn = ShownConfig.read(figure).rows if figure and figure.exists() else []
-    asked = {name: tables[name] for name in (file.stem for file in files)}
-    text = headline(asked, {(row.architecture, row.method) for row in drawn}, tables, more)
-    return table_of_measures(text, asked, tables, more)
+    tables, more = evidence(config.stated, rows, shown[0].runs, indices)
+    figures = [ShownConfig.read(file.with_suffix(".yaml")) for file in config.figures[:1]]
+    drawn = {(row.architecture, row.method) for one in figures for row in one.rows}
+    asked = {one.name: tables[one.name] for one in shown}
+    images = more["images"].get("val")
+    found = list(_findings(asked, tables, more))
+    found = [one for one in found if one.model in drawn] or found
+    if not found:
+        return table_of_measures(_value(asked, drawn, images), [*MEASURES], asked, tables, more)
+    largest = max(found, key=lambda one: (one.errors, abs(one.comparison.difference)))
+    measures = list(dict.fromkeys([largest.measure, *MEASURES]))
+    return table_of_measures(_sentence(largest, asked, images), measures, asked, tables, more)
 
 
 def table_of_measures(
-    text: str, asked: Tables, tables: Tables, more: Mapping[str, Any]
+    text: str, measures: Sequence[str], asked: Tables, tables: Tables, more: Mapping[str, Any]
 ) -> MainResult:
     """Return a finding with its table: every model by every measure, with errors.
 
@@ -99,20 +108,15 @@ def table_of_measures(
 
     Args:
         text: the headline.
+        measures: columns, where any model has a number.
         asked: tables to show, by name.
         tables: these, and those of the runs behind them (`claims.evidence`).
         more: keyword arguments of `claims.compare`.
     """
-    models = list(
-        dict.fromkeys(
-            model
-            for one in asked.values()
-            for model in one[KEYS].itertuples(index=False, name=None)
-        )
-    )
-    images = more["images"].get("val")
-    columns, cells = [], dict[Model, list[tuple[str, bool]]]()
-    for measure in MEASURES:
+    of_each = (frame[KEYS].itertuples(index=False, name=None) for frame in asked.values())
+    models = list(dict.fromkeys(itertools.chain.from_iterable(of_each)))
+    columns, cells = [], {model: list[tuple[str, bool]]() for model in models}
+    for measure in measures:
         name = next((name for name, frame in asked.items() if measure in frame), None)
         if name is None:
             continue
@@ -125,16 +129,23 @@ def table_of_measures(
         equal = _not_below_best(name, measure, numbers, tables, more)
         for model in models:
             if model not in numbers:
-                cells.setdefault(model, []).append(("", False))
+                cells[model].append(("", False))
                 continue
             error = _number(asked[name], model, f"{measure}_std")
             if error is None:
                 key = Key(name, model[0], model[1], measure)
                 error = error_of_images(key, numbers[model], more["images"])
             spread = "" if math.isnan(error) else f" ± {error:.1f}"
-            cells.setdefault(model, []).append((f"{numbers[model]:.1f}{spread}", model in equal))
+            cells[model].append((f"{numbers[model]:.1f}{spread}", model in equal))
     if not columns:
         return MainResult(text)
+    lines = tuple((_title(model, asked), tuple(cells[model])) for model in models)
+    return MainResult(text, tuple(columns), lines, _legend(columns, more))
+
+
+def _legend(columns: Sequence[str], more: Mapping[str, Any]) -> str:
+    """Return how to read the table."""
+    images = more["images"].get("val")
     of_images = f"standard error of {images:,} test images" if images else ""
     errors = f" ± {of_images}" if images else ""
     if len(more["seeds"]) > 1:
@@ -144,8 +155,7 @@ def table_of_measures(
     legend += f"distinguishable from it (p > {LEVEL})."
     if any(column.endswith("†") for column in columns):
         legend += " †: learning rate and epoch chosen on the test images."
-    lines = tuple((_title(model, asked), tuple(cells[model])) for model in models)
-    return MainResult(text, tuple(columns), lines, legend)
+    return legend
 
 
 def _not_below_best(
@@ -161,26 +171,6 @@ def _not_below_best(
         if model != best and compare(better, tables, **more).chance > LEVEL:
             equal.add(model)
     return equal
-
-
-def headline(
-    asked: Tables, drawn: Collection[Model], tables: Tables, more: Mapping[str, Any]
-) -> str:
-    """State the largest difference from the MAE in units of its error.
-
-    Args:
-        asked: tables to choose from, by name.
-        drawn: models that the figure on the page shows; the headline is about one of them if the
-            tables have any.
-        tables: these, and those of the runs behind them (`claims.evidence`).
-        more: what `claims.compare` takes: `seeds`, `sets`, `images`.
-    """
-    found = list(_findings(asked, tables, more))
-    found = [one for one in found if one.model in drawn] or found
-    if found:
-        largest = max(found, key=lambda one: (one.errors, abs(one.comparison.difference)))
-        return _sentence(largest, asked, more["images"].get("val"))
-    return _value(asked, drawn, more["images"].get("val"))
 
 
 def _findings(asked: Tables, tables: Tables, more: Mapping[str, Any]) -> Iterator[GainOverMae]:

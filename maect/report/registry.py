@@ -9,7 +9,6 @@ this module, so it imports no pandas and no matplotlib.
 import re
 from collections.abc import Mapping
 from dataclasses import field
-from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
@@ -65,9 +64,6 @@ class Detail:
 class Shown:
     """A table or figure of the report."""
 
-    kind: ClassVar[str]
-    beyond: ClassVar[str]
-    """Title, with `{}` for its own, of one that is not in the paper."""
     title: str
     paper: str
     """Where it is in the paper; empty: nowhere."""
@@ -84,23 +80,11 @@ class Shown:
         where = self.paper.lower() if number.isdecimal() else self.paper
         return f"{self.caption} {self.compared or f'Paper: {where}.'}"
 
-    def label(self, compare: bool) -> dict[str, str]:
-        """Return how the report lists it, `compare`: beside the paper's.
-
-        Sorted as text, that is the paper's order. One label only: of two, Snakemake makes one a
-        switch where there are two results, and then shows nothing.
-        """
-        kind, _, number = self.paper.partition(" ")
-        # A space sorts before a digit.
-        place = f"{kind} {number:>2}: {{}}" if number.isdecimal() else self.beyond
-        return {self.kind: place.format(self.title) if compare else self.title}
-
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class Table(Shown):
     """A table."""
 
-    kind, beyond = "table", "Tables beyond the paper: {}"  # sorted behind `Table 21`
     metrics: tuple[Metric, ...]
     evaluations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Rows (by method) that are evaluated by other evaluations than their column's."""
@@ -149,7 +133,6 @@ class Table(Shown):
 class Figure(Shown):
     """A figure."""
 
-    kind, beyond = "figure", "{} (not in the paper)"
     draw: str
     """`MODULE:FUNCTION` of `maect.report.figures`: a `ShownConfig` to a matplotlib figure."""
     needs: tuple[str, ...] = ()
@@ -161,6 +144,8 @@ class Figure(Shown):
     first_seed: bool = False
     """Whether of a row with several seeds it shows the first, and reads no other."""
     names_classes: bool = False
+    counts_labels: bool = False
+    """Whether it reads how many images and classes the training split has."""
     groups_classes: bool = False
     """Whether it shows groups of classes in place of the classes, where the dataset has any."""
     trained_here: bool = False

@@ -83,13 +83,20 @@ class RowSource:
 class Printed:
     """A table as text, whatever the format."""
 
+    name: str
     title: str
     paper: str
+    caption: str
     legend: str
     columns: list[str]
     lines: list[Line]
     sources: dict[str, list[RowSource]] = field(default_factory=dict)
     """Heading -> files."""
+
+    @property
+    def words(self) -> list[str]:
+        """Return the titles that a glossary may explain."""
+        return [*self.columns, *(line.method for line in self.lines)]
 
 
 def cell(line: "pd.Series", metric: Metric, anchor: str = "") -> Cell:
@@ -154,8 +161,10 @@ def printed(
 
     stand_ins = metrics and not any(metric in table.metrics for metric in metrics)
     return Printed(
+        name=name,
         title=table.other_title if stand_ins and table.other_title else table.title,
         paper=table.paper if compare else "",
+        caption=table.about(compare),
         legend=_legend(metrics, frame),
         columns=[*(detail.title for detail in details), *(metric.title for metric in metrics)],
         lines=[
@@ -177,9 +186,10 @@ def _legend(metrics: list[Metric], frame: pd.DataFrame) -> str:
     """Return how to read a cell, of the parts that occur."""
     spread = any(frame[f"{m.name}_std"].notna().any() for m in metrics)
     papers = any(frame[f"{m.name}_paper"].notna().any() for m in metrics)
+    missing = any(frame[m.name].isna().any() for m in metrics)
     text = "Measured" + (" ± standard deviation over seeds" if spread else "")
     text += " (paper, difference)" if papers else ""
-    return f"{text}; {MISSING}: not run."
+    return f"{text}; {MISSING}: not run." if missing else f"{text}."
 
 
 def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, list[RowSource]]:
@@ -232,6 +242,8 @@ def _environment() -> Environment:
     )
     environment.filters["by_architecture"] = _by_architecture
     environment.globals["glossary"] = GLOSSARY
+    # A hyphen that no line ends at: narrow columns broke "k-NN".
+    environment.filters["whole"] = lambda text: text.replace("k-NN", "k\N{NON-BREAKING HYPHEN}NN")
     environment.filters["tex"] = lambda text: text.translate(_TEX)
     environment.filters["tex_number"] = lambda text: text.translate(_TEX).replace("+", "$+$")
     return environment
@@ -239,7 +251,8 @@ def _environment() -> Environment:
 
 def render(table: Printed, form: str) -> str:
     """Render a table as `md` (GitHub's Markdown), `tex` (LaTeX with booktabs) or `html`."""
-    return _environment().get_template(f"table.{form}").render(vars(table), MISSING=MISSING)
+    template = _environment().get_template(f"table.{form}")
+    return template.render(vars(table), words=table.words, MISSING=MISSING)
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -295,30 +308,28 @@ def claims_page(frame: pd.DataFrame) -> str:
 def matrices(
     frame: pd.DataFrame,
     titles: Mapping[str, str],
-    columns: str,
+    tables: str,
     cell: Callable[[Any], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return a table for each measure, rows encoders, of strings to show.
+    """Return a table for each folder or data set: rows encoders, columns measures, of strings.
 
     Args:
-        frame: a line for each number, with `encoder`, `measure` and the columns' name.
-        titles: of the measures, in order; one without a line has no table.
-        columns: `folder` or `dataset`, a column for each.
+        frame: a line for each number, with `encoder`, `measure` and the column `tables`.
+        titles: of the measures, in order; one without a number in a table has no column there.
+        tables: `folder` or `dataset`.
         cell: what a line of the frame shows: `value`, `more`, and whether it is the `best`.
     """
+    empty = {"value": "", "more": "", "best": False}
     shown = []
-    for measure, title in titles.items():
-        part = frame[frame["measure"] == measure]
-        if part.empty:
-            continue
-        names = list(dict.fromkeys(part[columns]))
-        cells = {(line.encoder, getattr(line, columns)): cell(line) for line in part.itertuples()}
-        empty = {"value": "", "more": "", "best": False}
+    for name, part in frame.groupby(tables, sort=False):
+        measures = [one for one in titles if one in set(part["measure"])]
+        cells = {(line.encoder, line.measure): cell(line) for line in part.itertuples()}
         rows = [
-            {"encoder": name, "cells": [cells.get((name, of), empty) for of in names]}
-            for name in dict.fromkeys(part["encoder"])
+            {"encoder": encoder, "cells": [cells.get((encoder, one), empty) for one in measures]}
+            for encoder in dict.fromkeys(part["encoder"])
         ]
-        shown.append({"title": title, "columns": names, "rows": rows})
+        columns = [titles[one] for one in measures]
+        shown.append({"title": name, "columns": columns, "rows": rows})
     return shown
 
 
@@ -361,7 +372,8 @@ def show(root: Path) -> None:
         config = path.with_suffix(".yaml")
         compare = not config.exists() or ShownConfig.read(config).compare_with_paper
         console.print(for_terminal(printed(read_table(path), path.stem, compare=compare)))
-    others = [*sorted(root.glob("figures/*.png")), *root.glob("report.html")]
+    figures = (path for path in sorted(root.glob("figures/*.png")) if "." not in path.stem)
+    others = [*figures, *root.glob("report.html")]
     for path in others:
         print(path)
     if not others and not any(root.glob("tables/*.csv")):

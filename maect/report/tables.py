@@ -37,6 +37,20 @@ def read_metrics(path: Path) -> dict[str, Any]:
     return EvaluationRecord.read(path).metrics
 
 
+def labels_behind(path: Path, metric: str) -> float | None:
+    """Return the mean number of labels behind a metric of a result; None if it does not say."""
+    subsets = EvaluationRecord.read(path).provenance.get("subsets", {})
+    sizes = [
+        subset["images"] for name, subset in subsets.items() if subset and _is_of(name, metric)
+    ]
+    return statistics.fmean(sizes) if sizes else None
+
+
+def _is_of(subset: str, metric: str) -> bool:
+    """Return whether a subset, `low_shot_1-2` for example, is one of a metric's."""
+    return subset == metric or subset.rpartition("-")[0] == metric
+
+
 def result_of(evaluations: Path, run: str, names: Sequence[str], key: str) -> Path | None:
     """Return the result of the first of these evaluations that was run and has the metric."""
     files = filter(None, (result_file(evaluations, run, name) for name in names))

@@ -21,7 +21,7 @@ SHOWN = {
     "Preparing images": ("write_images", "write_shards"),
     "Computing vectors": ("features",),
     "Evaluating": tuple(PROTOCOLS),
-    "Writing the report": ("report_html",),
+    "Writing the report": ("report_html", "workflow_html"),
 }
 """What is said of rules of which many jobs run; a training has a title of its own."""
 

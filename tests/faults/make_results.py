@@ -103,7 +103,7 @@ def make(folder: Path) -> None:
     for kind, names in (("table", tables(experiment)), ("figure", figures(experiment))):
         for name in names:
             assert main(["page", str(experiment.root / f"{kind}s/{name}.yaml")]) == 0, name
-    for page in ("claims", "images", "summary"):
+    for page in ("claims", "images", "report"):
         assert main(["page", str(experiment.root / f"{page}.yaml")]) == 0
 
 

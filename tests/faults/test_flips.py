@@ -156,7 +156,7 @@ LOW_SHOT = command(
 CLUSTERING = command("page", "{root}/tables/clustering.yaml", leaves=("tables/clustering.csv",))
 CLAIMS = command("page", "{root}/claims.yaml", leaves=("claims.csv", "claims.html"))
 IMAGES = command("page", "{root}/images.yaml", leaves=("images.html",))
-SUMMARY = command("page", "{root}/summary.yaml", leaves=("summary.html",))
+REPORT = command("page", "{root}/report.yaml", leaves=("report.html",))
 CLEAN = command("clean", "{root}")
 DUPLICATES = command("duplicates", "{root}/runs/" + RUN, "--out", "{out}", out="twice")
 PUBLISH = command("publish", "{root}/runs/" + RUN, "{out}", "--repository", "me/birds", out="hub")
@@ -254,14 +254,14 @@ KINDS = {
     "clusters": Kind(
         f"evaluations/{RUN}/clustering.safetensors", 24, (figure("confusion"), again("retrieval"))
     ),
-    "images to look through": Kind(f"evaluations/{RUN}/explore.safetensors", 30, (IMAGES, SUMMARY)),
+    "images to look through": Kind(f"evaluations/{RUN}/explore.safetensors", 30, (IMAGES, REPORT)),
     "probe": Kind(
         f"evaluations/{RUN}/linear_probe.safetensors", 24, (PREDICT, is_there("linear_probe"))
     ),
     "pairs that look alike": Kind("duplicates.json", 24, (IMAGES,)),
-    "table": Kind("tables/low_shot.csv", 40, (SHOW, CLAIMS, SUMMARY)),
+    "table": Kind("tables/low_shot.csv", 40, (SHOW, CLAIMS, REPORT)),
     "another table": Kind("tables/clustering.csv", 30, (SHOW, CLAIMS)),
-    "claims": Kind("claims.csv", 24, (SUMMARY,)),
+    "claims": Kind("claims.csv", 24, (REPORT,)),
     "checksum of a table": Kind("tables/low_shot.csv.sha256", 12, (SHOW,)),
     "index's record": Kind("shards/digits/train/index.json", 30, (the_images("train"), DUPLICATES)),
     "index": Kind("shards/digits/train/index.npy", 30, (the_images("train"),)),

@@ -288,12 +288,12 @@ def test_a_page_without_anything_to_show_is_refused(tmp_path: Path, page: str) -
     assert fault.endswith(
         f"mine.yaml: asks for nothing that the page {page} would show; leave it out"
     )
-    asked = [start.PendingJob("summary", {}, [], found.root / "summary.yaml", False)]
+    asked = [start.PendingJob("report_html", {}, [], found.root / "report.yaml", False)]
     assert start.faults(found, asked) == []
 
 
 def test_images_of_an_import_may_lie_in_a_split_of_any_name(tmp_path: Path) -> None:
-    """Its summary shows how to embed them."""
+    """Its report shows how to embed them."""
     found = load(
         write(
             tmp_path,
@@ -306,8 +306,8 @@ def test_images_of_an_import_may_lie_in_a_split_of_any_name(tmp_path: Path) -> N
             compare_with_paper=False,
         )
     )
-    (summary,) = (config for path, config in resolve.files(found) if path.stem == "summary")
-    assert summary.images == Path("/images")
+    (report,) = (config for path, config in resolve.files(found) if path.stem == "report")
+    assert report.folder == Path("/images")
 
 
 def test_weights_are_named_by_variables_and_by_each(

@@ -13,12 +13,7 @@ for page in PAGES.values():
             ),
         output:
             unshown,
-            report(
-                shown,
-                caption="../report/page.rst",
-                category=menu_entry(experiment, page),
-                labels=lambda w, page=page: page.label(experiment, name_of(w, page)),
-            ),
+            report(shown, category=page.category),
         log:
             f"{LOGS}/{pattern}.log",
         benchmark:
@@ -29,7 +24,6 @@ for page in PAGES.values():
             ENVIRONMENT
         params:
             config=f"{ROOT}/{pattern}.yaml",
-            caption=lambda w, page=page: page.caption(experiment, name_of(w, page)),
         message:
             page.title.format(page="{wildcards.page}")
         shell:
@@ -55,6 +49,7 @@ rule figures:
     localrule: True
 
 
+# What the report names beside the pages are in its resolved file, and made before them.
 rule report_html:
     input:
         config=resolved("report_html", f"{ROOT}/report.yaml"),
@@ -73,5 +68,23 @@ rule report_html:
     message:
         "Report {output}"
     shell:
-        pipeline.report_command(config, Path(workflow.main_snakefile)) + " && "
-        "maect page {params.config:q} 2>> {log}"
+        "maect page {params.config:q} 2> {log:q}"
+
+
+# Snakemake's own report: the appendix, of the rules and jobs behind the results.
+rule workflow_html:
+    input:
+        shown=report_inputs(experiment),
+    output:
+        f"{ROOT}/workflow.html",
+    log:
+        f"{LOGS}/workflow.log",
+    benchmark:
+        f"{BENCHMARKS}/workflow.tsv"
+    localrule: True
+    conda:
+        ENVIRONMENT
+    message:
+        "Snakemake's report {output}"
+    shell:
+        pipeline.workflow_command(config, Path(workflow.main_snakefile))

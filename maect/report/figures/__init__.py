@@ -28,18 +28,44 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 # Ten classes are common: wine and olive are as far from these as two more can be. With more classes
 # than colours the marker changes too.
 CLASS_COLORS = (*COLORS, "#882255", "#7F7F00")
+ON_DARK = {"#000000": "#E6E9EF", "#882255": "#B03A78"}
+"""Lighter colours in place of those that a dark page would hide."""
 MARKERS = ("o", "^", "s", "D")
 LINES = ("-", "--", "-.", ":")
 WIDTH = 6.8
 """Inches of a page's text, so that the fonts of `STYLE` are printed at their own size."""
 STYLE = Path(__file__).with_name("figures.mplstyle")
+DARK_STYLE = Path(__file__).with_name("dark.mplstyle")
 
 
 @contextmanager
-def styled() -> Iterator[None]:
+def styled(dark: bool = False) -> Iterator[None]:
     """Draw in the project's style alone, for the length of a block or of a decorated function."""
-    with matplotlib.rc_context(matplotlib.rc_params_from_file(STYLE)):
+    style = matplotlib.rc_params_from_file(STYLE)
+    if dark:
+        style.update(matplotlib.rc_params_from_file(DARK_STYLE, use_default_template=False))
+    with matplotlib.rc_context(style):
         yield
+
+
+def ink() -> str:
+    """Return the colour of text, which is light on a dark page."""
+    return str(matplotlib.rcParams["text.color"])
+
+
+def paper() -> str:
+    """Return the colour of the page."""
+    return str(matplotlib.rcParams["figure.facecolor"])
+
+
+def soft() -> str:
+    """Return the colour of what explains, and belongs to no model or class."""
+    return str(matplotlib.rcParams["axes.edgecolor"])
+
+
+def themed(color: str) -> str:
+    """Return a colour of the palette as it is on this page."""
+    return ON_DARK.get(color, color) if paper() != "white" else color
 
 
 def panels(rows: int, columns: int, height: float) -> tuple[Figure, list[Axes]]:
@@ -53,25 +79,26 @@ def panels(rows: int, columns: int, height: float) -> tuple[Figure, list[Axes]]:
     return figure, list(grid.flat)
 
 
-def save(figure: Figure, pdf: Path, png: Path) -> None:
-    """Write a figure as PDF and as PNG, without the date or the versions of the software."""
-    with atomic_write(pdf) as temporary:
-        about = dict.fromkeys(("CreationDate", "Producer", "Creator"))
-        figure.savefig(temporary, format="pdf", metadata=about)
-    with atomic_write(png) as temporary:
-        figure.savefig(temporary, format="png", metadata={"Software": None})
+def save(figure: Figure, *files: Path) -> None:
+    """Write a figure as PDF or PNG, without the date or the versions of the software."""
+    no_date = {"pdf": ("CreationDate", "Producer", "Creator"), "png": ("Software",)}
+    for file in files:
+        form = file.suffix.removeprefix(".")
+        with atomic_write(file) as temporary:
+            about = dict.fromkeys(no_date[form])
+            figure.savefig(temporary, format=form, metadata=about)
 
 
 def class_style(number: int) -> dict[str, Any]:
     """Return a class's colour and marker for matplotlib; 40 classes before one repeats."""
     turn, place = divmod(number, len(CLASS_COLORS))
-    return {"color": CLASS_COLORS[place], "marker": MARKERS[turn % len(MARKERS)]}
+    return {"color": themed(CLASS_COLORS[place]), "marker": MARKERS[turn % len(MARKERS)]}
 
 
 def method_style(number: int) -> dict[str, Any]:
     """Return a method's colour, marker and line; 32 methods before all three repeat."""
     turn = number + number // len(COLORS)
-    color, marker = COLORS[number % len(COLORS)], MARKERS[turn % len(MARKERS)]
+    color, marker = themed(COLORS[number % len(COLORS)]), MARKERS[turn % len(MARKERS)]
     return {"color": color, "marker": marker, "linestyle": LINES[turn % len(LINES)]}
 
 
@@ -84,13 +111,14 @@ def blank(axes: Axes | Sequence[Axes]) -> None:
 
 
 def make_figure(path: Path) -> None:
-    """`maect page figures/NAME.yaml`: beside it NAME as PDF and PNG."""
+    """`maect page figures/NAME.yaml`: beside it NAME as PDF and PNG, and for a dark page as PNG."""
     shown = ShownConfig.of_results(path)
     draw(shown, path.with_suffix(".pdf"), path.with_suffix(".png"))
+    draw(shown, path.with_suffix(".dark.png"), dark=True)
 
 
-def draw(shown: ShownConfig, pdf: Path, png: Path) -> None:
-    """Draw a figure to two files; raises as `make_figure`."""
+def draw(shown: ShownConfig, *files: Path, dark: bool = False) -> None:
+    """Draw a figure to files; raises as `make_figure`."""
     function = resolve_name(f"maect.report.figures.{entry(shown.name, FIGURES, 'figure').draw}")
-    with styled():
-        save(function(shown), pdf, png)
+    with styled(dark):
+        save(function(shown), *files)

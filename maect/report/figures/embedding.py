@@ -14,18 +14,20 @@ from matplotlib.textpath import TextPath
 
 from maect.core.errors import UserError, entry
 from maect.report.configs import Row, ShownConfig
-from maect.report.figures import CLASS_COLORS, WIDTH, blank, class_style, panels
+from maect.report.figures import CLASS_COLORS, WIDTH, blank, class_style, panels, paper, soft
 from maect.report.figures.data import Classes, read_tensors, result_files, row_title, setting
 from maect.report.registry import FIGURES
 from maect.report.tables import measured, paper_value
 
 LEGEND_CLASSES = 32  # as many as have a style of their own
-COLUMNS = 4
+COLUMNS = 3
 SHORT = 3  # letters
 LONGEST = 14  # letters of a name in a panel
 NAME_SIZE = 6.5
 COVERED = 0.25
 """Part of a panel that names may take."""
+RADII = (0.04, 0.07, 0.1, 0.14, 0.18, 0.24, 0.3)
+"""Distances from a class at which its name is tried, in parts of a panel."""
 _BOLD = FontProperties(family="DejaVu Sans", weight="bold")
 MISSING = {"color": "#999999", "marker": "."}
 DENSE = 5000  # points above which a PDF holds a picture of them instead of each one
@@ -66,50 +68,51 @@ def _scatter(axes: Axes, points: np.ndarray, labels: np.ndarray, known: Sequence
 def _names(
     axes: Axes, points: np.ndarray, labels: np.ndarray, names: dict[int, str], inches: float
 ) -> None:
-    """Write names where the classes are, so that nobody needs the colours.
+    """Write names beside the classes, so that nobody needs the colours.
 
-    Those that would overlap are moved apart; where they would cover much of the panel there is only
-    the legend.
+    Where they would cover much of the panel there is only the legend.
     """
     here = [number for number in names if (labels == number).any()]
     full = [names[number] for number in here]
     texts = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in full]
     widths = [TextPath((0, 0), text, NAME_SIZE, prop=_BOLD).get_extents().width for text in texts]
-    sizes = np.array([[width + 2, 1.2 * NAME_SIZE] for width in widths]) / 72 / inches
+    sizes = np.array([[width + 3, 1.3 * NAME_SIZE] for width in widths]) / 72 / inches
     if not here or sizes.prod(axis=1).sum() > COVERED:
         return
     centers = np.stack([np.median(points[labels == number], axis=0) for number in here])
     low, high = np.stack([axes.get_xlim(), axes.get_ylim()], axis=1)
-    spots = moved_apart((centers - low) / (high - low), sizes) * (high - low) + low
-    halo = [withStroke(linewidth=2.0, foreground="white")]
-    for text, (x, y) in zip(texts, spots, strict=True):
-        axes.text(
-            x, y, text, size=NAME_SIZE, weight="bold", ha="center", va="center", path_effects=halo,
-            in_layout=False,
+    extent = high - low
+    spots = free_spots((points - low) / extent, (centers - low) / extent, sizes) * extent + low
+    halo = [withStroke(linewidth=2.0, foreground=paper())]
+    line = {"arrowstyle": "-", "color": soft(), "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
+    for text, center, spot in zip(texts, centers, spots, strict=True):
+        axes.annotate(
+            text, center, spot, size=NAME_SIZE, weight="bold", ha="center", va="center",
+            path_effects=halo, arrowprops=line, in_layout=False,
         )  # fmt: skip
 
 
-def moved_apart(centers: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Move centres of boxes in the unit square up and down until none overlaps another.
+def free_spots(points: np.ndarray, centers: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return where to write names: near their classes, on few points and on no other name.
 
     Args:
-        centers: where they should be, [n, 2].
-        sizes: width and height of each, [n, 2].
+        points: of all classes, in the unit square, [p, 2].
+        centers: of the classes, [n, 2].
+        sizes: width and height of each name, [n, 2].
     """
-    spots = np.clip(centers, sizes / 2, 1 - sizes / 2)
-    for _ in range(200):
-        moved = False
-        for i in range(len(spots)):
-            for j in range(i):
-                gap = np.abs(spots[i] - spots[j]) - (sizes[i] + sizes[j]) / 2
-                if gap.max() >= -1e-9:
-                    continue
-                step = -gap[1] / 2 * (1 if spots[i, 1] >= spots[j, 1] else -1)
-                spots[i, 1], spots[j, 1] = spots[i, 1] + step, spots[j, 1] - step
-                moved = True
-        spots = np.clip(spots, sizes / 2, 1 - sizes / 2)
-        if not moved:
-            break
+    points = points[:: max(1, len(points) // 2000)]
+    angles = np.arange(16) * np.pi / 8
+    around = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    steps = np.concatenate([[[0.0, 0.0]], *(radius * around for radius in RADII)])
+    spots = np.zeros_like(centers)
+    for number, (center, size) in enumerate(zip(centers, sizes, strict=True)):
+        tried = np.clip(center + steps, size / 2, 1 - size / 2)
+        inside = np.abs(points[None] - tried[:, None]) < size / 2
+        on_points = inside.all(axis=2).mean(axis=1)
+        gaps = np.abs(spots[None, :number] - tried[:, None]) - (sizes[:number] + size) / 2
+        on_names = (gaps.max(axis=2) < 0).sum(axis=1)
+        cost = 20 * on_points + np.linalg.norm(tried - center, axis=1) + 10 * on_names
+        spots[number] = tried[cost.argmin()]
     return spots
 
 
@@ -139,7 +142,7 @@ def umap(shown: ShownConfig) -> Figure:
         _scatter(ax, points, labels, known)
         _square(ax, points)
         ax.spines[:].set_visible(True)
-        ax.spines[:].set_color("#BBBBBB")
+        ax.spines[:].set_color(soft())
         ax.set_title(title + _accuracy(shown, rows[title], path))
     if names:
         styles = [class_style(n) for n in range(len(known))]

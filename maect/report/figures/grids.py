@@ -1,22 +1,28 @@
 """Confusion matrices and retrieved images (paper, figures 7, 9, 10 and 11)."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 
 from maect.core.errors import UserError
 from maect.report.configs import ShownConfig
-from maect.report.figures import WIDTH, blank, panels
+from maect.report.figures import WIDTH, blank, panels, paper
 from maect.report.figures.data import Classes, finished_runs, read_tensors, result_files, setting
 
 COLUMNS = 2
 NAMED_CLASSES = 20  # with more, names would overlap
 WRONG = "#D55E00"
+RECONSTRUCTED = ("visible", "predicted", "original")
+"""Rows of a picture of reconstructions."""
+NEAREST = 5
+"""Neighbours of each image in a picture of an online evaluation."""
 NOT_EVALUATED = "No run was evaluated while it trained: add `online_evaluation` to the experiment."
 
 
@@ -82,6 +88,27 @@ def _frame(axes: Axes, x: float, y: float, size: int) -> None:
     axes.add_patch(Rectangle(corner, size, size, fill=False, edgecolor=WRONG, linewidth=2.0))
 
 
+def _tiled(images: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return images [rows, columns, S, S, 3] as one picture with gaps, and the step between them.
+
+    One picture: an axes for each would take minutes to lay out.
+    """
+    rows, columns, size = images.shape[:3]
+    step = size + max(1, size // 12)
+    page = np.uint8(np.array(to_rgb(paper())) * 255)
+    canvas = np.full((rows * step - step + size, columns * step - step + size, 3), page, np.uint8)
+    for row, column in np.ndindex(rows, columns):
+        y, x = row * step, column * step
+        canvas[y : y + size, x : x + size] = images[row, column]
+    return canvas, step
+
+
+def _label_rows(axes: Axes, names: Sequence[str], step: int) -> None:
+    """Name the rows of a picture of `_tiled`."""
+    axes.set_yticks([(row + 0.45) * step for row in range(len(names))], names)
+    axes.tick_params(axis="y", length=0)
+
+
 def cluster_retrieval(shown: ShownConfig) -> Figure:
     """Draw the images nearest to each cluster's centre, one row a cluster, two models abreast.
 
@@ -99,22 +126,14 @@ def cluster_retrieval(shown: ShownConfig) -> Figure:
     figure, axes = panels(math.ceil(len(read) / across), across, height=rows * side + 0.3)
     blank(axes)
     for ax, (title, arrays) in zip(axes, read.items(), strict=False):
-        matches = arrays["cluster_classes"].tolist()
-        size = arrays["cluster_images"].shape[2]
-        step = size + max(1, size // 12)
-        # One picture of all tiles: an axes for each would take minutes to lay out.
-        canvas = np.full((len(matches) * step, count * step, 3), 255, np.uint8)
-        for row, label in enumerate(matches):
-            for rank in range(count):
-                y, x = row * step, rank * step
-                canvas[y : y + size, x : x + size] = arrays["cluster_images"][row, rank]
-                if arrays["cluster_labels"][row, rank] != label:
-                    _frame(ax, x, y, size)
+        matches = arrays["cluster_classes"]
+        canvas, step = _tiled(arrays["cluster_images"][:, :count])
         ax.imshow(canvas, interpolation="auto")
+        wrong = arrays["cluster_labels"][:, :count] != matches[:, None]
+        for row, rank in np.argwhere(wrong):
+            _frame(ax, rank * step, row * step, arrays["cluster_images"].shape[2])
         ax.set_title(title)
-        names = [titles[n] if n >= 0 else "no class" for n in matches]
-        ax.set_yticks([row * step + size / 2 for row in range(len(matches))], names)
-        ax.tick_params(axis="y", length=0)
+        _label_rows(ax, [titles[n] if n >= 0 else "no class" for n in matches.tolist()], step)
     return figure
 
 
@@ -173,13 +192,33 @@ def online_pictures(shown: ShownConfig) -> Figure:
         blank(axes)
         axes[0].text(0.5, 0.5, NOT_EVALUATED, ha="center", va="center")
         return figure
-    sheets = [np.asarray(Image.open(path)) for _, path in drawn]
-    columns = 1 if name == "reconstructions" else min(3, len(drawn))
-    tallest = max(len(sheet) / sheet.shape[1] for sheet in sheets)
+    is_mae = name == "reconstructions"
+    sheets = [_tiled(_tiles(np.asarray(Image.open(path)), is_mae)) for _, path in drawn]
+    columns = 1 if is_mae else min(2, len(drawn))
+    tallest = max(len(sheet) / sheet.shape[1] for sheet, _ in sheets)
     rows = -(-len(drawn) // columns)
     figure, axes = panels(rows, columns, height=WIDTH / columns * tallest + 0.3)
     blank(axes)
-    for ax, (title, _), picture in zip(axes, drawn, sheets, strict=False):
-        ax.imshow(picture, interpolation="auto")
+    for ax, (title, _), (sheet, step) in zip(axes, drawn, sheets, strict=False):
+        ax.imshow(sheet, interpolation="auto")
         ax.set_title(title)
+        if is_mae:
+            _label_rows(ax, RECONSTRUCTED, step)
+        else:
+            count = -(-sheet.shape[1] // step)
+            places = [0.45 * step, (0.45 + count / 2) * step]
+            ax.set_xticks(places, ["image", "its nearest others"])
+            ax.tick_params(axis="x", length=0)
     return figure
+
+
+def _tiles(sheet: np.ndarray, is_mae: bool) -> np.ndarray:
+    """Return the square images of an online evaluation's picture, [rows, columns, S, S, 3].
+
+    Rows are those of `RECONSTRUCTED`; or images, each followed by its `NEAREST` others.
+    """
+    height, width = sheet.shape[:2]
+    size = height // len(RECONSTRUCTED) if is_mae else width // (1 + NEAREST)
+    rows, columns = height // size, width // size
+    whole = sheet[: rows * size, : columns * size]
+    return whole.reshape(rows, size, columns, size, 3).swapaxes(1, 2)

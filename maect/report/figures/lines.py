@@ -1,8 +1,10 @@
 """Accuracy against cost and labels, error by block (paper, figures 2, 3 and 5), training curves."""
 
+import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,11 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError
+from maect.core.files import seek_record
 from maect.records import is_finished
 from maect.report import tables
 from maect.report.configs import Row, ShownConfig
-from maect.report.figures import COLORS, LINES, WIDTH, method_style, panels
+from maect.report.figures import COLORS, LINES, WIDTH, ink, method_style, panels, soft, themed
 from maect.report.figures.data import finished_runs, row_title, stage_title
 from maect.report.registry import FIGURES, TABLES
 from maect.report.tables import KEYS, build_table, chain
@@ -31,9 +34,6 @@ LABELS = {
     "low_shot_10pct": "10 %",
     "fine_tune": "100 %",
 }
-PER_CLASS = ("low_shot_1", "low_shot_2", "low_shot_5")
-"""Numbers of labels that do not say how many they are beside a fraction of all images: 1 % may be
-fewer than 5 per class."""
 ONLINE = {
     "online_knn": ("online k-NN", "accuracy on training images (%)"),
     "online_rank_me": ("RankMe", "effective rank"),
@@ -51,9 +51,11 @@ POINTS = 200  # more than a page shows: longer curves are averaged down to this
 # Whatever is beside the line is the paper's, whatever is filled was measured.
 ALONE: dict[str, Any] = {"linestyle": ""}
 PRINTED = ALONE | {"fillstyle": "none"}
-_PAPER = Line2D([], [], color="#777777", marker="o", **PRINTED, label="paper")
-_RECORDED = Line2D([], [], color="#777777", marker="+", **ALONE, label="hours as recorded")
-_ONLINE = Line2D([], [], color="#777777", linewidth=0.9, label="while training, on training images")
+
+
+def explained(label: str, **style: Any) -> Line2D:
+    """Return an entry of a legend that belongs to no model."""
+    return Line2D([], [], color=soft(), label=label, **style)
 
 
 def points_of(table: pd.DataFrame, cost: pd.DataFrame) -> pd.DataFrame:
@@ -94,7 +96,7 @@ def gpu_hours(shown: ShownConfig) -> Figure:
             ax.annotate(
                 architecture_title(str(p.architecture)), (p.hours, p.drawn),
                 xytext=(5, -9 if number % 2 else 5), textcoords="offset points",
-                fontsize=6.5 if few else 5.5, color="#333333",
+                fontsize=6.5 if few else 5.5, color=ink(),
             )  # fmt: skip
     ax.set(xscale="log", xlabel="device hours of training", ylabel="linear probing accuracy (%)")
     ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -103,9 +105,10 @@ def gpu_hours(shown: ShownConfig) -> Figure:
     ax.margins(x=0.12, y=0.1)
     handles, _ = ax.get_legend_handles_labels()
     if points["paper"].notna().any():
-        handles.append(_PAPER)
+        handles.append(explained("paper", marker="o", **PRINTED))
     if timed:
-        handles.append(_RECORDED)
+        handles.append(explained("hours by a short benchmark", marker="o", **ALONE))
+        handles.append(explained("hours as recorded", marker="+", **ALONE))
     if few:
         ax.legend(handles=handles, loc="best")
     else:
@@ -152,7 +155,10 @@ def knn_compute(shown: ShownConfig) -> Figure:
     ax.set(xlabel="operations of training (10$^{15}$)", ylabel="k-NN accuracy (%)")
     ax.set_xlim(left=0)
     handles, _ = ax.get_legend_handles_labels()
-    ax.legend(handles=[*handles, _ONLINE] if online else handles, loc="best")
+    if online:
+        handles.append(explained("finished, on test images", marker="o", **ALONE))
+        handles.append(explained("while training, on training images", linewidth=0.9))
+    ax.legend(handles=handles, loc="best")
     return figure
 
 
@@ -189,7 +195,7 @@ def gain_by_precision(shown: ShownConfig) -> Figure:
             continue
         style |= {"markersize": 8, "capsize": 2}
         ax.errorbar([part], [gain], [std], **style, label=f"{augmentation}, lookup")
-    ax.axhline(0, color="#777777", linewidth=0.7)
+    ax.axhline(0, color=soft(), linewidth=0.7)
     ax.set(xlabel="lookups of the right class (%)", ylabel="k-NN, gain over MAE (points)")
     ax.legend()
     return figure
@@ -224,77 +230,98 @@ def _gain(shown: ShownConfig, run: str) -> tuple[str, str, float, float] | None:
 def label_efficiency(shown: ShownConfig) -> Figure:
     """Draw accuracy against the number of labels, a panel an architecture, a colour a method.
 
-    Only numbers of one protocol, and either per class or of fractions of all labels, are joined.
+    A line joins the numbers of one protocol.
     """
     asked = shown.rows, shown.evaluations, shown.compare_with_paper
     low_shot, fine_tune = build_table("low_shot", *asked), build_table("fine_tune", *asked)
     wanted = [c for c in fine_tune.columns if c.startswith("fine_tune")]
     both = pd.concat([low_shot, fine_tune[KEYS + wanted]])
     frame = both.groupby(KEYS, sort=False).first().reset_index()
-    names = [name for name in LABELS if frame[name].notna().any()]
+    counts = _label_counts(shown, [name for name in LABELS if frame[name].notna().any()])
+    names = sorted(counts, key=lambda name: counts[name])
     frame = frame[frame[names].notna().any(axis=1)] if names else frame.iloc[:0]
     if frame.empty:
-        raise UserError("label_efficiency figure: no evaluation with few labels was run")
+        raise UserError(
+            "label_efficiency figure: no evaluation with a known number of labels; evaluate "
+            "low_shot or fine_tune"
+        )
     sizes = list(dict.fromkeys(frame["architecture"]))
     methods = list(dict.fromkeys(frame["method"]))
     rows = {(row.architecture, row.method): row for row in shown.rows}
-    # Room between numbers per class and fractions, which have no common scale.
-    places = {name: x + (name not in PER_CLASS) for x, name in enumerate(names)}
     figure, axes = panels(1, len(sizes), height=2.9)
     kinds = set[bool]()
     for ax, size in zip(axes, sizes, strict=True):
         for _, line in frame[frame["architecture"] == size].iterrows():
             style = method_style(methods.index(line["method"]))
-            known = [name for name in names if not math.isnan(line[name])]
             row = rows[size, line["method"]]
-            protocols = {name: _is_fine_tuned(shown, row, name) for name in known}
-            for part in _joined(known, protocols):
-                kinds.add(protocols[part[0]])
-                look = style | {"linestyle": "--" if protocols[part[0]] else "-"}
+            parts: dict[bool, list[str]] = {}
+            for name in names:
+                if not math.isnan(line[name]):
+                    is_fine_tuned = _result(shown, row, name)[0].startswith("fine_tune")
+                    parts.setdefault(is_fine_tuned, []).append(name)
+            for is_fine_tuned, part in parts.items():
+                kinds.add(is_fine_tuned)
+                look = style | {"linestyle": "--" if is_fine_tuned else "-"}
                 spread = np.nan_to_num([line[f"{name}_std"] for name in part])
-                x, y = [places[name] for name in part], [line[name] for name in part]
+                x, y = [counts[name] for name in part], [line[name] for name in part]
                 ax.errorbar(x, y, spread, **look, capsize=2, markersize=4)
             papers = [line[f"{n}_paper"] for n in names]
-            ax.plot(list(places.values()), papers, **style | PRINTED, markersize=6)
+            ax.plot([counts[name] for name in names], papers, **style | PRINTED, markersize=6)
         ax.set_title(architecture_title(size))
-        ax.set_xticks([*places.values()], [LABELS[n] for n in names], rotation=40, ha="right")
-        ax.set_xlabel("labels")
+        ax.set(xscale="log", xlabel="number of labels")
+        ticks = {
+            count: " = ".join(LABELS[n] for n in names if counts[n] == count)
+            for count in counts.values()
+        }
+        ax.set_xticks(
+            [*ticks], [f"{n:,} ({of})" for n, of in ticks.items()], rotation=40, ha="right"
+        )
+        ax.minorticks_off()
     axes[0].set_ylabel("accuracy (%)")
     handles = [
         Line2D([], [], **method_style(number) | {"linestyle": ""}, label=method_title(method))
         for number, method in enumerate(methods)
     ]
     handles += [
-        Line2D([], [], color="#777777", linestyle="--" if is_fine_tuned else "-", label=title)
+        explained(title, linestyle="--" if is_fine_tuned else "-")
         for is_fine_tuned, title in ((False, "logistic regression"), (True, "fine-tuning"))
         if is_fine_tuned in kinds
     ]
     if frame[[f"{name}_paper" for name in names]].notna().any(axis=None):
-        handles.append(_PAPER)
+        handles.append(explained("paper", marker="o", **PRINTED))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
     return figure
 
 
-def _joined(names: Sequence[str], protocols: Mapping[str, bool]) -> list[list[str]]:
-    """Return the numbers of labels that a line may join, in groups and in their order."""
-    groups: dict[tuple[bool, bool], list[str]] = {}
-    for name in names:
-        groups.setdefault((name in PER_CLASS, protocols[name]), []).append(name)
-    return list(groups.values())
-
-
-def _is_fine_tuned(shown: ShownConfig, row: Row, name: str) -> bool:
-    """Return whether a number of a model is of fine-tuning, and not of frozen features."""
+def _result(shown: ShownConfig, row: Row, name: str) -> tuple[str, Path | None]:
+    """Return the evaluation that gives a number of a model, and its result if there is one."""
     table = TABLES["fine_tune" if name == "fine_tune" else "low_shot"]
     metric = next(metric for metric in table.metrics if metric.name == name)
     asked = table.evaluations_of(metric, row.method)
-    made = (
-        one
-        for one in asked
-        for run in row.runs
-        if tables.result_of(shown.evaluations, run, (one,), metric.source)
-    )
-    return next(made, asked[0]).startswith("fine_tune")
+    for one, run in itertools.product(asked, row.runs):
+        path = tables.result_of(shown.evaluations, run, (one,), metric.source)
+        if path:
+            return one, path
+    return asked[0], None
+
+
+def _label_counts(shown: ShownConfig, names: Sequence[str]) -> dict[str, float]:
+    """Return the number of labels behind each number, as a result or the training split says it."""
+    split = seek_record(shown.classes) if shown.classes else {}
+    images, classes = split.get("n"), len(split.get("class_names", ()))
+    counts: dict[str, float] = {}
+    for name in names:
+        found = (_result(shown, row, name)[1] for row in shown.rows)
+        subsets = (tables.labels_behind(path, name) for path in found if path)
+        _, _, part = name.rpartition("_")
+        if recorded := next(filter(None, subsets), None):
+            counts[name] = recorded
+        elif part.isdecimal() and classes:
+            counts[name] = int(part) * classes
+        elif not part.isdecimal() and images:
+            fraction = int(part.removesuffix("pct")) / 100 if part.endswith("pct") else 1
+            counts[name] = round(fraction * images)
+    return counts
 
 
 def by_block(shown: ShownConfig) -> Figure:
@@ -394,11 +421,11 @@ def training_curves(shown: ShownConfig) -> Figure:
         ax.remove()
     for position, (ax, (title, runs)) in enumerate(zip(axes, drawn.items(), strict=False)):
         for number, (name, (horizontal, vertical)) in enumerate(runs.items()):
-            ax.plot(
-                horizontal, vertical, label=shortened(name, letters),
-                color=COLORS[number % len(COLORS)], linestyle=LINES[number // len(COLORS) % 4],
-                marker="o" if len(horizontal) == 1 else "",
-            )  # fmt: skip
+            color = themed(COLORS[number % len(COLORS)])
+            dashes = LINES[number // len(COLORS) % 4]
+            marker = "o" if len(horizontal) == 1 else ""
+            label = shortened(name, letters)
+            ax.plot(horizontal, vertical, label=label, color=color, linestyle=dashes, marker=marker)
         words = textwrap.wrap(title, letters - 5)  # panels are narrower than their part
         ax.set_xlabel("epoch")
         if len(runs) > 1:

@@ -4,18 +4,19 @@ from collections.abc import Sequence
 from itertools import cycle
 
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
 from maect.core.errors import UserError
 from maect.records import RunRecord
 from maect.report.configs import ShownConfig
-from maect.report.figures import WIDTH, blank, panels
+from maect.report.figures import WIDTH, blank, panels, soft
 from maect.report.figures.data import finished_runs, stage_title
 from maect.stages import STAGES
 
 # Light enough for black letters; told apart in gray as well.
-FILLS = ("#56B4E9", "#F0E442", "#F3B6A0", "#A6D9C8", "#D9C2E6")
+FILLS = ("#56B4E9", "#F0E442", "#F3B6A0", "#A6D9C8", "#D9C2E6", "#C9B27C", "#B7D97A", "#8FA3C7")
 NOT_TRAINED = "#DDDDDD"
+LEGEND_COLUMNS = 4
 ROW = 0.24
 """Inches a run takes."""
 
@@ -66,21 +67,18 @@ def pipeline(shown: ShownConfig) -> Figure:
     depth = columns_of(nodes)
     rows, total = rows_of(nodes)
     columns = max(depth.values()) + 1
-    titles = [
-        sorted({stage_title(node.stage) for node in nodes if depth[node.run] == column})
-        for column in range(columns)
-    ]
-    above = max(map(len, titles))
-    figure, (ax,) = panels(1, 1, height=(total + above) * ROW + 0.36)
-    blank(ax)
-    ax.set(xlim=(0, columns), ylim=(total - 0.4, -0.5 - 0.7 * above))
-    half = 0.36
     colors = fills()
+    stages = [stage for stage in colors if any(node.stage == stage for node in nodes)]
+    lines = -(-len(stages) // LEGEND_COLUMNS)
+    figure, (ax,) = panels(1, 1, height=(total + lines) * ROW + 0.1)
+    blank(ax)
+    ax.set(xlim=(0, columns), ylim=(total - 0.4, -0.6))
+    half = 0.36
     letters = max(len(node.run) for node in nodes)
     size = min(7.5, 0.72 * WIDTH / columns * 72 / letters / 0.62)
-    for column, stages in enumerate(titles):
-        # One below the other: side by side they would overprint the next column's.
-        ax.text(column + 0.5, -0.5, "\n".join(stages), ha="center", va="bottom", weight="bold")
+    handles = [Patch(facecolor=colors[one], edgecolor=soft(), linewidth=0.6) for one in stages]
+    titles = [stage_title(one) for one in stages]
+    figure.legend(handles, titles, loc="outside upper center", ncols=LEGEND_COLUMNS)
     for node in nodes:
         x = depth[node.run] + 0.5
         y = rows[node.run]
@@ -88,16 +86,16 @@ def pipeline(shown: ShownConfig) -> Figure:
             FancyBboxPatch(
                 (x - half, y - 0.3), 2 * half, 0.6, boxstyle="round,pad=0,rounding_size=0.05",
                 mutation_aspect=4, facecolor=colors.get(node.stage, NOT_TRAINED),
-                edgecolor="#333333", linewidth=0.6,
+                edgecolor=soft(), linewidth=0.6,
             )
         )  # fmt: skip
-        ax.text(x, y, node.run, ha="center", va="center", fontsize=size)
+        ax.text(x, y, node.run, ha="center", va="center", fontsize=size, color="black")
         if node.source is not None:
             start = (depth[node.source] + 0.5 + half, rows[node.source])
             ax.add_patch(
                 FancyArrowPatch(
                     start, (x - half, y), arrowstyle="-|>", mutation_scale=6, linewidth=0.7,
-                    color="#555555", shrinkA=0, shrinkB=0,
+                    color=soft(), shrinkA=0, shrinkB=0,
                     connectionstyle="arc3,rad=0",
                 )
             )  # fmt: skip

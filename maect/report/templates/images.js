@@ -22,10 +22,10 @@ function thumb(i, size) {
   return picture;
 }
 function card(parent, i, size, caption) {
-  const made = add(parent, "figure", undefined, {title: data.names[i]});
+  const made = add(parent, "button", undefined, {type: "button", className: "card", title: data.names[i]});
   made.style.width = size + "px";
   made.appendChild(thumb(i, size));
-  if (caption) add(made, "figcaption", caption);
+  if (caption) add(made, "small", caption);
   made.onclick = () => choose(i);
   return made;
 }
@@ -130,6 +130,17 @@ canvas.onpointerup = canvas.onpointercancel = event => {
 };
 canvas.onpointerleave = () => { hovered = -1; tip.style.display = "none"; draw(); };
 canvas.onwheel = event => { event.preventDefault(); scale(Math.exp(-event.deltaY / 300), ...at(event)); };
+// By keyboard: arrows move the map, + and - scale it, Enter opens the image in its middle.
+const arrows = {ArrowLeft: [60, 0], ArrowRight: [-60, 0], ArrowUp: [0, 60], ArrowDown: [0, -60]};
+canvas.onkeydown = event => {
+  const by = arrows[event.key], middle = [wide / 2, high / 2];
+  if (by) { left += by[0]; top_ += by[1]; hover(...middle); }
+  else if (event.key === "+") scale(1.6, ...middle);
+  else if (event.key === "-") scale(1 / 1.6, ...middle);
+  else if (event.key === "Enter") { const i = nearest(...middle); if (i >= 0) choose(i); }
+  else return;
+  event.preventDefault();
+};
 get("in").onclick = () => scale(1.6, wide / 2, high / 2);
 get("out").onclick = () => scale(1 / 1.6, wide / 2, high / 2);
 get("all").onclick = () => { whole(); draw(); };
@@ -214,7 +225,11 @@ get("by").onchange = event => { by = event.target.value; key(); draw(); };
 for (const cell of document.querySelectorAll("#pairs td[data-name]")) {
   const {name, split} = cell.dataset;  // a name may be in several splits
   const i = data.names.findIndex((one, k) => one === name && data.splits[data.split[k]] === split);
-  if (i >= 0) { cell.prepend(thumb(i, 64)); cell.onclick = () => choose(i); }
+  if (i < 0) continue;
+  cell.prepend(thumb(i, 64));
+  cell.tabIndex = 0;
+  cell.onclick = () => choose(i);
+  cell.onkeydown = event => { if (event.key === "Enter") choose(i); };
 }
 atlas.decode().then(() => {
   document.styleSheets[0].insertRule(`.t{background-image:url("${atlas.src}")}`);

@@ -12,7 +12,7 @@ from maect.core.stamps import is_current, stamp_path
 from maect.experiment.pages import make_page
 from maect.records import RunRecord
 from maect.report.claims import make_claims
-from maect.report.configs import ClaimsConfig, ReportConfig, Row, ShownConfig, SummaryConfig
+from maect.report.configs import ClaimsConfig, ReportConfig, Row, ShownConfig
 from maect.report.figures import make_figure
 from maect.report.render import make_table
 
@@ -92,6 +92,7 @@ def test_what_the_commands_leave(config, result, tmp_path):
     make_figure(tmp_path / "figures/pipeline.yaml")
     endings = {path.suffix for path in (tmp_path / "figures").iterdir()}
     assert endings == {".yaml", ".pdf", ".png"}
+    assert (tmp_path / "figures/pipeline.dark.png").exists()
 
     csv = tmp_path / "tables/clustering.csv"
     told = {"tables": [csv], "rows": config.rows, "runs": config.runs}
@@ -110,8 +111,7 @@ def test_pages_and_claims_record_what_they_were_made_of(config, result, tmp_path
     asked = {
         csv.with_suffix(".yaml"): config.model_copy(update={"reads": (evaluated,)}),
         tmp_path / "claims.yaml": ClaimsConfig(**told, reads=(csv,)),
-        tmp_path / "summary.yaml": SummaryConfig(name="mine", table=csv, reads=(csv,)),
-        tmp_path / "report.yaml": ReportConfig(reads=(csv, tmp_path / "claims.csv")),
+        tmp_path / "report.yaml": ReportConfig(name="mine", tables=(csv,), reads=(csv,)),
     }
     for path, page in asked.items():
         page.write(path)

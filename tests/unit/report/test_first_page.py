@@ -14,13 +14,13 @@ from maect import __version__
 from maect.core.entries import line_of
 from maect.core.files import read_record, write_record
 from maect.experiment import load
-from maect.experiment.pages import PAGES
+from maect.experiment.pages import pages, report_config
 from maect.records import RunRecord
-from maect.report.configs import Row, ShownConfig, SummaryConfig
+from maect.report.configs import ReportConfig, Row, ShownConfig
 from maect.report.headline import MEASURES, main_result_of
+from maect.report.main_page import SAMPLES, about, equal_rows, report_page, samples
 from maect.report.registry import TABLES
 from maect.report.render import Printed, printed, render
-from maect.report.summary import SAMPLES, about, equal_rows, made, samples, summary_page
 from maect.report.tables import KEYS, build_table, write_table
 
 
@@ -45,14 +45,14 @@ MODELS = {
 
 
 @pytest.fixture
-def page(tmp_path: Path, result) -> Callable[..., SummaryConfig]:
+def page(tmp_path: Path, result) -> Callable[..., ReportConfig]:
     """The files behind a first page: of each model, as many seeds as it has numbers."""
 
     def write(
         models: Mapping[str, Mapping[str, float | Sequence[float]]],
         drawn: Sequence[str] = ("mae", "ct_min"),
         images: int = 500,
-    ) -> SummaryConfig:
+    ) -> ReportConfig:
         rows = []
         for method, values in models.items():
             of_seeds = {name: np.atleast_1d(value) for name, value in values.items()}
@@ -75,14 +75,19 @@ def page(tmp_path: Path, result) -> Callable[..., SummaryConfig]:
         shown = [row for row in rows if row.method in drawn]
         ShownConfig(name="umap", rows=shown, **given).write(figure.with_suffix(".yaml"))
         write_record(tmp_path / "index.json", {"n": images})
-        return SummaryConfig(
-            name="mine", tables=tuple(files), figure=figure, tested=tmp_path / "index.json"
+        Image.new("RGB", (68, 34)).save(figure)
+        return ReportConfig(
+            name="mine",
+            tables=tuple(files),
+            stated=tuple(files),
+            figures=(figure,),
+            tested=tmp_path / "index.json",
         )
 
     return write
 
 
-def headline_of(config: SummaryConfig) -> str:
+def headline_of(config: ReportConfig) -> str:
     return main_result_of(config).text
 
 
@@ -134,7 +139,7 @@ def test_k_nn_accuracy_is_not_called_a_share_of_neighbours(page) -> None:
 def test_a_model_that_is_compared_with_none_has_its_number_and_error(page) -> None:
     only = page({"ct_min": {"knn": 80.0}}, drawn=("ct_min",), images=400)
     assert headline_of(only) == "MAE-CT min: k-NN accuracy 80.0 ± 2.0 %."
-    assert headline_of(SummaryConfig(name="mine")) == ""
+    assert headline_of(ReportConfig(name="mine")) == ""
 
 
 def test_numbers_with_labels_as_input_are_no_finding(page) -> None:
@@ -146,14 +151,15 @@ def test_an_experiment_names_the_tables_and_the_images_of_its_headline(tmp_path:
     """Those of `make demo`, whose first figure shows MAE and MAE-CT min."""
     asked = {"tables": "low_shot,clustering", "figures": "umap,training_curves"}
     chosen = load("digits", protocols="knn,low_shot,clustering,umap", **asked)
-    config = PAGES["summary"].config(chosen, "summary")
-    assert [file.stem for file in config.tables] == ["low_shot", "clustering"]
+    config = report_config(chosen)
+    assert [file.stem for file in config.stated] == ["low_shot", "clustering"]
     assert config.tested is not None and config.tested.name == "index.json"
-    inputs = PAGES["summary"].inputs(chosen, "summary")
-    known = [file.absolute() for file in inputs]
-    assert {*config.tables, config.tested} <= {*known} and len(known) == len({*known})
+    assert {*config.tables, *config.figures, config.tested} <= {*config.reads}
+    assert len(config.reads) == len({*config.reads})
+    # Also where results lie in the working folder: relative to a page's file they are elsewhere.
+    assert all(path.is_absolute() for _, page in pages(chosen) for path in page.reads)
     # The order of inputs is the order of a command's words: the same at every start.
-    assert list(inputs) == list(PAGES["summary"].inputs(chosen, "summary"))
+    assert config.reads == report_config(chosen).reads
 
 
 def table_of(root: Path, *rows: tuple[str, float]) -> Path:
@@ -188,15 +194,25 @@ def test_equal_rows_are_said_with_the_reason(tmp_path: Path) -> None:
     assert equal_rows(table_of(tmp_path, ("moco_v3", 71.9), ("ibot", 71.9))) == []
 
 
-def test_when_and_how_long(tmp_path: Path) -> None:
+def about_of(table: Path) -> str:
+    config = ShownConfig.read(table.with_suffix(".yaml"))
+    return about("mine", config.rows, config.runs)
+
+
+def test_the_first_line_says_version_day_revision_and_cost(tmp_path: Path) -> None:
     table = table_of(tmp_path, ("mae", 71.9), ("ct_min", 71.9))
+    version = f"maect {__version__} · mine"
     # What a run starts from counts once; two devices for half an hour are half an hour.
-    assert made(table) == "2 trainings, 60 minutes together; the last one ended on 2026-11-26."
+    assert about_of(table) == f"{version} · 26 November 2026 · 2 trainings in 60 minutes"
     imported = RunRecord.path(tmp_path / "runs/mae_tiny")
     write_record(imported, read_record(imported) | {"stage": "import", "device_hours": None})
-    assert made(table) == "1 training, 30 minutes together; the last one ended on 2026-11-26."
-    table.with_suffix(".yaml").unlink()
-    assert made(table) == ""
+    assert about_of(table) == f"{version} · 26 November 2026 · 1 training in 30 minutes"
+    path = RunRecord.path(tmp_path / "runs/ct_min_tiny")
+    write_record(path, read_record(path) | {"source_revision": "0123456789abcdef-dirty-42"})
+    assert " · revision 01234567, changed · 1 training" in about_of(table)
+    page = report_page(ReportConfig(name="mine", tables=(table,)))
+    assert f"<title>{about_of(table)}</title>" in page
+    assert about("mine", [], tmp_path) == version
 
 
 def test_some_images_of_a_split(tmp_path: Path) -> None:
@@ -240,7 +256,7 @@ def test_the_table_of_the_first_page_has_errors_and_bold(page) -> None:
         "Accuracy in % ± standard error of 500 test images. Bold: the best of a column, and all "
         "that are not distinguishable from it (p > 0.05)."
     )
-    text = summary_page(page(models, drawn=("ct_aug",)).model_copy(update={"figure": None}))
+    text = report_page(page(models, drawn=("ct_aug",)))
     assert "<b>92.4 ± 1.2</b>" in text and "<td>87.0 ± 1.5</td>" in text
     assert text.index("rises from") < text.index("<table>") < text.index("Accuracy in %")
 
@@ -256,14 +272,3 @@ def test_several_seeds_have_their_own_deviation(page) -> None:
     assert shown.legend.startswith(
         "Accuracy in % ± standard deviation over seeds (with one seed, standard error of 500 test"
     )
-
-
-def test_the_first_page_says_version_day_and_revision(tmp_path: Path) -> None:
-    table = table_of(tmp_path, ("mae", 71.9), ("ct_min", 72.9))
-    config = SummaryConfig(name="mine", table=table)
-    assert about(config) == f"maect {__version__} · 26 November 2026"
-    path = RunRecord.path(tmp_path / "runs/ct_min_tiny")
-    write_record(path, read_record(path) | {"source_revision": "0123456789abcdef-dirty-42"})
-    assert about(config).endswith(" · 26 November 2026 · revision 01234567, changed")
-    assert f"<title>mine · {about(config)}</title>" in summary_page(config)
-    assert about(SummaryConfig(name="mine")) == f"maect {__version__}"

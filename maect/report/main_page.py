@@ -1,0 +1,234 @@
+"""The report: what was found, with every table, figure and claim, in one file for any browser."""
+
+import base64
+import io
+import itertools
+import shlex
+import tarfile
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from PIL import Image
+
+from maect import __version__
+from maect.core.entries import entries
+from maect.core.errors import counted, entry
+from maect.core.files import read_table_text, read_text, seek_record, write_text
+from maect.records import RunRecord, lineage
+from maect.report.configs import DatasetsConfig, ReportConfig, Row, ShownConfig
+from maect.report.datasets import NOTES, build_datasets, matrices_of
+from maect.report.headline import main_result_of
+from maect.report.images import Explored
+from maect.report.registry import FIGURES, TABLES
+from maect.report.render import Printed, printed, render_page, verdicts
+from maect.report.tables import read_table
+from maect.report.titles import method_title
+from maect.stages import STAGES
+
+GROUPS, PICTURES = 6, 8
+SAMPLES, SIDE = 24, 64  # images of the data set, and pixels of their longer side
+LOSSLESS = 300_000  # bytes; above them a figure is a photograph
+DARK = ".dark.png"
+"""Ending of a figure for a dark page."""
+
+
+def make_report(path: Path) -> None:
+    """`maect page report.yaml`: beside it the page."""
+    write_text(path.with_suffix(".html"), report_page(ReportConfig.read(path)))
+
+
+def report_page(config: ReportConfig) -> str:
+    """Render the report; it needs no other file."""
+    shown = [ShownConfig.read(file.with_suffix(".yaml")) for file in config.tables]
+    tables = [_printed(one, file) for one, file in zip(shown, config.tables, strict=True)]
+    rows = [row for one in shown for row in one.rows]
+    runs = shown[0].runs if shown else Path()
+    claims = None
+    if config.claims is not None:
+        claims = pd.read_csv(io.StringIO(read_table_text(config.claims)), keep_default_na=False)
+    return render_page(
+        "report.html",
+        config=config,
+        about=about(config.name, rows, runs),
+        finding=main_result_of(config),
+        remarks=[remark for file in config.stated for remark in equal_rows(file)],
+        samples=samples(config.shards) if config.shards else [],
+        tables=tables,
+        sources=_merged(tables),
+        figures=[_figure(file) for file in config.figures],
+        claims=claims is not None and verdicts(claims),
+        datasets=_datasets(config.datasets) if config.datasets else [],
+        dataset_notes=NOTES,
+        groups=_groups(config.explored) if config.explored else [],
+        images=read_text(config.images) if config.images else "",
+        quoted=lambda path: shlex.quote(str(path)),
+    )
+
+
+def _printed(shown: ShownConfig, file: Path) -> Printed:
+    return printed(
+        read_table(file), shown.name, shown.rows, shown.evaluations, shown.compare_with_paper
+    )
+
+
+def _merged(tables: Sequence[Printed]) -> dict[str, list[Any]]:
+    """Return the files behind all tables by heading, each once."""
+    merged: dict[str, dict[str, Any]] = {}
+    for table in tables:
+        for heading, files in table.sources.items():
+            merged.setdefault(heading, {}).update({file.anchor: file for file in files})
+    return {heading: list(files.values()) for heading, files in merged.items()}
+
+
+def _datasets(file: Path) -> list[dict[str, Any]]:
+    config = DatasetsConfig.read(file.with_suffix(".yaml"))
+    return matrices_of(config, build_datasets(config))
+
+
+def _figure(file: Path) -> dict[str, str]:
+    """Return a figure's name, title and caption, and its pictures for a light and a dark page."""
+    drawn = entry(file.stem, FIGURES, "figure")
+    compare = ShownConfig.read(file.with_suffix(".yaml")).compare_with_paper
+    dark = file.with_suffix(DARK)
+    return {
+        "name": file.stem,
+        "title": drawn.title,
+        "caption": drawn.about(compare),
+        "light": picture(file),
+        "dark": picture(dark) if dark.exists() else "",
+    }
+
+
+def picture(file: Path) -> str:
+    """Return a picture as the source of an `img`, as WebP: exact, unless that would be large."""
+    with Image.open(file) as image:
+        stream = io.BytesIO()
+        image.convert("RGB").save(stream, "WEBP", lossless=True)
+        if stream.tell() > LOSSLESS:
+            stream = io.BytesIO()
+            image.convert("RGB").save(stream, "WEBP", quality=88)
+    return data_uri(stream.getvalue(), "webp")
+
+
+def equal_rows(table: Path) -> list[str]:
+    """Return a sentence for each model with the very numbers of the model it was tuned from."""
+    frame = read_table(table)
+    shown = ShownConfig.read(table.with_suffix(".yaml"))
+    metrics = entry(table.stem, TABLES, "table").metrics
+    columns = [metric.name for metric in metrics if metric.name in frame]
+    models = {run: (row.architecture, row.method) for row in shown.rows for run in row.runs}
+    numbers = {
+        (line["architecture"], line["method"]): line[columns].astype(float)
+        for _, line in frame.iterrows()
+    }
+    remarks = []
+    for row in shown.rows:
+        before = [record.run for run in row.runs[:1] for record in _behind(shown.runs, run)][1:]
+        source = next((models[run] for run in before if models.get(run) in numbers), None)
+        if source is None:
+            continue
+        one, two = numbers[source], numbers[row.architecture, row.method]
+        both = one.notna() & two.notna()
+        # 100 is what tuning cannot raise.
+        if not both.any() or (one[both] != two[both]).any() or (one[both] == 100).all():
+            continue
+        found = (entries(shown.runs / run / "metrics.jsonl") for run in row.runs)
+        steps = max((logged[-1]["step"] for logged in found if logged), default=0)
+        what = f"{counted(steps, 'step')} of tuning have" if steps else "tuning has"
+        remarks.append(
+            f"{method_title(row.method)} has the same numbers as {method_title(source[1])}: "
+            f"{what} hardly changed the encoder. Give it more epochs."
+        )
+    return remarks
+
+
+def _behind(runs: Path, run: str) -> Iterator[RunRecord]:
+    """Return the records of a run and of all it started from, as far as they exist, it first."""
+    return lineage(run, lambda name: RunRecord.find(runs / name))
+
+
+def trained(rows: Sequence[Row], runs: Path) -> list[RunRecord]:
+    """Return the records of the trainings behind rows that are finished here."""
+    names = [run for row in rows for run in row.runs]
+    behind = (_behind(runs, run) for run in reversed(names))
+    records = {record.run: record for record in itertools.chain.from_iterable(behind)}
+    trains = {name for name, stage in STAGES.items() if stage.trains}
+    return [one for one in records.values() if one.finished and one.stage in trains]
+
+
+def about(name: str, rows: Sequence[Row], runs: Path) -> str:
+    """Return the first line: version, experiment, and the trainings with day and revision."""
+    records = trained(rows, runs)
+    parts = [f"maect {__version__}", name]
+    if records:
+        last = max(records, key=lambda record: str(record.finished))
+        day = date.fromisoformat(str(last.finished)[:10])
+        parts.append(f"{day.day} {day:%B %Y}")
+        if last.source_revision:
+            dirty = ", changed" if "-dirty" in last.source_revision else ""
+            parts.append(f"revision {last.source_revision[:8]}{dirty}")
+        hours = sum((record.device_hours or 0) / (record.world_size or 1) for record in records)
+        took = f"{hours * 60:.0f} minutes" if hours < 2 else f"{hours:.1f} hours"
+        parts.append(f"{counted(len(records), 'training')} in {took}")
+    return " · ".join(parts)
+
+
+def samples(shards: Path) -> list[str]:
+    """Return some images of a split as sources of `img`; [] if they cannot be shown.
+
+    Shards hold images in random order.
+    """
+    found: list[str] = []
+    for name in (part["file"] for part in seek_record(shards / "index.json").get("shards", [])):
+        try:
+            with tarfile.open(shards / name) as tar:
+                for member in tar:
+                    stream = tar.extractfile(member)
+                    small = _thumbnail(stream.read()) if stream else None
+                    found += [small] if small else []
+                    if len(found) == SAMPLES:
+                        return found
+        except (OSError, tarfile.TarError):
+            break
+    return found
+
+
+def _thumbnail(image: bytes) -> str | None:
+    """Return a small copy of an image; None if it is none, or not of 8 bits."""
+    try:
+        with Image.open(io.BytesIO(image)) as opened:
+            if opened.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
+                return None
+            small = opened.convert("RGB")
+            small.thumbnail((SIDE, SIDE))
+            stream = io.BytesIO()
+            small.save(stream, "JPEG", quality=85)
+    except (OSError, ValueError):
+        return None
+    return data_uri(stream.getvalue(), "jpeg")
+
+
+def _groups(path: Path) -> list[dict[str, Any]]:
+    """Return the largest groups of images, with a few pictures of each."""
+    explored = Explored.read(path)
+    sizes = np.bincount(explored.arrays["clusters"])
+    return [
+        {
+            "number": number + 1,
+            "size": size,
+            "pictures": [
+                data_uri(explored.picture(row), "jpeg")
+                for row in explored.groups.members(number)[:PICTURES]
+            ],
+        }
+        for number, size in enumerate(sizes[:GROUPS].tolist())
+    ]
+
+
+def data_uri(image: bytes, kind: str) -> str:
+    """Return an image as the source of an `img`."""
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
