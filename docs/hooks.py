@@ -1,4 +1,4 @@
-"""Makes pages when the site is built: the references of commands and settings, the notebooks.
+"""Makes pages when the site is built: references of commands and settings, notebooks, all tables.
 
 mkdocs calls `on_files` and `on_page_markdown` by their names (`hooks` in mkdocs.yml).
 """
@@ -15,11 +15,40 @@ from mkdocs.structure.files import File, Files
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each notebook."""
+    """Add a page for each notebook, and one of all tables for each published experiment."""
     for notebook in sorted(Path(config.docs_dir, "notebooks").glob("*.ipynb")):
         uri = f"notebooks/{notebook.stem}.md"
         files.append(File.generated(config, uri, content=rendered(notebook)))
+    for folder in published(Path(config.docs_dir)):
+        uri = f"results/{folder.name}/all_tables.md"
+        files.append(File.generated(config, uri, content=all_tables(folder)))
     return files
+
+
+def published(docs: Path) -> list[Path]:
+    """Return the folders of published experiments that have tables."""
+    return sorted(path.parent for path in docs.glob("results/*/tables"))
+
+
+def all_tables(folder: Path) -> str:
+    """Return every table of a published experiment as Markdown, each with a link to its CSV."""
+    from maect.report.registry import TABLES
+    from maect.report.render import printed, render
+    from maect.report.tables import read_table
+
+    parts = [f"# All tables of {folder.name}"]
+    for name in TABLES:
+        path = folder / f"tables/{name}.csv"
+        if path.exists():
+            text = render(printed(read_table(path), name), "md")
+            parts.append(f"## {TABLES[name].title}\n\n{text}\n[CSV](tables/{name}.csv)")
+    return "\n\n".join(parts) + "\n"
+
+
+def links_to_tables() -> str:
+    """Return links to the pages of all tables."""
+    folders = published(Path(__file__).parent)
+    return ", ".join(f"[{folder.name}]({folder.name}/all_tables.md)" for folder in folders)
 
 
 def on_page_markdown(markdown: str, **about: Any) -> str:
@@ -92,5 +121,6 @@ MARKS: dict[str, Callable[[], str]] = {
     "<!-- commands -->": commands,
     "<!-- evaluations -->": evaluations,
     "<!-- stages -->": stages,
+    "<!-- tables -->": links_to_tables,
 }
 """What is generated for each mark on a page."""

@@ -49,7 +49,7 @@ def make_datasets(path: Path) -> None:
     title = f"{config.name}: {len(config.runs)} encoders on {len(config.datasets)} data sets"
     for form in ("md", "html"):
         shown = matrices_of(config, frame)
-        page = render_page(f"matrix.{form}", title=title, notes=NOTES, tables=shown)
+        page = render_page(f"matrix.{form}", title=title, results=[], notes=NOTES, tables=shown)
         write_text(path.with_suffix(f".{form}"), page)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from maect.core.errors import counted
 from maect.core.files import write_table_text, write_text
 from maect.evaluate.comparison_scores import (
     GEOMETRY,
@@ -98,7 +99,10 @@ def write_comparison(matrix: Matrix, out: Path, said: Sequence[str] = ()) -> pd.
     frame = frame_of(matrix)
     write_table_text(out / "compare.csv", frame.to_csv(index=False, lineterminator="\n"))
     shown = matrices(frame, MEASURES | GEOMETRY, "folder", _cell)
-    write_text(out / "compare.md", render_page("matrix.md", tables=shown, notes=[*notes(), *said]))
+    found = results(frame)
+    write_text(
+        out / "compare.md", render_page("matrix.md", tables=shown, notes=[*found, *said, *notes()])
+    )
     folders = [
         {
             "name": folder.name,
@@ -116,14 +120,34 @@ def write_comparison(matrix: Matrix, out: Path, said: Sequence[str] = ()) -> pd.
     ]
     page = render_page(
         "compare.html",
-        title=f"{len(encoders)} encoders on {len(folders)} folders",
-        notes=[*notes(), *said],
+        title=f"{counted(len(encoders), 'encoder')} on {counted(len(folders), 'folder')}",
+        results=[*found, *said],
+        notes=notes(),
         tables=shown,
         folders=folders,
         encoders=encoders,
     )
     write_text(out / "index.html", page)
     return frame
+
+
+def results(frame: pd.DataFrame) -> list[str]:
+    """Return a sentence for each folder with classes: the best encoder by k-NN, and its equals."""
+    found = []
+    for folder, part in frame[frame["measure"] == KNN_HELD_OUT].groupby("folder", sort=False):
+        line = part.sort_values("value").iloc[-1]
+        best = part.loc[part["best"].astype(bool), "encoder"]
+        equal = [name for name in best if name != line["encoder"]]
+        text = (
+            f"On {folder}, {line['encoder']} has the highest k-NN accuracy, {line['value']:.1f} % "
+            f"({line['low']:.1f} to {line['high']:.1f}; k and T chosen on training images)"
+        )
+        if equal:
+            text += f"; not distinguishable from it: {', '.join(equal)}"
+        elif len(part) > 1:
+            text += "; all others are significantly lower"
+        found.append(f"{text}.")
+    return found
 
 
 def notes() -> list[str]:

@@ -180,7 +180,7 @@ EVALUATIONS = {f"evaluations/mae/{name}.done" for name in ("knn", "clustering")}
         ({"datasets": {"mine": {"resize": 20, "splits": {}}}}, FEATURES | EVALUATIONS | RUNS),
         # Finished shards are refused, and made again by hand alone.
         ({"datasets": {"mine": {"resize": 16, "splits": {"val": {"shards": 2}}}}}, set()),
-        ({"tables": []}, {"summary.done", "report.done"}),  # nor are there claims
+        ({"tables": []}, {"report.done"}),  # nor are there claims
     ],
     ids=(
         "nothing",
@@ -243,7 +243,7 @@ def test_features_that_are_gone_hide_no_difference(place: Path) -> None:
     assert found_in(place, features="bf16") == EVALUATIONS
     index = place / "results/shards/mine/val/index.json"
     write_record(index, read_record(index) | {"digest": "0" * 64})
-    assert found_in(place) - {"shards/mine/val/done", "summary.done"} == EVALUATIONS
+    assert found_in(place) - {"shards/mine/val/done", "report.done"} == EVALUATIONS
     shutil.rmtree(index.parent)
     assert found_in(place) == set()
 
@@ -272,10 +272,10 @@ def test_a_page_is_of_the_tables_and_records_that_are_there(place: Path) -> None
     table = place / "results/tables/clustering.csv"
     table.write_text("made anew")
     os.utime(table, (0, 0))
-    assert found_in(place) == {"claims.done", "summary.done"}
+    assert found_in(place) == {"claims.done", "report.done"}
     finish_pages(place)
     assert found_in(place) == set()
-    claims = place / "results/claims.html"
+    claims = place / "results/claims.csv"
     claims.write_text("made anew")
     os.utime(claims, (0, 0))
     assert found_in(place) == {"report.done"}

@@ -23,7 +23,6 @@ try:
     from maect.experiment import start as starting
     from maect.experiment.pages import (
         PAGES,
-        menu_entry,
         report_inputs,
         shown_evaluations,
     )

@@ -88,6 +88,10 @@ def test_encoders_and_folders_make_a_table(
     page = (out / "index.html").read_text(encoding="utf-8")
     assert not re.search(r'(src|href)="', page)
     assert "1 test image is also among the training images" in page
+    assert "<h1>2 encoders on 3 folders</h1>" in page
+    best = split[split["measure"] == "knn_held_out"].sort_values("value").iloc[-1]
+    assert f"On split, {best['encoder']} has the highest k-NN accuracy" in page
+    assert page.count("<h2>split</h2>") == 1 and "On flat" not in page
     shown = {f"{value:.1f}" for value in accuracies["value"]}
     assert shown <= set(re.findall(r"\d+\.\d", page))
     assert shown <= set(re.findall(r"\d+\.\d", (out / "compare.md").read_text()))
