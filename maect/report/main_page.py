@@ -5,7 +5,7 @@ import io
 import itertools
 import shlex
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import pandas as pd
 from PIL import Image
 
 from maect import __version__
-from maect.core.entries import entries
 from maect.core.errors import counted, entry
 from maect.core.files import read_table_text, read_text, seek_record, write_text
 from maect.records import RunRecord, lineage
@@ -23,10 +22,9 @@ from maect.report.configs import DatasetsConfig, ReportConfig, Row, ShownConfig
 from maect.report.datasets import NOTES, build_datasets, matrices_of
 from maect.report.headline import main_result_of
 from maect.report.images import Explored
-from maect.report.registry import FIGURES, TABLES
+from maect.report.registry import FIGURES
 from maect.report.render import Printed, printed, render_page, verdicts
 from maect.report.tables import read_table
-from maect.report.titles import method_title
 from maect.stages import STAGES
 
 GROUPS, PICTURES = 6, 8
@@ -55,7 +53,6 @@ def report_page(config: ReportConfig) -> str:
         config=config,
         about=about(config.name, rows, runs),
         finding=main_result_of(config),
-        remarks=[remark for file in config.stated for remark in equal_rows(file)],
         samples=samples(config.shards) if config.shards else [],
         tables=tables,
         sources=_merged(tables),
@@ -114,47 +111,10 @@ def picture(file: Path) -> str:
     return data_uri(stream.getvalue(), "webp")
 
 
-def equal_rows(table: Path) -> list[str]:
-    """Return a sentence for each model with the very numbers of the model it was tuned from."""
-    frame = read_table(table)
-    shown = ShownConfig.read(table.with_suffix(".yaml"))
-    metrics = entry(table.stem, TABLES, "table").metrics
-    columns = [metric.name for metric in metrics if metric.name in frame]
-    models = {run: (row.architecture, row.method) for row in shown.rows for run in row.runs}
-    numbers = {
-        (line["architecture"], line["method"]): line[columns].astype(float)
-        for _, line in frame.iterrows()
-    }
-    remarks = []
-    for row in shown.rows:
-        before = [record.run for run in row.runs[:1] for record in _behind(shown.runs, run)][1:]
-        source = next((models[run] for run in before if models.get(run) in numbers), None)
-        if source is None:
-            continue
-        one, two = numbers[source], numbers[row.architecture, row.method]
-        both = one.notna() & two.notna()
-        # 100 is what tuning cannot raise.
-        if not both.any() or (one[both] != two[both]).any() or (one[both] == 100).all():
-            continue
-        found = (entries(shown.runs / run / "metrics.jsonl") for run in row.runs)
-        steps = max((logged[-1]["step"] for logged in found if logged), default=0)
-        what = f"{counted(steps, 'step')} of tuning have" if steps else "tuning has"
-        remarks.append(
-            f"{method_title(row.method)} has the same numbers as {method_title(source[1])}: "
-            f"{what} hardly changed the encoder. Give it more epochs."
-        )
-    return remarks
-
-
-def _behind(runs: Path, run: str) -> Iterator[RunRecord]:
-    """Return the records of a run and of all it started from, as far as they exist, it first."""
-    return lineage(run, lambda name: RunRecord.find(runs / name))
-
-
 def trained(rows: Sequence[Row], runs: Path) -> list[RunRecord]:
     """Return the records of the trainings behind rows that are finished here."""
     names = [run for row in rows for run in row.runs]
-    behind = (_behind(runs, run) for run in reversed(names))
+    behind = (lineage(run, lambda name: RunRecord.find(runs / name)) for run in reversed(names))
     records = {record.run: record for record in itertools.chain.from_iterable(behind)}
     trains = {name for name, stage in STAGES.items() if stage.trains}
     return [one for one in records.values() if one.finished and one.stage in trains]

@@ -18,7 +18,7 @@ from maect.experiment.pages import pages, report_config
 from maect.records import RunRecord
 from maect.report.configs import ReportConfig, Row, ShownConfig
 from maect.report.headline import MEASURES, main_result_of
-from maect.report.main_page import SAMPLES, about, equal_rows, report_page, samples
+from maect.report.main_page import SAMPLES, about, report_page, samples
 from maect.report.registry import TABLES
 from maect.report.render import Printed, printed, render
 from maect.report.tables import KEYS, build_table, write_table
@@ -179,19 +179,6 @@ def table_of(root: Path, *rows: tuple[str, float]) -> Path:
         about |= {"world_size": 2, "finished": f"2026-11-2{len(method)}T03:00:00Z"}
         write_record(RunRecord.path(folder), about)
     return table
-
-
-def test_equal_rows_are_said_with_the_reason(tmp_path: Path) -> None:
-    table = table_of(tmp_path, ("mae", 71.9), ("ct_min", 71.9))
-    assert equal_rows(table) == [
-        "MAE-CT min has the same numbers as MAE: 22 steps of tuning have hardly changed the "
-        "encoder. Give it more epochs."
-    ]
-    assert equal_rows(table_of(tmp_path, ("mae", 71.9), ("ct_min", 72.0))) == []
-    # At 100 % there is nothing that tuning could raise.
-    assert equal_rows(table_of(tmp_path, ("mae", 100.0), ("ct_min", 100.0))) == []
-    # Neither was tuned from the other.
-    assert equal_rows(table_of(tmp_path, ("moco_v3", 71.9), ("ibot", 71.9))) == []
 
 
 def about_of(table: Path) -> str:
