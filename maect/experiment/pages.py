@@ -39,7 +39,7 @@ class Page:
         settings: of a page, without the files that it reads.
         inputs: files that a page reads, of those that the experiment makes.
         category: where Snakemake's own report lists them.
-        endings: of the files that are written; the last one is shown in the report.
+        endings: of the files that are written; the last one is shown in that report.
         folder: where they lie in the results folder; empty: there is one such page, at its top.
     """
 
@@ -358,7 +358,7 @@ PAGES = {
             "table", "Table {page}", "maect.report.render:make_table",
             configs.ShownConfig,
             tables, partial(shown_config, figure=False), partial(inputs_of_shown, figure=False),
-            "Tables", ("csv", "md", "tex", "html"), "tables",
+            "Tables", ("md", "tex", "csv"), "tables",
         ),
         Page(
             "figure", "Figure {page}", "maect.report.figures:make_figure",
@@ -370,13 +370,13 @@ PAGES = {
             "claims", "Claims", "maect.report.claims:make_claims",
             configs.ClaimsConfig,
             lambda e: ["claims"] if compares(e) else [], claims_config, _claims_inputs,
-            endings=("csv", "html"),
+            endings=("csv",),
         ),
         Page(
             "datasets", "Data sets", "maect.report.datasets:make_datasets",
             configs.DatasetsConfig,
             lambda e: ["datasets"] if _several(e) else [], _datasets_config, _datasets_inputs,
-            endings=("csv", "md", "html"),
+            endings=("md", "csv"),
         ),
         Page(
             "images", "Page of images", "maect.report.images:make_images",

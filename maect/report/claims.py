@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from maect.core.files import seek_record, write_text
+from maect.core.files import seek_record
 from maect.records import seed_of
 from maect.report.comparisons import (
     COST,
@@ -23,7 +23,6 @@ from maect.report.comparisons import (
 )
 from maect.report.configs import ClaimsConfig, Row, ShownConfig
 from maect.report.registry import TABLES
-from maect.report.render import claims_page
 from maect.report.statements import STATEMENTS, Statement
 from maect.report.tables import (
     build_table,
@@ -254,9 +253,8 @@ def evidence(
 
 
 def make_claims(path: Path) -> None:
-    """`maect page claims.yaml`: beside it the verdicts as CSV and as a page."""
+    """`maect page claims.yaml`: beside it the verdicts as CSV."""
     config = ClaimsConfig.read(path)
     tables, more = evidence(config.tables, config.rows, config.runs, config.images)
     verdicts = claims_table(tables, **more)
     write_table(verdicts, path.with_suffix(".csv"))
-    write_text(path.with_suffix(".html"), claims_page(verdicts))

@@ -42,15 +42,12 @@ def build_datasets(config: DatasetsConfig) -> pd.DataFrame:
 
 
 def make_datasets(path: Path) -> None:
-    """`maect page datasets.yaml`: beside it `datasets` as CSV, Markdown and a page."""
+    """`maect page datasets.yaml`: beside it `datasets` as CSV and Markdown."""
     config = DatasetsConfig.read(path)
     frame = build_datasets(config)
     write_table(frame, path.with_suffix(".csv"))
-    title = f"{config.name}: {len(config.runs)} encoders on {len(config.datasets)} data sets"
-    for form in ("md", "html"):
-        shown = matrices_of(config, frame)
-        page = render_page(f"matrix.{form}", title=title, results=[], notes=NOTES, tables=shown)
-        write_text(path.with_suffix(f".{form}"), page)
+    text = render_page("matrix.md", notes=NOTES, tables=matrices_of(config, frame))
+    write_text(path.with_suffix(".md"), text)
 
 
 def matrices_of(config: DatasetsConfig, frame: pd.DataFrame) -> list[dict[str, Any]]:

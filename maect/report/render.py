@@ -250,13 +250,12 @@ def _environment() -> Environment:
 
 
 def render(table: Printed, form: str) -> str:
-    """Render a table as `md` (GitHub's Markdown), `tex` (LaTeX with booktabs) or `html`."""
-    template = _environment().get_template(f"table.{form}")
-    return template.render(vars(table), words=table.words, MISSING=MISSING)
+    """Render a table as `md` (GitHub's Markdown) or `tex` (LaTeX with booktabs)."""
+    return render_page(f"table.{form}", **vars(table), MISSING=MISSING)
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Render a page that needs no other file."""
+    """Render a template; a page needs no other file."""
     return _environment().get_template(template).render(**values)
 
 
@@ -298,11 +297,6 @@ def verdicts(frame: pd.DataFrame) -> dict[str, Any]:
         "decided": sorted(decided, key=lambda line: order.index(line["verdict"])),
         "open": not_measured,
     }
-
-
-def claims_page(frame: pd.DataFrame) -> str:
-    """Render the verdicts of `claims_table` as a page."""
-    return render_page("claims.html", **verdicts(frame))
 
 
 def matrices(
@@ -349,15 +343,14 @@ def for_terminal(table: Printed) -> Group:
 
 
 def make_table(path: Path) -> None:
-    """`maect page tables/NAME.yaml`: beside it NAME as CSV, Markdown, LaTeX and a page."""
+    """`maect page tables/NAME.yaml`: beside it NAME as CSV, Markdown and LaTeX."""
     config = ShownConfig.of_results(path)
     frame = build_table(
         config.name, config.rows, config.evaluations, config.compare_with_paper, config.runs
     )
     write_table(frame, path.with_suffix(".csv"))
-    asked = config.rows, config.evaluations, config.compare_with_paper
-    text = printed(frame, config.name, *asked)
-    for form in ("md", "tex", "html"):
+    text = printed(frame, config.name, compare=config.compare_with_paper)
+    for form in ("md", "tex"):
         write_text(path.with_suffix(f".{form}"), render(text, form))
 
 

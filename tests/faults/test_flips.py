@@ -150,11 +150,9 @@ def encoded(root: Path, folder: Path) -> object:
 
 SHOW = command("show", "{root}")
 STATUS = command("status", "{root}")
-LOW_SHOT = command(
-    "page", "{root}/tables/low_shot.yaml", leaves=("tables/low_shot.csv", "tables/low_shot.html")
-)
+LOW_SHOT = command("page", "{root}/tables/low_shot.yaml", leaves=("tables/low_shot.csv",))
 CLUSTERING = command("page", "{root}/tables/clustering.yaml", leaves=("tables/clustering.csv",))
-CLAIMS = command("page", "{root}/claims.yaml", leaves=("claims.csv", "claims.html"))
+CLAIMS = command("page", "{root}/claims.yaml", leaves=("claims.csv",))
 IMAGES = command("page", "{root}/images.yaml", leaves=("images.html",))
 REPORT = command("page", "{root}/report.yaml", leaves=("report.html",))
 CLEAN = command("clean", "{root}")

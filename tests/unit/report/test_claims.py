@@ -16,8 +16,9 @@ from maect.report.claims import (
     tables_of_sets,
 )
 from maect.report.comparisons import Bound, MeasuredModels, Model, Quantity, bound, compare, value
-from maect.report.configs import ShownConfig
-from maect.report.render import claims_page, verdicts
+from maect.report.configs import ReportConfig, ShownConfig
+from maect.report.main_page import report_page
+from maect.report.render import verdicts
 from maect.report.statements import STATEMENTS, Statement
 from maect.report.tables import Row, build_table, printed_tables, trained_table, write_table
 
@@ -444,7 +445,7 @@ def test_models_of_other_pretrainings_are_not_compared(tables, result, evaluatio
     assert (found.result, found.significant) == ("not comparable", "")
     assert "+28.00 (pre-trained for 15 and 30 epochs)" in found.numbers
     frame = claims_table(tables).assign(verdict="not comparable")
-    assert "50 not comparable" in claims_page(frame)
+    assert verdicts(frame)["summary"].endswith(": 50 not comparable")
 
 
 def test_seeds_are_compared_whatever_comes_with_an_imported_encoder(result, evaluations):
@@ -628,7 +629,8 @@ def test_a_verdict_that_hangs_on_standardised_features_says_so(result, evaluatio
     frame = claims_table({"low_shot": build_table("low_shot", rows, evaluations)})
     line = frame.set_index("claim").loc["knn_gain"]
     assert (line.verdict, line.plain_knn, line.paper_verdict) == ("holds", "fails", "holds")
-    assert "fails by k-NN on features as they are" in claims_page(frame)
+    notes = [note for one in verdicts(frame)["decided"] for note in one["notes"]]
+    assert "fails by k-NN on features as they are" in notes
     assert frame.set_index("claim").loc["probe_gain"].plain_knn == ""
 
 
@@ -641,8 +643,8 @@ def test_the_table_of_claims(tables, tmp_path):
     write_table(frame, tmp_path / "claims.csv")
     again = pd.read_csv(tmp_path / "claims.csv", keep_default_na=False)
     assert again.to_dict() == frame.to_dict()
-    page = claims_page(again)
-    assert page.count("<details>") == len(STATEMENTS) + 1  # and one of what was not measured
+    page = report_page(ReportConfig(name="mine", claims=tmp_path / "claims.csv"))
+    assert page.count("<details") == len(STATEMENTS) + 1  # and one of what was not measured
     assert "&gt;" in page and "39.00 > " not in page  # escaped
 
 

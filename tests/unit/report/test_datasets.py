@@ -7,7 +7,8 @@ import pandas as pd
 from maect.core.files import write_record
 from maect.evaluate import PROTOCOLS
 from maect.experiment.pages import make_page
-from maect.report.configs import DatasetsConfig
+from maect.report.configs import DatasetsConfig, ReportConfig
+from maect.report.main_page import report_page
 
 BIRDS = {"knn": 81.26, "knn_low": 70.04, "knn_high": 90.0, "k": 3, "sweep": []}
 
@@ -56,5 +57,5 @@ def test_each_number_stands_under_its_data_set_with_its_interval(tmp_path: Path)
     assert (
         "2 labels per class" in leaves and "| mae | 50.0 (44.4 to 55.0) | 51.0 | 12.3 |" in leaves
     )
-    page = path.with_suffix(".html").read_text()
-    assert "<td>50.0<small>44.4 to 55.0</small></td>" in page and "2 data sets" in page
+    page = report_page(ReportConfig(name="mine", datasets=path.with_suffix(".csv")))
+    assert "<td>50.0<small>44.4 to 55.0</small></td>" in page and "Data set leaves" in page

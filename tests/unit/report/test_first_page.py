@@ -20,7 +20,6 @@ from maect.report.configs import ReportConfig, Row, ShownConfig
 from maect.report.headline import MEASURES, main_result_of
 from maect.report.main_page import SAMPLES, about, report_page, samples
 from maect.report.registry import TABLES
-from maect.report.render import Printed, printed, render
 from maect.report.tables import KEYS, build_table, write_table
 
 
@@ -162,11 +161,13 @@ def test_an_experiment_names_the_tables_and_the_images_of_its_headline(tmp_path:
     assert config.reads == report_config(chosen).reads
 
 
-def table_of(root: Path, *rows: tuple[str, float]) -> Path:
+def table_of(
+    root: Path, *rows: tuple[str, float], columns: Sequence[str] = ("knn", "linear_probe")
+) -> Path:
     """A table of runs, each with 22 steps behind it, as the pipeline leaves it."""
     table = root / "tables/low_shot.csv"
     table.parent.mkdir(parents=True, exist_ok=True)
-    write_table(frame_of(["knn", "linear_probe"], *rows), table)
+    write_table(frame_of([*columns], *rows), table)
     shown = [Row("tiny", method, (f"{method}_tiny",)) for method, _ in rows]
     config = {"evaluations": root / "evaluations", "runs": root / "runs"}
     ShownConfig(name="low_shot", rows=shown, **config).write(table.with_suffix(".yaml"))
@@ -222,9 +223,9 @@ def test_some_images_of_a_split(tmp_path: Path) -> None:
     assert samples(tmp_path) == []
 
 
-def test_words_of_a_table_are_explained() -> None:
-    table: Printed = printed(frame_of(["knn"], ("mae", 1.0)), "low_shot")
-    page = render(table, "html")
+def test_words_of_a_table_are_explained(tmp_path: Path) -> None:
+    table = table_of(tmp_path, ("mae", 1.0), columns=["knn"])
+    page = report_page(ReportConfig(name="mine", tables=(table,)))
     assert '<abbr title="masked autoencoder: the encoder before tuning">MAE</abbr>' in page
     assert "<dt>k-NN</dt>" in page and "<dt>1 shot</dt>" not in page
 

@@ -8,7 +8,8 @@ import pytest
 from maect.cli import main
 from maect.core.files import write_record
 from maect.records import RunRecord
-from maect.report.configs import Row
+from maect.report.configs import ReportConfig, Row, ShownConfig
+from maect.report.main_page import report_page
 from maect.report.render import printed, render
 from maect.report.tables import build_table, paper_table, printed_tables, write_table
 
@@ -48,11 +49,20 @@ def test_plain_text_is_aligned(frame, tmp_path, capsys):
     assert lines[-2].index(")") == lines[-1].index(")")
 
 
-def test_html_is_whole_and_stands_alone(frame):
-    text = render(printed(frame, "clustering"), "html")
+def page_of(frame, rows, evaluations) -> str:
+    """The report of one table."""
+    csv = evaluations.parent / "tables/clustering.csv"
+    write_table(frame, csv)
+    folders = {"evaluations": evaluations, "runs": evaluations.parent / "runs"}
+    ShownConfig(name="clustering", rows=rows, **folders).write(csv.with_suffix(".yaml"))
+    return report_page(ReportConfig(name="mine", tables=(csv,)))
+
+
+def test_html_is_whole_and_stands_alone(frame, evaluations):
+    text = page_of(frame, [], evaluations)
     assert re.search(r"<td>56.3 ± 1.5\s*<small>paper 54.9 \(\+1.4\)</small>\s*</td>", text)
     assert "prefers-color-scheme:dark" in text and "width=device-width" in text
-    assert not re.search(r"https?://|<script|@import|url\(", text)
+    assert not re.search(r"https?://|<script src|@import|url\(", text)
     table = text[text.index("<table>") : text.index("</table>") + len("</table>")]
     rows = list(ElementTree.fromstring(table).iter("tr"))
     width = [sum(int(one.get("colspan", 1)) for one in row) for row in rows]
@@ -67,8 +77,8 @@ def test_every_number_leads_to_its_result_and_its_run(result, evaluations):
     # Of several seeds the first that was run.
     rows = [Row("large", "ct_min", ["ct", "ct-s0"]), Row("large", "mae", ["not_run"])]
     frame = build_table("clustering", rows, evaluations)
-    page = render(printed(frame, "clustering", rows, evaluations), "html")
-    links = re.findall(r'href="#([^"]+)"', page)
+    page = page_of(frame, rows, evaluations)
+    links = re.findall(r'<td><a href="#([^"]+)"', page)
     assert links == ["ct-s0-clustering"] * 2
     ids = re.findall(r'<pre id="([^"]+)">', page)
     assert ids == ["ct-s0-clustering", "run-ct-s0"]
@@ -97,7 +107,7 @@ def test_the_papers_whole_table_is_printed_even_if_nothing_was_run(name):
     rows = [Row(architecture, method, []) for architecture, method in keys]
     frame = build_table(name, rows, Path("nowhere"))
     table = printed(frame, name)
-    for form in ("md", "tex", "html"):
+    for form in ("md", "tex"):
         text = render(table, form)
         assert "nan" not in text.lower() and "None" not in text
     texts, body = [cell.paper for line in table.lines for cell in line.cells], render(table, "md")
