@@ -43,6 +43,8 @@ def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     assert "new-experiment" in commands and "--ignore-folders" in commands
     assert "online_evaluation" in keys and "starting_from" in keys
     assert "ImageEncoder" in python and "batch_sampler" in python
+    tables = (tmp_path / "site/results/digits/all_tables/index.html").read_text(encoding="utf-8")
+    assert tables.count("<table>") > 10 and "MAE-CT min" in tables
 
 
 def test_a_broken_link_would_be_found(tmp_path: Path) -> None:
