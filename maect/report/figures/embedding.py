@@ -14,7 +14,7 @@ from matplotlib.textpath import TextPath
 
 from maect.core.errors import UserError, entry
 from maect.report.configs import Row, ShownConfig
-from maect.report.figures import CLASS_COLORS, WIDTH, blank, class_style, panels, paper, soft
+from maect.report.figures import WIDTH, blank, class_style, panels, paper, soft
 from maect.report.figures.data import Classes, read_tensors, result_files, row_title, setting
 from maect.report.registry import FIGURES
 from maect.report.tables import measured, paper_value
@@ -45,24 +45,22 @@ def read_points(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scatter(axes: Axes, points: np.ndarray, labels: np.ndarray, known: Sequence[int]) -> None:
-    dense = len(points) > DENSE
     size = float(np.clip(9000 / max(len(points), 1), 0.4, 14))
+    dense = len(points) > DENSE
     options: dict[str, Any] = {"s": size, "linewidths": 0, "alpha": 0.75, "rasterized": dense}
-    order = np.random.default_rng(0).permutation(len(points))
-    x, y = points[order].T
+    order = np.random.default_rng(0).permutation(len(points))  # where points overlap, no class wins
+    points, labels = points[order], labels[order]
     if len(known) > LEGEND_CLASSES:  # neighbouring numbers, similar colours: super-classes show
-        axes.scatter(x, y, c=labels[order], cmap="viridis", **options)
+        axes.scatter(points[:, 0], points[:, 1], c=labels, cmap="viridis", **options)
         return
-    if dense and len(known) <= len(CLASS_COLORS):  # where points overlap, no class wins
-        styles = {number: class_style(position) for position, number in enumerate(known)}
-        colors = [styles.get(number, MISSING)["color"] for number in labels[order].tolist()]
-        axes.scatter(x, y, c=colors, **options)
-        return
-    for number in np.unique(labels):
-        # Labels that are missing are gray; the others look the same in every panel.
-        style = MISSING if number < 0 else class_style(known.index(int(number)))
-        x, y = points[labels == number].T
-        axes.scatter(x, y, **style, **options)
+    styles = {number: class_style(position) for position, number in enumerate(known)}
+    looks = [styles.get(number, MISSING) for number in labels.tolist()]
+    colors = np.array([look["color"] for look in looks])
+    markers = np.array([look["marker"] for look in looks])
+    for marker in dict.fromkeys(markers.tolist()):
+        own = markers == marker
+        x, y = points[own].T
+        axes.scatter(x, y, c=colors[own], marker=marker, **options)
 
 
 def _names(
