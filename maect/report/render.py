@@ -289,7 +289,11 @@ def verdicts(frame: pd.DataFrame) -> dict[str, Any]:
         if line["significant"] == "one seed" and line["verdict"] in ("holds", "fails"):
             line["verdict"] += " in one seed"
     counts = Counter(line["verdict"] for line in decided)
-    counted = [f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]]
+    counted = [
+        f"{counts[verdict]} {verdict if counts[verdict] == 1 else plural}"
+        for verdict, plural in words.items()
+        if counts[verdict]
+    ]
     order = list(words)
     return {
         "summary": f"{len(decided)} of {len(frame)} statements could be decided"
