@@ -17,14 +17,14 @@ from PIL import Image
 from maect import __version__
 from maect.core.errors import counted, entry
 from maect.core.files import read_table_text, read_text, seek_record, write_text
-from maect.records import RunRecord, lineage
+from maect.records import EvaluationRecord, RunRecord, is_finished, lineage
 from maect.report.configs import DatasetsConfig, ReportConfig, Row, ShownConfig
 from maect.report.datasets import NOTES, build_datasets, matrices_of
 from maect.report.headline import main_result_of
 from maect.report.images import Explored
-from maect.report.registry import FIGURES
+from maect.report.registry import FIGURES, TABLES
 from maect.report.render import Printed, printed, render_page, verdicts
-from maect.report.tables import read_table
+from maect.report.tables import read_table, result_file
 from maect.stages import STAGES
 
 GROUPS, PICTURES = 6, 8
@@ -55,7 +55,7 @@ def report_page(config: ReportConfig) -> str:
         finding=main_result_of(config),
         samples=samples(config.shards) if config.shards else [],
         tables=tables,
-        sources=_merged(tables),
+        sources=_sources(shown),
         figures=[_figure(file) for file in config.figures],
         claims=claims is not None and verdicts(claims),
         datasets=_datasets(config.datasets) if config.datasets else [],
@@ -72,13 +72,28 @@ def _printed(shown: ShownConfig, file: Path) -> Printed:
     )
 
 
-def _merged(tables: Sequence[Printed]) -> dict[str, list[Any]]:
-    """Return the files behind all tables by heading, each once."""
-    merged: dict[str, dict[str, Any]] = {}
-    for table in tables:
-        for heading, files in table.sources.items():
-            merged.setdefault(heading, {}).update({file.anchor: file for file in files})
-    return {heading: list(files.values()) for heading, files in merged.items()}
+def _sources(tables: Sequence[ShownConfig]) -> dict[str, dict[str, tuple[str, str]]]:
+    """Return name and text of the files behind all tables, by heading and by anchor."""
+    results: dict[str, tuple[str, str]] = {}
+    runs: dict[str, tuple[str, str]] = {}
+    for shown in tables:
+        for row in shown.rows:
+            for run, name in itertools.product(row.runs, TABLES[shown.name].reads(row.method)):
+                path = result_file(shown.evaluations, run, name)
+                if path is None:
+                    continue
+                result = EvaluationRecord.read(path)
+                text = result.model_dump_json(indent=1, exclude={"left_sha256", "outcomes"})
+                results[f"{run}-{name}"] = f"evaluations/{run}/{path.name}", text
+                if is_finished(shown.runs / run):
+                    text = RunRecord.of(shown.runs / run).model_dump_json(
+                        indent=1, exclude_none=True
+                    )
+                    runs[f"run-{run}"] = str(RunRecord.path(Path("runs", run))), text
+    return {
+        "Where the numbers come from": results,
+        "The runs behind them: recipe, seed, versions, cost": runs,
+    }
 
 
 def _datasets(file: Path) -> list[dict[str, Any]]:

@@ -5,12 +5,11 @@ difference. Pages read on a phone, in print and in the dark, and need no network
 """
 
 import itertools
-import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,10 +23,9 @@ from rich.text import Text
 from maect.core.errors import UserError, entry
 from maect.core.files import write_text
 from maect.evaluate.sampling import LEVEL, RESAMPLES
-from maect.records import EvaluationRecord, RunRecord, is_finished
 from maect.report.configs import Row, ShownConfig
-from maect.report.registry import TABLES, Detail, Metric, Table
-from maect.report.tables import build_table, read_table, result_file, result_of, write_table
+from maect.report.registry import TABLES, Detail, Metric
+from maect.report.tables import build_table, read_table, result_of, write_table
 from maect.report.titles import GLOSSARY, architecture_title, method_title
 
 Column = TypeVar("Column", Metric, Detail)
@@ -71,15 +69,6 @@ class Line:
 
 
 @dataclass(frozen=True)
-class RowSource:
-    """A file behind a table, as JSON."""
-
-    name: str
-    anchor: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Printed:
     """A table as text, whatever the format."""
 
@@ -90,8 +79,6 @@ class Printed:
     legend: str
     columns: list[str]
     lines: list[Line]
-    sources: dict[str, list[RowSource]] = field(default_factory=dict)
-    """Heading -> files."""
 
     @property
     def words(self) -> list[str]:
@@ -140,8 +127,8 @@ def printed(
 ) -> Printed:
     """Return a table as text.
 
-    With the rows it was built from it also has every result behind it, and each number leads to its
-    own. With `compare` it says where it is in the paper.
+    With the rows it was built from, each number has the anchor of its result. With `compare` it
+    says where it is in the paper.
     """
     table = entry(name, TABLES, "table")
     others = [table.other(name) for name in frame.columns if f"{name}_std" in frame.columns]
@@ -178,7 +165,6 @@ def printed(
             )
             for _, line in frame.iterrows()
         ],
-        sources=_sources(table, rows, evaluations),
     )
 
 
@@ -190,31 +176,6 @@ def _legend(metrics: list[Metric], frame: pd.DataFrame) -> str:
     text = "Measured" + (" ± standard deviation over seeds" if spread else "")
     text += " (paper, difference)" if papers else ""
     return f"{text}; {MISSING}: not run." if missing else f"{text}."
-
-
-def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, list[RowSource]]:
-    """Return the files behind a table: each result with settings and provenance, and each run."""
-    results: dict[str, RowSource] = {}
-    runs: dict[str, RowSource] = {}
-    for row in rows:
-        for run, name in itertools.product(row.runs, table.reads(row.method)):
-            path = result_file(evaluations, run, name)
-            if path is None:
-                continue
-            result = EvaluationRecord.read(path)
-            kept = result.model_dump(mode="json", exclude={"left_sha256", "outcomes"})
-            anchor = f"{run}-{name}"
-            text = json.dumps(kept, indent=1)
-            results[anchor] = RowSource(f"evaluations/{run}/{path.name}", anchor, text)
-            folder = evaluations.parent / "runs" / run
-            if run not in runs and is_finished(folder):
-                values = RunRecord.of(folder).model_dump(mode="json", exclude_none=True)
-                file = str(RunRecord.path(Path("runs", run)))
-                runs[run] = RowSource(file, f"run-{run}", json.dumps(values, indent=1))
-    return {
-        "Where the numbers come from": list(results.values()),
-        "The runs behind them: recipe, seed, versions, cost": list(runs.values()),
-    }
 
 
 def _by_architecture(lines: Iterable[Line]) -> Iterator[tuple[str, list[Line]]]:

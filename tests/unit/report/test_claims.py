@@ -663,6 +663,4 @@ def test_a_verdict_of_one_seed_says_so_and_is_counted_apart() -> None:
         ("holds in one seed", ["others may differ"]),
         ("fails in one seed", ["others may differ"]),
     ]
-    assert shown["summary"].endswith(
-        (": 1 holds, 1 fails, 1 holds in one seed, 1 fails in one seed")
-    )
+    assert shown["summary"].endswith(": 1 holds, 1 fails, 1 holds in one seed, 1 fails in one seed")
