@@ -218,7 +218,7 @@ def look_through(browser: Browser, run: str) -> None:
 # What the Tab key reaches, in its order, that cannot be named to somebody who does not see it.
 TABBED = """
 return [...document.querySelectorAll('a[href], summary, iframe, [tabindex="0"]')]
-  .filter(e => !(e.innerText || '').trim() && !e.title && !e.getAttribute('aria-label')
+  .filter(e => !e.textContent.trim() && !e.title && !e.getAttribute('aria-label')
                && !e.querySelector('img[alt]')).map(e => e.outerHTML.slice(0, 80))
 """
 # Boxes of what is not within something that scrolls by itself.
