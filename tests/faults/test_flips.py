@@ -275,7 +275,6 @@ KINDS = {
     "exported weights": Kind("export/model.safetensors", 16, (exported,)),
     "record of an export": Kind("export/config.json", 24, (exported,)),
     "saved probe": Kind(f"probing/.{PROBE}.state/{STATE}", 12, (resumed_probe,)),
-    "kept scores": Kind("compared/scores/*.safetensors", 6, (COMPARE,)),
     "kept vectors": Kind("compared/vectors/*.safetensors", 6, (COMPARE,)),
     "noted files": Kind("shards/digits/train/files.json", 20, (what_changed,)),
 }
