@@ -399,11 +399,10 @@ def plan(
     name = device or ("here" if all_here(left) else next(filter(None, known), "A100"))
     machine = Device(name, utilisation)
     if name == "here":
-        from maect.tools.speed import busy, this_machine
+        from maect.tools.speed import this_machine
 
         machine = this_machine()
-    planned = lines(make_plan(left, chosen, machine)) + (busy() if name == "here" else [])
-    print(f"{experiment} on {profile}", *planned, sep="\n")
+    print(f"{experiment} on {profile}", *lines(make_plan(left, chosen, machine)), sep="\n")
     for fault in missing(left, chosen):
         print(f"missing: {fault}")
 

@@ -35,7 +35,6 @@ from maect.tools import own_images, own_training
 from maect.tools.own_images import STATISTICS, Images, descend, inspect_images
 from maect.tools.own_training import Chosen, power_of_two, settings_of
 from maect.tools.plan import Device, PlannedJob, SplitFacts, all_jobs, listed, make_plan, wall
-from maect.tools.speed import busy
 
 TEMPLATE = Path(__file__).with_name("experiment.yaml.j2")
 SHARD_BYTES = 300_000_000
@@ -64,7 +63,6 @@ def outlook(out: Path, device: Device) -> list[str]:
     return [
         f"All of it takes about {rough(total)} here, {rough(training)} of that for training "
         f"(estimated from {device.source}).{quicker}",
-        *busy(),
         f"What comes out: encoders {', '.join(encoders)} in {experiment.root}/runs; "
         f"{', '.join([*experiment.tables, *experiment.figures])} in {experiment.root}/report.html.",
     ]

@@ -5,7 +5,6 @@ import os
 from dataclasses import dataclass, field
 from typing import cast
 
-from maect.core.errors import counted
 from maect.recipes import Encoder, load_encoder
 from maect.stages import Training, load_recipe
 from maect.stages.base import SelfSupervised
@@ -68,18 +67,6 @@ class Machine(Device):
             ranks = CPU_RANKS if self.name == "cpu" else 1
             self._rates[encoder] = ranks * operations * measure(stage, encoder, batch)
         return self._rates[encoder]
-
-
-def busy() -> list[str]:
-    """Return a line if other programs kept this machine's cores busy in the last minute."""
-    load = os.getloadavg()[0]
-    cores = len(os.sched_getaffinity(0))
-    if load < 1.5 * cores:
-        return []
-    return [
-        f"The machine was busy (load {load:.0f} on {counted(cores, 'core')}) when this was "
-        "measured: ask again when it is quiet."
-    ]
 
 
 def this_machine() -> Machine:

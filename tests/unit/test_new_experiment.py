@@ -45,7 +45,6 @@ from maect.tools.new_experiment import (
 from maect.tools.own_images import find_splits, held_out, inspect_images
 from maect.tools.own_training import FEWEST_STEPS, HOUR, PROBES, weights
 from maect.tools.plan import Device, all_jobs, make_plan, wall
-from maect.tools.speed import busy
 
 ROOT = Path(__file__).parents[2]
 
@@ -290,14 +289,6 @@ def test_few_images_need_no_training(digits, tmp_path, monkeypatch):
     assert str(parsed[1][1].args[0]) in PUBLIC and parsed[1][1].args[1] == digits / "train"
     monkeypatch.setattr("maect.tools.new_experiment.FEW", 1297)
     assert without_training(tmp_path / "mine.yaml") == []
-
-
-def test_a_busy_machine_is_said(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr("os.getloadavg", lambda: (7.2, 0.0, 0.0))
-    assert "busy (load 7 on 2 cores)" in busy()[0]
-    monkeypatch.setattr("os.getloadavg", lambda: (2.1, 9.0, 9.0))
-    assert busy() == []
 
 
 def test_few_steps_have_a_short_average_and_a_warning(digits, tmp_path, monkeypatch):
