@@ -105,7 +105,7 @@ def test_a_command_takes_nothing_from_the_working_folder(
 def test_the_report_takes_nothing_from_the_working_folder(
     tmp_path: Path, trap: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`report_html`, which starts a Snakemake of its own: it would take `default` for a profile."""
+    """`workflow_html` starts a Snakemake of its own, which would take `default` for a profile."""
     file = tmp_path / "mine.yaml"
     about = {
         "storage": str(tmp_path / "results"),
@@ -114,9 +114,9 @@ def test_the_report_takes_nothing_from_the_working_folder(
     }
     file.write_text(yaml.safe_dump(about))
     monkeypatch.setenv("SNAKEMAKE_PROFILE", str(Path("local").absolute()))
-    done = maect("run", str(file), str(tmp_path / "results/report.html"))
+    done = maect("run", str(file), str(tmp_path / "results/workflow.html"))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert trap() == [] and (tmp_path / "results/report.html").exists()
+    assert trap() == [] and (tmp_path / "results/workflow.html").exists()
 
 
 @pytest.mark.parametrize("end", ["", ":."], ids=["PYTHONPATH", "an empty and a relative entry"])

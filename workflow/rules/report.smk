@@ -49,7 +49,7 @@ rule figures:
     localrule: True
 
 
-# What the report names beside the pages are in its resolved file, and made before them.
+# The resolved file names all that is read; other files than pages are made before these.
 rule report_html:
     input:
         config=resolved("report_html", f"{ROOT}/report.yaml"),
@@ -74,7 +74,7 @@ rule report_html:
 # Snakemake's own report: the appendix, of the rules and jobs behind the results.
 rule workflow_html:
     input:
-        shown=report_inputs(experiment),
+        shown=[*report_inputs(experiment), *rules.report_html.output],
     output:
         f"{ROOT}/workflow.html",
     log:
