@@ -1,5 +1,6 @@
 """One rank of a job, as a launched function is given it."""
 
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,10 @@ class Context:
     Attributes:
         cpus: threads that it may use.
         gpus: whether the job was given GPUs: then it does not go on without.
+        began: monotonic time since when this process holds its device.
     """
+
+    began: float = time.monotonic()  # when this is imported
 
     rank: int = 0
     local_rank: int = 0
@@ -46,10 +50,6 @@ class Context:
 
         Only that counts as progress when it is decided whether another attempt is worth it.
         """
-
-    def held_seconds(self) -> float:
-        """Return seconds x ranks for which this job and earlier ones have held their devices."""
-        return 0.0
 
     def store(self, timeout: timedelta, /) -> "Store":
         """Return the TCPStore or file store in which this job's ranks meet."""

@@ -18,25 +18,20 @@ class DeviceTime:
     """
 
     def __init__(
-        self, context: Context, record: Mapping[str, Any], spent: float = 0.0, shown: int = 8
+        self, context: Context, useful: float, logged: Mapping[str, Any] = {}, shown: int = 8
     ) -> None:
         """Go on from a state.
 
         Args:
             context: this rank's.
-            record: of the state; empty at the start.
-            spent: seconds x ranks since the first batch of each attempt before this one.
+            useful: seconds x ranks of the steps before, by the state's record.
+            logged: timing of the run's last log entry, whether its step was kept or not.
             shown: number of last steps whose mean is the speed.
         """
         self._context = context
-        self._spent = spent
-        self.useful: float = record.get("useful_seconds", 0.0)
-        # Of jobs that the launcher's record does not know: that of a finished run begins anew, and
-        # folders are copied without it.
-        self._held_before: float = record.get("held_before", 0.0)
-        held = record.get("held_seconds", 0.0)
-        if context.held_seconds() < held:
-            self._held_before += held
+        self.useful = useful
+        self._before = float(logged.get("device_seconds", 0.0))
+        self._held_before = float(logged.get("held_seconds", 0.0))
         self._steps = 0
         self._recent = deque[float](maxlen=shown)
         self._evaluating = 0.0
@@ -85,17 +80,9 @@ class DeviceTime:
 
     @property
     def held(self) -> float:
-        """Seconds x ranks for which all jobs of the run have held their devices so far."""
-        return self._held_before + self._context.held_seconds()
-
-    @property
-    def record(self) -> dict[str, float]:
-        """Entries of a state's record, to resume from."""
-        return {
-            "useful_seconds": self.useful,
-            "held_before": self._held_before,
-            "held_seconds": self._context.held_seconds(),
-        }
+        """Seconds x ranks for which the run's jobs held their devices, as far as they logged."""
+        seconds = time.monotonic() - self._context.began
+        return self._held_before + seconds * self._context.world_size
 
     @property
     def online_part(self) -> float:
@@ -107,7 +94,7 @@ class DeviceTime:
         """Entries of the log, in seconds x ranks."""
         seconds = time.monotonic() - self._began
         return {
-            "device_seconds": self._spent + seconds * self._context.world_size,
+            "device_seconds": self._before + seconds * self._context.world_size,
             "held_seconds": self.held,
             "useful_seconds": self.useful,
         }

@@ -31,7 +31,7 @@ class Metrics:
 
         self.path = folder / "metrics.jsonl"
         logged = entries(self.path)
-        self.device_seconds = float(logged[-1]["timing"]["device_seconds"]) if logged else 0.0
+        self.last_timing: dict[str, float] = logged[-1]["timing"] if logged else {}
         _repair(self.path, step, steps)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         self._board = SummaryWriter(folder / "tensorboard", purge_step=step + 1 if step else None)

@@ -54,7 +54,7 @@ def unsaved_trainer(
     trainer = Trainer(
         context=context, stage=stage, encoder=objective.encoder.settings, objective=objective,
         engine=engine, device=device, images=IMAGES, step=0, steps=steps, saver=None,
-        save_seconds=float("inf"), fingerprint="", clock=DeviceTime(context, {}),
+        save_seconds=float("inf"), fingerprint="", clock=DeviceTime(context, 0.0),
         accumulation=computing.accumulation,
     )  # fmt: skip
     trainer.hooks = [Watchdog(context), SumLosses(trainer, [])]

@@ -233,7 +233,8 @@ def restore(
     # ---- the trainer and its hooks
     steps = stage.total_steps(images.n)
     metrics = Metrics(folder, step, steps) if context.rank == 0 else None
-    spent = metrics.device_seconds if metrics else 0.0
+    useful = record.get("useful_seconds", 0.0) if record else 0.0
+    logged = metrics.last_timing if metrics else {}
     trainer = Trainer(
         context=context,
         stage=stage,
@@ -247,7 +248,7 @@ def restore(
         saver=Saver(folder, context, prepared.lock, resumed=step if record else None),
         save_seconds=60 * save_every_minutes,
         fingerprint=prepared.identity,
-        clock=DeviceTime(context, record or {}, spent, max(8, log_interval(steps))),
+        clock=DeviceTime(context, useful, logged, max(8, log_interval(steps))),
         accumulation=computing.accumulation,
         labelled=bool(images.labels.min() >= 0),
     )
@@ -527,7 +528,7 @@ class Trainer(Session):
             record: dict[str, Any] = {"fingerprint": self.fingerprint}
             for hook in self.hooks:
                 hook.before_save(record)
-            record |= self.clock.record
+            record["useful_seconds"] = self.clock.useful
             own = buffers if self.context.rank == 0 else {}
             self.saver.save(self.step, snapshot(self.engine.shards, own), record)
         self._saved_at = time.monotonic()

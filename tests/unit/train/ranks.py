@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from maect.core.context import Context
@@ -40,7 +40,7 @@ class Place(Context):
     wait_at: int | None = None  # the step after which to wait for the file `wait_for`
     wait_for: str = ""
     meeting: str = ""
-    held: float | None = None
+    began: float = field(default_factory=time.monotonic)
     superseded: bool = False
 
     def is_current(self):
@@ -61,9 +61,6 @@ class Place(Context):
             time.sleep(0.01)
         if self.freeze_at is not None and self.rank == 1 and self.step >= self.freeze_at:
             os.kill(os.getpid(), signal.SIGSTOP)
-
-    def held_seconds(self):
-        return time.monotonic() * self.world_size if self.held is None else self.held
 
     def store(self, timeout):
         from torch.distributed import FileStore

@@ -181,7 +181,7 @@ def test_damaged_lines_are_dropped_and_named(
     file.write_bytes(b"".join([*lines[:2], damage, damage, *lines[4:]]) + damage)
     metrics = Metrics(tmp_path, 8, 20)
     assert "the entries of steps 3-4 are lost" in caplog.text
-    assert metrics.device_seconds == 9
+    assert metrics.last_timing["device_seconds"] == 9
     metrics.close()
     assert file.read_bytes().splitlines(keepends=True) == [*lines[:2], *lines[4:8]]
     assert [entry["step"] for entry in entries(file)] == [1, 2, 5, 6, 7, 8]

@@ -8,10 +8,23 @@ from maect.train import device_time
 from maect.train.device_time import DeviceTime
 
 
+def test_the_time_of_attempts_before_is_that_of_the_log(monkeypatch):
+    clock = SimpleNamespace(now=50.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(device_time, "time", clock)
+    place = Place(0, 0, 2)
+    place.began = 40.0
+    logged = {"device_seconds": 300.0, "held_seconds": 400.0, "useful_seconds": 280.0}
+    timing = DeviceTime(place, 200.0, logged)
+    clock.now += 5.0
+    assert timing.timing == {
+        "device_seconds": 310.0, "held_seconds": 430.0, "useful_seconds": 200.0,
+    }  # fmt: skip
+
+
 def test_what_counts_as_useful(monkeypatch):
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(device_time, "time", clock)
-    steps = DeviceTime(Place(0, 0, 1), {"useful_seconds": 100.0})
+    steps = DeviceTime(Place(0, 0, 1), 100.0)
     for seconds in (60.0, 2.0, 3.0):  # the first compiles
         clock.now += seconds
         assert steps.step() == seconds

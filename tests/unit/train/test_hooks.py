@@ -32,7 +32,7 @@ def session(steps=7, clock=None, **more):
     stage = SimpleNamespace(batch_size=16, epochs=2)
     encoder = SimpleNamespace(image_size=16)
     engine = SimpleNamespace(shards="shards")
-    clock = clock or DeviceTime(place, {})
+    clock = clock or DeviceTime(place, 0.0)
     made = Session(
         context=place, stage=stage, encoder=encoder, objective=None, engine=engine, device=CPU,
         images=40, steps=steps, clock=clock, hooks=[Watchdog()],

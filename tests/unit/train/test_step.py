@@ -168,7 +168,7 @@ def trainer(bad=None, reads=(), steps=4):
     return Trainer(
         context=place, stage=stage, encoder=None, objective=objective, engine=engine, device=CPU,
         images=100, step=0, steps=steps, saver=Saver(), save_seconds=math.inf, fingerprint="ours",
-        clock=DeviceTime(place, {}), hooks=[Seen(engine, reads)],
+        clock=DeviceTime(place, 0.0), hooks=[Seen(engine, reads)],
     )  # fmt: skip
 
 
