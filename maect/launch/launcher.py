@@ -101,7 +101,6 @@ class _Launch:
         watched: whether the job was submitted or seen alive by this launcher.
         notice: the cluster's last one.
         next_poll: when to ask for the next (monotonic seconds).
-        polled_stops: interrupts until then.
     """
 
     task: Task
@@ -118,7 +117,6 @@ class _Launch:
     watched: bool = field(default=False, init=False)
     notice: Notice = field(default=Notice("unknown", "waiting"), init=False)
     next_poll: float = field(default=0.0, init=False)
-    polled_stops: int = field(default=0, init=False)
     clusters: dict[str, Cluster] = field(default_factory=clusters, init=False)
 
     def run(self) -> None:
@@ -258,7 +256,7 @@ class _Launch:
             time.sleep(TICK)
 
     def poll(self, job: Job) -> Notice:
-        """Return the cluster's notice about a job, asked for now and then, and at an interrupt.
+        """Return the cluster's notice about a job, asked for now and then.
 
         Raises:
             LaunchError: the folder was moved or removed; nothing begins anew in its place.
@@ -267,9 +265,8 @@ class _Launch:
         if not path.exists():
             raise LaunchError(f"{path}: gone, with its folder; start again where that is now")
         now = time.monotonic()
-        if now >= self.next_poll or self.interruption.stops > self.polled_stops:
+        if now >= self.next_poll:
             self.next_poll = now + self.clusters[job.cluster].interval
-            self.polled_stops = self.interruption.stops
             self.notice = notice_of(self.folder, job, self.clusters)
             if job.id is not None and job.state == "submitting":
                 job.state = "submitted"
@@ -316,6 +313,8 @@ class _Launch:
             job.stop = True
             record.write_job(self.folder, job)
             self.line.say("asked the job to save and stop; interrupt again to cancel it at once")
+            self.next_poll = 0.0  # it may have begun since
+            return False
         cluster = self.clusters[job.cluster]
         if record.verdict(self.folder, job) == "stopped":
             cluster.finish(self.folder, job)

@@ -84,9 +84,9 @@ def this_process() -> str:
 
 def is_snakemake_alive() -> bool:
     """Return whether the Snakemake that `MAECT_SNAKEMAKE` names lives; True if it names none."""
-    pid, _, start = os.environ.get(SNAKEMAKE, "").partition(" ")
-    if not (pid.isdecimal() and start.isdecimal()):  # somebody else's variable of this name
+    if SNAKEMAKE not in os.environ:
         return True
+    pid, start = os.environ[SNAKEMAKE].split()
     return _start_ticks(int(pid)) == start
 
 

@@ -55,7 +55,7 @@ def describe(progress: Report) -> str:
         parts.append(f"{progress['images_per_second']:.0f} images/s")
     left = seconds_left(progress)
     if left:
-        parts.append(f"{duration(left)} left")
+        parts.append(f"{rough(left)} left")
     return "  ".join(parts)
 
 
@@ -74,13 +74,6 @@ def part(progress: Report) -> float | None:
     step = progress.get("step")
     steps = progress.get("steps")
     return step / steps if isinstance(step, int) and isinstance(steps, int) and steps else None
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as `1d 02:03:04`, without the day if there is none."""
-    days, rest = divmod(round(seconds), 86400)
-    clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
-    return f"{days}d {clock}" if days else clock
 
 
 def rough(seconds: float) -> str:

@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maect.core.errors import NodeError, UserError
+from maect.core.errors import NodeError
 from maect.launch.record import RankReport
 
 if TYPE_CHECKING:
@@ -100,7 +100,6 @@ def open_rendezvous(attempt: int, size: int, hosts: list[str]) -> Rendezvous:
     """Open the store of rank 0 for `size` ranks on these hosts, at an attempt of the job."""
     secret = secrets.token_hex(16)
     if len(hosts) == 1:
-        _check_loopback()
         folder = tempfile.mkdtemp(prefix="maect-")  # for this user alone
         return Rendezvous(Address(attempt, "127.0.0.1", secret, file=f"{folder}/store"), size)
     # A site's script may name the fast interface.
@@ -122,20 +121,6 @@ def find_rendezvous(published: Path, attempt: int, size: int) -> Rendezvous:
         f"waited {PATIENCE:.0f} s for rank 0 ({published}): "
         "is the folder on a file system that all nodes share?"
     )
-
-
-def _check_loopback() -> None:
-    """Refuse a node whose ranks do not reach each other: they would wait for the time limit."""
-    if os.environ.get("GLOO_SOCKET_IFNAME", "lo") != "lo":
-        return
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            any_socket.connect(("127.0.0.1", 9))  # this finds a route and sends nothing
-    except OSError as error:
-        raise UserError(
-            f"127.0.0.1: {error.strerror}: ranks of a node talk through its interface lo, which "
-            "is down (ip link set lo up); GLOO_SOCKET_IFNAME names another one"
-        ) from None
 
 
 def _listen(address: str) -> socket.socket:

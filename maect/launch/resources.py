@@ -109,60 +109,6 @@ class Resources:
                 "here, source it in the shell that you start from"
             )
 
-    @classmethod
-    def parse(
-        cls,
-        *,
-        nodes: int,
-        cluster: str = "local",
-        devices: str | int = 1,
-        cpus: str | int = "auto",
-        memory_mb: str | int = 0,
-        minutes: str | int = WALL_MINUTES,
-        partition: str = "",
-        account: str = "",
-        sbatch: str = "",
-        setup: str = "",
-        python: str = "",
-    ) -> "Resources":
-        """Read resources as people write them on the command line or in a profile.
-
-        Args:
-            devices: ranks per node, or what `count_devices` counts on this machine.
-            cpus: CPUs per rank; "auto" is an equal share of this machine's.
-            memory_mb: memory per node in MB; 0 leaves it to the site.
-            sbatch: further sbatch arguments, `KEY=VALUE,KEY=VALUE`.
-            setup, python: a path in them is relative to the working folder.
-
-        Raises:
-            UserError: settings that fit no machine, or that only this machine could answer.
-        """
-        if account.startswith("$"):
-            raise UserError(f"--account {account}: this variable is not set; export it")
-        if cluster == "slurm" and cpus == "auto":
-            raise UserError("--cpus auto is for this machine; a job on SLURM takes a number")
-        if cpus != "auto" and not str(cpus).isdecimal():
-            raise UserError(f"--cpus {cpus}: a positive number, or auto")
-        if cluster == "slurm" and not str(devices).isdecimal():
-            raise UserError(
-                f"--devices {devices} is for this machine; a job on SLURM takes a number"
-            )
-        ranks = count_devices(str(devices))
-        share = max(1, len(os.sched_getaffinity(0)) // ranks)
-        return cls(
-            cluster=cluster,
-            nodes=nodes,
-            devices=ranks,
-            cpus=share if cpus == "auto" else int(cpus),
-            memory_mb=int(memory_mb) or None,
-            minutes=int(minutes),
-            partition=partition or None,
-            account=account or None,
-            sbatch=sbatch_arguments(sbatch),
-            setup=os.path.abspath(setup) if setup else None,
-            python=shlex.join(map(_absolute, shlex.split(python))) or None,
-        )
-
     @property
     def ranks(self) -> int:
         """Return the number of ranks of the job."""
@@ -194,12 +140,15 @@ class Resources:
         return max(20, min(300, self.minutes * 6))
 
 
-def _absolute(word: str) -> str:
-    """Return a word of a command, the path of a file in full: jobs begin in other folders.
+def full_paths(command: str) -> str:
+    """Return a command with the paths of files in full: jobs begin in other folders.
 
     A word without a `/` is a command's name, whatever lies in the working folder.
     """
-    return os.path.abspath(word) if "/" in word and os.path.isfile(word) else word
+    words = shlex.split(command)
+    return shlex.join(
+        os.path.abspath(word) if "/" in word and os.path.isfile(word) else word for word in words
+    )
 
 
 def sbatch_arguments(text: str) -> tuple[str, ...]:

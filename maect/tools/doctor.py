@@ -33,6 +33,7 @@ from maect.launch import LaunchError, Resources, Task, launch
 from maect.launch.resources import node_range
 from maect.launch.shell import command
 from maect.stages import load_recipe
+from maect.tools.job_commands import Launching
 from maect.train.engine import Engine, start
 from maect.train.stage import grouped
 
@@ -119,7 +120,7 @@ def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
 def resources(asked: dict[str, Any], nodes: int) -> Resources:
     """Return a rule's resources on this many nodes; UserError if no machine has them."""
     given = {PROFILE[key][0]: value for key, value in asked.items() if key in PROFILE}
-    return Resources.parse(**given | {"nodes": nodes})
+    return Launching.of(given | {"nodes": nodes}).resources(nodes)
 
 
 def software() -> list[Finding]:

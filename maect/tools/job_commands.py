@@ -1,5 +1,6 @@
 """Commands that run one job each, here or on a cluster, from training to evaluation."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from maect.data.commands import StatedPixels
 
 if TYPE_CHECKING:
     from maect.evaluate import EvaluationConfig
+    from maect.launch import Resources
     from maect.models.checkpoints import Converted
     from maect.stages.run import RunConfig
     from maect.tools.jobs import Where
@@ -70,14 +72,45 @@ class Launching:
 
     def where(self, gpu: str = "") -> "Where":
         """Return where a job runs, on devices of the given model."""
-        from maect.launch import Resources
         from maect.launch.resources import node_range
         from maect.tools.jobs import Where
 
-        others = {field.name for field in fields(self)} - {"nodes", "detach", "log"}
-        given = {name: getattr(self, name) for name in others}
-        resources = Resources.parse(nodes=node_range(self.nodes)[0], **given)
+        resources = self.resources(node_range(self.nodes)[0])
         return Where(resources, self.nodes, gpu, self.detach)
+
+    def resources(self, nodes: int) -> "Resources":
+        """Return the resources of a job on so many nodes.
+
+        Raises:
+            UserError: settings that fit no machine, or that only this machine could answer.
+        """
+        from maect.launch.resources import Resources, count_devices, full_paths, sbatch_arguments
+
+        if self.account.startswith("$"):
+            raise UserError(f"--account {self.account}: this variable is not set; export it")
+        if self.cluster == "slurm":
+            for name, value in (("cpus", self.cpus), ("devices", self.devices)):
+                if not value.isdecimal():
+                    raise UserError(
+                        f"--{name} {value} is for this machine; a job on SLURM takes a number"
+                    )
+        if self.cpus != "auto" and not self.cpus.isdecimal():
+            raise UserError(f"--cpus {self.cpus}: a positive number, or auto")
+        devices = count_devices(self.devices)
+        share = max(1, len(os.sched_getaffinity(0)) // devices)
+        return Resources(
+            cluster=self.cluster,
+            nodes=nodes,
+            devices=devices,
+            cpus=share if self.cpus == "auto" else int(self.cpus),
+            memory_mb=int(self.memory_mb) or None,
+            minutes=int(self.minutes),
+            partition=self.partition or None,
+            account=self.account or None,
+            sbatch=sbatch_arguments(self.sbatch),
+            setup=os.path.abspath(self.setup) if self.setup else None,
+            python=full_paths(self.python) or None,
+        )
 
 
 LOCAL = Launching()

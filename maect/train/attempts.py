@@ -34,8 +34,6 @@ VARIABLES = (
     "NCCL_MAX_CTAS", "TORCHINDUCTOR_DETERMINISTIC",
 )  # fmt: skip
 """Environment variables that change the instructions, or the order of sums, of libraries."""
-_NOTED_LATER = ("ranks_a_node", "scipy")
-"""Values that older histories lack."""
 
 
 class Attempt(Settings):
@@ -92,7 +90,7 @@ class Attempt(Settings):
         now, then = _flat(self), _flat(before)
         for name in now | then:
             new, old = now.get(name), then.get(name)
-            if new == old or (old is None and name in _NOTED_LATER):
+            if new == old:
                 continue
             new = "not set" if new is None else new
             old = "not set" if old is None else old

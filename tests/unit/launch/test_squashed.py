@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maect.launch import Resources
+from maect.tools.job_commands import Launching
 
 ROOT = Path(__file__).parents[3]
 BY = ["squashfuse", "unsquashfs"]
@@ -63,6 +63,6 @@ def test_a_command_in_place_of_python(tmp_path, monkeypatch):
     """A file in it is named in full, since a job begins in another folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "image.sif").touch()
-    resources = Resources.parse(nodes=1, python="apptainer exec --nv ./image.sif python")
+    resources = Launching(python="apptainer exec --nv ./image.sif python").resources(1)
     assert resources.python == f"apptainer exec --nv {tmp_path}/image.sif python"
-    assert Resources.parse(nodes=1).python is None
+    assert Launching().resources(1).python is None
