@@ -13,8 +13,7 @@ import pytest
 from counting import expected
 from launching import MAECT_RUN, Run, finish, kill, wait_for
 
-from maect.launch import owner
-from maect.launch.owner import TOGETHER, Interruption, is_snakemake_alive, lock_folder, this_process
+from maect.launch.owner import TOGETHER, is_snakemake_alive, lock_folder, this_process
 from maect.launch.resources import LaunchError
 
 
@@ -235,17 +234,6 @@ def test_a_termination_of_the_whole_group_counts_once(run):
         words = finish(above)
     assert above.returncode == 130 and "saved and stopped at step 21" in words, words
     assert run.processes() == []
-
-
-@pytest.mark.parametrize("pause", [0.5, 1.5])
-def test_signals_that_come_together_are_one(pause, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(owner.time, "monotonic", lambda: now[0])
-    with Interruption(detach=False) as asked:
-        signal.raise_signal(signal.SIGTERM)
-        now[0] += pause
-        signal.raise_signal(signal.SIGINT)
-    assert asked.stops == (2 if pause > 1 else 1)
 
 
 def test_interrupt_with_detach_leaves_the_job_running(run):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import HERE, finish, wait_for
+from launching import HERE
 
 from maect.core.context import Context
 from maect.core.errors import UserError
@@ -163,10 +163,3 @@ def test_import_is_light():
 def test_a_launched_rank_answers_everything_itself():
     methods = {name for name, value in vars(Context).items() if callable(value)}
     assert {"saved", "fail"} < methods <= vars(Rank).keys()
-
-
-def test_launcher_reports_to_a_log(run):
-    launcher = run.start(steps=20)
-    words = finish(launcher)
-    assert "submitted local job" in words and "\r" not in words
-    wait_for(lambda: not run.processes())
