@@ -94,7 +94,6 @@ class _Launch:
 
     Attributes:
         asked_at: when the job was asked to save and stop (monotonic seconds).
-        shown: messages that people have seen.
         failures: attempts without progress, one after another.
         refused_since: when SLURM began to take no job.
         wait: seconds to wait before the next submission.
@@ -110,7 +109,6 @@ class _Launch:
     line: progress.ProgressLine
     interruption: Interruption
     asked_at: float | None = field(default=None, init=False)
-    shown: set[str] = field(default_factory=set, init=False)
     failures: int = field(default=0, init=False)
     refused_since: float | None = field(default=None, init=False)
     wait: float = field(default=0.0, init=False)
@@ -206,7 +204,7 @@ class _Launch:
         if not again:
             raise LaunchError(f"{self.line.title}: {job.cluster} job not accepted: {error}")
         self.wait = min(max(2 * self.wait, slurm.squeue_seconds()), LONGEST_WAIT)
-        self.say_once(f"SLURM takes no job for now; trying again: {error}")
+        self.line.say(f"SLURM takes no job for now; trying again: {error}")
 
     def may_try_again(self, job: Job, error: str) -> bool:
         """Return whether SLURM may take a job later that it has not taken, without anybody's help.
@@ -241,7 +239,7 @@ class _Launch:
             notice = self.poll(job)
             self.watched = self.watched or notice.phase in ("pending", "running")
             if notice.hint:
-                self.say_once(notice.hint)
+                self.line.say(notice.hint)
             self.leave_if_asked(job)
             if (self.interruption.stops or not is_wanted) and self.stop(job, notice):
                 return None
@@ -274,14 +272,8 @@ class _Launch:
         return self.notice
 
     def show_job_messages(self, job: Job) -> None:
-        """Print messages from the job, each once."""
+        """Print messages from the job."""
         for sentence in record.rank_0(self.folder, job).said:
-            self.say_once(sentence)
-
-    def say_once(self, sentence: str) -> None:
-        """Print a message unless it was printed before."""
-        if sentence not in self.shown:
-            self.shown.add(sentence)
             self.line.say(sentence)
 
     def progress_line(self, job: Job, notice: Notice) -> tuple[str, float | None]:

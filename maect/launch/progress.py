@@ -103,9 +103,15 @@ class ProgressLine:
         self._start = time.monotonic()
         self._shown_at = float("-inf")
         self._shown = ""
+        self._said: set[str] = set()
 
     def say(self, text: str) -> None:
-        """Log a message."""
+        """Log a message, unless it was logged before."""
+        if text not in self._said:
+            self._said.add(text)
+            self._log(text)
+
+    def _log(self, text: str) -> None:
         log.info("%s: %s", self.title, text)
 
     def is_due(self) -> bool:
@@ -126,7 +132,7 @@ class ProgressLine:
         if self._watched:
             self._draw(text, part)
         else:
-            self.say(text)
+            self._log(text)
 
     def close(self) -> None:
         """Remove the bar."""

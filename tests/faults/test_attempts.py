@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_record, write_record
 from maect.launch import record
 from maect.launch.launcher import _Launch
+from maect.launch.progress import ProgressLine
 from maect.launch.worker import Rank, RankFile
 from maect.records import RunRecord
 from maect.train.attempts import Attempt, note_attempt
@@ -147,7 +147,7 @@ def test_a_compiler_that_is_gone(
     assert "resumes with compiled False, it was True" in (tmp_path / "log").read_text()
 
 
-def test_the_terminal_says_it(tmp_path: Path) -> None:
+def test_the_terminal_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Audit 6: what a rank says to people is shown by the launcher, each sentence once.
 
     Also after SLURM has begun the job again: as many as before the requeue were left out.
@@ -160,8 +160,8 @@ def test_the_terminal_says_it(tmp_path: Path) -> None:
         rank=0, local_rank=0, world_size=1, local_world_size=1, node=0, cpus=1, gpus=False,
         folder=tmp_path, name=job.name, attempt=0, file=file,
     )  # fmt: skip
-    shown: list[str] = []
-    line: Any = SimpleNamespace(say=shown.append)
+    caplog.set_level("INFO", "maect")
+    line = ProgressLine("train")
     launcher = _Launch(nothing, tmp_path, nothing, nothing, line, nothing)
     launcher.show_job_messages(job)
     rank.say("resumes with threads 1, it was 2")
@@ -169,13 +169,14 @@ def test_the_terminal_says_it(tmp_path: Path) -> None:
     rank.say("resumes with revision b, it was a")
     launcher.show_job_messages(job)
     launcher.show_job_messages(job)
-    assert shown == ["resumes with threads 1, it was 2", "resumes with revision b, it was a"]
+    said = ["train: resumes with threads 1, it was 2", "train: resumes with revision b, it was a"]
+    assert caplog.messages == said
     file = RankFile(tmp_path, job.name, 0)
     rank = replace(rank, attempt=1, file=file, said=[])
     rank.say("resumes with device H200, it was A100")
     launcher.show_job_messages(job)
     launcher.show_job_messages(job)
-    assert shown[2:] == ["resumes with device H200, it was A100"]
+    assert caplog.messages[2:] == ["train: resumes with device H200, it was A100"]
 
 
 @pytest.mark.parametrize("value", ["1", "0", None])
