@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from maect.launch import Resources
     from maect.models.checkpoints import Converted
     from maect.stages.run import RunConfig
-    from maect.tools.jobs import Where
 
 File = TypeVar("File", "RunConfig", "EvaluationConfig")
 Changes = Annotated[Sequence[str], Parameter(metavar="KEY=VALUE")]
@@ -69,14 +68,6 @@ class Launching:
         check_names("options", options, [field.name for field in fields(cls)])
         words = {k: str(v) for k, v in options.items() if k in ("nodes", "devices", "cpus")}
         return cls(**dict(options) | words)
-
-    def where(self, gpu: str = "") -> "Where":
-        """Return where a job runs, on devices of the given model."""
-        from maect.launch.resources import node_range
-        from maect.tools.jobs import Where
-
-        resources = self.resources(node_range(self.nodes)[0])
-        return Where(resources, self.nodes, gpu, self.detach)
 
     def resources(self, nodes: int) -> "Resources":
         """Return the resources of a job on so many nodes.
@@ -196,7 +187,8 @@ def train(
     jobs.train(
         run,
         path,
-        launching.where(gpu),
+        launching,
+        gpu=gpu,
         save_every_minutes=save_every_minutes,
         convert_world_size=convert_world_size,
         stage_to=stage_to,
@@ -336,7 +328,7 @@ def features(
             raise UserError(
                 f"{out}: exists, and no {path.name} says what it is; choose another --out"
             )
-    jobs.extract_features(config, path, launching.where())
+    jobs.extract_features(config, path, launching)
 
 
 def evaluate(
@@ -367,4 +359,4 @@ def evaluate(
             f"{config}: {' '.join(changes)} asks for other inputs; "
             "name the files with inputs.NAME=PATH"
         )
-    jobs.evaluate(*read_job(EvaluationConfig, config, changes, out), launching.where())
+    jobs.evaluate(*read_job(EvaluationConfig, config, changes, out), launching)

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maect.core.errors import MissingFileError, UserError, counted
 from maect.core.files import need, read_record, sha256_file, with_retries
@@ -23,40 +23,28 @@ from maect.records import RunRecord
 from maect.stages.run import RunConfig
 from maect.train import run_folder
 
+if TYPE_CHECKING:
+    from maect.tools.job_commands import Launching
+
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Where:
-    """Place where a job runs, on nodes such as `1..16`; no part of a result's identity."""
-
-    resources: Resources
-    nodes: str
-    gpu: str = ""
-    detach: bool = False
-
-    def run(
-        self,
-        what: str,
-        folder: Path,
-        task: Task,
-        is_done: Callable[[], bool],
-        nodes: int,
-        result: Path | None = None,
-    ) -> None:
-        """Run a function on every rank until its result exists.
-
-        With the path of its `result`, a line says that this was so before.
-        """
-        name = folder.name
-        if name.endswith(".job"):  # beside those of other runs
-            name = f"{folder.parent.name} {name.removesuffix('.job')}".strip()
-        if result is not None and is_done():
-            log.info("%s %s: %s is there", what, name, result)
-        launch(
-            task, folder, replace(self.resources, nodes=nodes),
-            is_done=is_done, describe=f"{what} {name}", detach=self.detach,
-        )  # fmt: skip
+def run_job(
+    what: str,
+    folder: Path,
+    task: Task,
+    is_done: Callable[[], bool],
+    resources: Resources,
+    detach: bool,
+    result: Path,
+) -> None:
+    """Run a function on every rank until its result exists; say so if it did before."""
+    name = folder.name
+    if name.endswith(".job"):  # beside those of other runs
+        name = f"{folder.parent.name} {name.removesuffix('.job')}".strip()
+    if is_done():
+        log.info("%s %s: %s is there", what, name, result)
+    launch(task, folder, resources, is_done=is_done, describe=f"{what} {name}", detach=detach)
 
 
 def _given(config: SettingsFile, path: Path, **more: Any) -> dict[str, Any]:
@@ -73,13 +61,14 @@ def need_shards(folder: Path) -> str:
 def train(
     config: RunConfig,
     path: Path,
-    where: Where,
+    launching: "Launching",
     *,
+    gpu: str = "",
     save_every_minutes: float,
     convert_world_size: bool = False,
     stage_to: str = "",
 ) -> None:
-    """Train as a resolved file says, its results beside it.
+    """Train as a resolved file says, its results beside it, on GPUs of the given model.
 
     Raises:
         UserError: what cannot work, and what would be another run than the one that lies there.
@@ -90,12 +79,13 @@ def train(
         need(RunRecord.path(config.source), "finished run")
     identity = config.fingerprint(data, run_folder.source_files(config.source))
     finished = run_folder.is_finished(path.parent, identity)
-    devices = where.resources.devices
+    resources = launching.resources(node_range(launching.nodes)[0])
+    devices = resources.devices
     step = stage.flops_per_image(config.encoder) * stage.batch_size
-    gpu = where.gpu or (gpu_here() if where.resources.cluster == "local" else "")
-    nodes = training_nodes(where.nodes, devices, stage.batch_size, step, relative_speed(gpu))
+    gpu = gpu or (gpu_here() if launching.cluster == "local" else "")
+    nodes = training_nodes(launching.nodes, devices, stage.batch_size, step, relative_speed(gpu))
     if not (finished or convert_world_size or run_folder.replaced(path.parent, identity)):
-        nodes = _as_saved(path.parent, nodes, where)
+        nodes = _as_saved(path.parent, nodes, devices, launching.nodes)
     stage.check_ranks(nodes * devices, computing)
     if (memory := gpu_memory(gpu)) is not None:
         online = config.online_evaluation is not None
@@ -116,17 +106,20 @@ def train(
     task = Task("maect.stages.run:train", arguments, identity)
     is_done = partial(run_folder.is_finished, path.parent, identity)
     with stamped(path, config):
-        where.run("train", path.parent, task, is_done, nodes, RunRecord.path(path.parent))
+        run_job(
+            "train", path.parent, task, is_done, replace(resources, nodes=nodes),
+            launching.detach, RunRecord.path(path.parent),
+        )  # fmt: skip
     # A rank may have been killed after the record was written: no other one is started then.
     if not stage.keeps_state and is_done():
         run_folder.remove_states(path.parent)
 
 
-def _as_saved(run: Path, nodes: int, where: Where) -> int:
+def _as_saved(run: Path, nodes: int, devices: int, allowed: str) -> int:
     """Return the nodes with as many ranks as saved a run's state; without a state those given.
 
     Raises:
-        UserError: `where` cannot have as many, or the state is lost.
+        UserError: the allowed range has no such number, or the state is lost.
     """
     if not (run / "state").is_dir():
         run_folder.check_not_lost(run)
@@ -134,7 +127,6 @@ def _as_saved(run: Path, nodes: int, where: Where) -> int:
     from maect.train.checkpoint import saved
 
     states = saved(run / "state")
-    devices = where.resources.devices
     if not states:
         run_folder.check_not_lost(run)
     before = None
@@ -142,7 +134,7 @@ def _as_saved(run: Path, nodes: int, where: Where) -> int:
         before = int(with_retries(read_record, states[0] / "state.json")["world_size"])
     if before in (None, nodes * devices):
         return nodes
-    least, most = node_range(where.nodes)
+    least, most = node_range(allowed)
     if before % devices == 0 and least <= before // devices <= most:
         log.info("%s: on %s, as its state", run.name, counted(before // devices, "node"))
         return before // devices
@@ -157,7 +149,7 @@ def _as_saved(run: Path, nodes: int, where: Where) -> int:
     )
 
 
-def extract_features(config: FeaturesConfig, path: Path, where: Where) -> None:
+def extract_features(config: FeaturesConfig, path: Path, launching: "Launching") -> None:
     """Write the features of a split beside their resolved file; UserError if inputs are missing."""
     encoder = need(config.run / "encoder.safetensors", "encoder")
     out = path.with_suffix(".safetensors")
@@ -176,19 +168,20 @@ def extract_features(config: FeaturesConfig, path: Path, where: Where) -> None:
 
     config.write(path)
     task = Task("maect.evaluate.features:features", _given(config, path), digest(wanted))
-    nodes = fixed_nodes(where.nodes)
+    resources = launching.resources(fixed_nodes(launching.nodes))
+    job = out.with_suffix(".job")
     with stamped(path, config):
-        where.run("features", out.with_suffix(".job"), task, is_done, nodes, out)
+        run_job("features", job, task, is_done, resources, launching.detach, out)
 
 
-def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
+def evaluate(config: EvaluationConfig, path: Path, launching: "Launching") -> None:
     """Evaluate as a resolved file says, the result beside it.
 
     Raises:
         UserError: an input that is missing, or ranks that the protocol cannot use.
     """
-    nodes = fixed_nodes(where.nodes)
-    config.settings.check_ranks(nodes * where.resources.devices)
+    resources = launching.resources(fixed_nodes(launching.nodes))
+    config.settings.check_ranks(resources.ranks)
     need(config.run / "encoder.safetensors", "encoder")
     for name in config.settings.inputs():
         if name not in config.inputs:
@@ -200,4 +193,4 @@ def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
     out = path.with_suffix(".json")
     job = path.with_suffix(".job")
     with stamped(path, config):
-        where.run("evaluate", job, task, result.is_there, nodes, out)
+        run_job("evaluate", job, task, result.is_there, resources, launching.detach, out)

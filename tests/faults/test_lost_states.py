@@ -11,10 +11,8 @@ import pytest
 
 from maect.core.errors import UserError
 from maect.core.files import write_record
-from maect.launch import Resources
 from maect.records import RunRecord
 from maect.tools import clean, jobs
-from maect.tools.jobs import Where
 from maect.train.run_folder import check_not_lost, read_notes, remove_states
 
 TRAINING = Path(__file__).parents[1] / "unit/train"
@@ -80,9 +78,8 @@ def test_a_damaged_recipe(stopped: tuple[Path, Job], tmp_path: Path) -> None:
 
 def test_it_ends_before_it_queues(purged: dict[str, Any]) -> None:
     """Audit 5: the command itself ends; no job waits for a node to find it out."""
-    here = Where(Resources(devices=1), nodes="1")
     with pytest.raises(UserError, match="no state"):
-        jobs._as_saved(Path(purged["folder"]), 1, here)
+        jobs._as_saved(Path(purged["folder"]), 1, 1, "1")
 
 
 def test_a_kill_before_the_first_save(stopped: tuple[Path, Job], tmp_path: Path) -> None:

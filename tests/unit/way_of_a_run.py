@@ -26,8 +26,8 @@ from maect.experiment.load import load
 from maect.experiment.pages import make_page, pages
 from maect.experiment.resolve import files
 from maect.launch import Task
+from maect.tools import jobs
 from maect.tools.job_commands import Launching, evaluate, features, train
-from maect.tools.jobs import Where
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
 from tiny_runs import noise_shards
@@ -77,7 +77,7 @@ def from_yaml_to_a_cell(folder: Path) -> Path:
     return root / "tables/low_shot.csv"
 
 
-def here(_: Where, kind: str, folder: Path, task: Task, *others: Any) -> None:
+def here(kind: str, folder: Path, task: Task, *others: Any) -> None:
     """Call a launched function in this process."""
     module, name = task.function.split(":")
     getattr(importlib.import_module(module), name)(Context(), **task.arguments)
@@ -97,7 +97,7 @@ def main(folder: Path) -> None:
         "compare_with_paper": False,
     }
     (folder / "mine.yaml").write_text(yaml.safe_dump(experiment))
-    Where.run = here  # type: ignore[assignment, method-assign]
+    jobs.run_job = here
     os.environ["LOCAL_RANK"] = "0"  # for DeepSpeed, which the launcher tells it
     known = set[str]()
 
