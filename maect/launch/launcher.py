@@ -120,11 +120,11 @@ class _Launch:
     def run(self) -> None:
         """Attach to the job on record, or submit one, until the completion record exists."""
         job = self.attach()
-        if job is not None and self.is_done():  # a replaced job had not written yet
-            self.line.say("done")
-            return
         while True:
             if job is None or job.state == "ended":
+                if job is not None and self.is_done():  # a replaced job had not written yet
+                    self.line.say("done")
+                    return
                 self.wait_before_submission()
                 job = self.submit(job)
                 if job.state == "ended":
