@@ -104,8 +104,8 @@ def train(
         >>> folder = maect.train("results/birds/runs/mae/config.yaml", devices=2)
         >>> encoder = maect.load(folder)
     """
-    from maect.tools.job_commands import Launching
     from maect.tools.job_commands import train as command
+    from maect.tools.launching import Launching
 
     written = None if out is None else Path(out)
     command(Path(config), changes, out=written, launching=Launching.of(where))
@@ -137,8 +137,8 @@ def evaluate(
         93.1
     """
     from maect.core.files import read_record
-    from maect.tools.job_commands import Launching
     from maect.tools.job_commands import evaluate as command
+    from maect.tools.launching import Launching
 
     written = None if out is None else Path(out)
     command(Path(config), changes, out=written, launching=Launching.of(where))

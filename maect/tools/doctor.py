@@ -33,7 +33,7 @@ from maect.launch import LaunchError, Resources, Task, launch
 from maect.launch.resources import node_range
 from maect.launch.shell import command
 from maect.stages import load_recipe
-from maect.tools.job_commands import Launching
+from maect.tools.launching import Launching
 from maect.train.engine import Engine, start
 from maect.train.stage import grouped
 

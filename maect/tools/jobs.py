@@ -24,7 +24,7 @@ from maect.stages.run import RunConfig
 from maect.train import run_folder
 
 if TYPE_CHECKING:
-    from maect.tools.job_commands import Launching
+    from maect.tools.launching import Launching
 
 log = logging.getLogger(__name__)
 

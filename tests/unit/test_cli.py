@@ -16,7 +16,7 @@ from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.launch.resources import count_devices
 from maect.records import RunRecord
-from maect.tools.job_commands import Launching
+from maect.tools.launching import Launching
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ from maect.experiment.pages import make_page, pages
 from maect.experiment.resolve import files
 from maect.launch import Task
 from maect.tools import jobs
-from maect.tools.job_commands import Launching, evaluate, features, train
+from maect.tools.job_commands import evaluate, features, train
+from maect.tools.launching import Launching
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
 from tiny_runs import noise_shards

@@ -15,7 +15,7 @@ from maect.launch import LaunchError, Resources, Task, launch, progress, sbatch
 from maect.launch.record import unique_name
 from maect.launch.shell import environment
 from maect.launch.worker import Rank
-from maect.tools.job_commands import Launching
+from maect.tools.launching import Launching
 
 
 def from_words(**words):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maect.tools.job_commands import Launching
+from maect.tools.launching import Launching
 
 ROOT = Path(__file__).parents[3]
 BY = ["squashfuse", "unsquashfs"]
