@@ -103,15 +103,10 @@ def export_run(
     source = run / "encoder.safetensors"
     checksum = checked_sha256(source)
     _, encoder, pooling = load_encoder_weights(source)
-    if encoder.norm == "post":
+    if encoder.norm == "post" or pooling == "mean_cls":
         raise UserError(
-            f"{run}: its blocks have their norms behind the sums, which no model of timm has; use "
-            f"the run as it is: maect.load({str(run)!r})"
-        )
-    if pooling == "mean_cls":
-        raise UserError(
-            f"{run}: its features are the mean of several [CLS] tokens, which no model of timm "
-            f"gives; use the run as it is: maect.load({str(run)!r})"
+            f"{run}: no model of timm has its norms behind the sums, or gives the mean of several "
+            f"[CLS] tokens; use the run as it is: maect.load({str(run)!r})"
         )
     resize = resize or encoder.default_resize
     if resize < encoder.image_size:
