@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from ranks import run
 from safetensors.torch import load_file
-from timm.models.vision_transformer import VisionTransformer
 from tiny_runs import job_maker, losses, metrics, noise_shards
 
 from maect.data.index import open_index
@@ -167,17 +166,6 @@ def test_a_queue_of_other_images_has_no_id_or_label_of_them(job, shards, tmp_pat
             assert (left[key] < 0).sum() == unknown, (name, key)
         assert first["queue_filled"] == (name == "same")
         assert first["lookup_accuracy"] == 100 * (name == "same")
-
-
-def test_exported_encoder_is_timms(job, tmp_path):
-    only = job("mae", "mae", epochs=1)
-    assert run(1, only, log=tmp_path / "log") == ["done"]
-    shape = Encoder.model_validate(only["encoder"])
-    model = VisionTransformer(
-        img_size=shape.image_size, patch_size=shape.patch_size, embed_dim=shape.width,
-        depth=shape.depth, num_heads=shape.heads, num_classes=0,
-    )  # fmt: skip
-    model.load_state_dict(weights(only["folder"]), strict=True)
 
 
 def test_head_initialisation_builds_no_graph_of_the_encoder(job, tmp_path):
