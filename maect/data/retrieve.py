@@ -1,4 +1,4 @@
-"""Download public files: resumable, checked, and complete under their final names only.
+"""Download public files: continued, checked, and complete under their final names only.
 
 The catalogue has address, name and, where it is known, sha256 of each file. Of others the hash of
 the first download is kept beside the file.
@@ -8,7 +8,6 @@ By hand, because the common libraries lose what gigabytes over a bad line need: 
 checksums and unpacking, but starts a broken download over and takes a cut one for complete.
 """
 
-import errno
 import http.client
 import shutil
 import tarfile
@@ -30,10 +29,6 @@ from maect.recipes.few_labels import OFFICIAL
 
 _ATTEMPTS = 5
 _TIMEOUT = 60
-_PIECE = 1 << 20
-# No name service or no route: waiting will not help.
-_HOPELESS = ("Name or service", "name resolution", "unreachable", "refused")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, ValueError)
 
 
@@ -67,7 +62,7 @@ def retrieve(what: str, out: Path) -> list[Path]:
     return fetch_all(entry(what, CATALOGUE, "data or weights"), Path(out))
 
 
-def fetch_all(remotes: Iterable[Remote], out: Path, wait: float = 2.0) -> list[Path]:
+def fetch_all(remotes: Iterable[Remote], out: Path, wait: float = 1.0) -> list[Path]:
     """Fetch and unpack files; `wait` seconds before a second attempt, doubling."""
     out.mkdir(parents=True, exist_ok=True)
     fetched = []
@@ -80,78 +75,68 @@ def fetch_all(remotes: Iterable[Remote], out: Path, wait: float = 2.0) -> list[P
             _download(remote, path, wait)
         sha256 = _check_hash(remote, path)
         fetched.append(path if not remote.unpacks_to else _unpack(path, out / remote.unpacks_to))
-        if not _hash_file(path).exists():  # not before an archive is unpacked
-            write_text(_hash_file(path), f"{sha256}  {path.name}\n")
+        write_text(_hash_file(path), f"{sha256}  {path.name}\n")  # once an archive is unpacked
     return fetched
 
 
+class _Part:
+    """A file that is being downloaded; continued as long as its source stays the same."""
+
+    def __init__(self, url: str, path: Path) -> None:
+        self.path = path
+        self._url = url
+        self._tag = ""
+        path.write_bytes(b"")
+
+    @property
+    def size(self) -> int:
+        """Return the bytes that are there."""
+        return self.path.stat().st_size
+
+    def receive(self) -> None:
+        """Receive the rest; an OSError or HTTPException if the connection breaks."""
+        headers = {"User-Agent": "maect"}
+        if self.size and self._tag:
+            headers |= {"Range": f"bytes={self.size}-", "If-Range": self._tag}
+        request = urllib.request.Request(self._url, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
+            tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+            self._tag = "" if tag.startswith("W/") else tag  # a weak one cannot vouch for a range
+            before = self.size if response.status == 206 else 0
+            with open(self.path, "ab" if before else "wb") as file:
+                shutil.copyfileobj(response, file)
+            length = response.headers.get("Content-Length")
+        received = self.size - before
+        if length is not None and received != int(length):
+            raise ConnectionError(f"connection closed after {received} of {length} bytes")
+
+
 def _download(remote: Remote, path: Path, wait: float) -> None:
-    part = path.with_name(f"{path.name}.part")
+    part = _Part(remote.url, path.with_name(f"{path.name}.part"))
     failures = 0
     while True:
-        before = _size(part)
+        before = part.size
         try:
-            _continue_download(remote.url, part)
+            part.receive()
             break
-        except urllib.error.HTTPError as error:
-            reason = f"HTTP {error.code}"
-            hopeless = error.code < 500 and error.code != 429
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, OSError) and error.errno in _FULL:
-                raise UserError(f"{part}: {error.strerror}; make room and try again") from None
-            reason = str(getattr(error, "reason", error)) or type(error).__name__
-            hopeless = any(word in reason for word in _HOPELESS)
-        failures = 0 if _size(part) > before else failures + 1
-        if hopeless or failures == _ATTEMPTS:
-            raise UserError(
-                f"cannot fetch {remote.url}: {reason}. On a machine with internet run `curl -L -o "
-                f"{path.name} {remote.url}`, put the file at {path.resolve()} and try again"
-            )
+            failures = 0 if part.size > before else failures + 1
+            code = error.code if isinstance(error, urllib.error.HTTPError) else 500
+            if failures == _ATTEMPTS or (code < 500 and code != 429):
+                raise UserError(
+                    f"cannot fetch {remote.url}: {reason(error)}. On a machine with internet run "
+                    f"`curl -L -o {path.name} {remote.url}`, put the file at {path.resolve()} and "
+                    "try again"
+                ) from None
         time.sleep(wait * 2 ** max(failures - 1, 0))
-    # A wrong file must not be taken for a part to resume from.
-    if remote.sha256 is not None and sha256_file(part) != remote.sha256:
-        part.unlink()
-        _etag_file(part).unlink(missing_ok=True)
+    if remote.sha256 is not None and sha256_file(part.path) != remote.sha256:
+        part.path.unlink()
         raise UserError(
             f"{remote.url}: sha256 differs from the expected {remote.sha256}; the download was "
             "deleted. Try again; if it stays, the file has changed at its source"
         )
-    fsync_path(part)
-    part.rename(path)
-    _etag_file(part).unlink(missing_ok=True)
-
-
-def _continue_download(url: str, part: Path) -> None:
-    """Continue a download where it stopped, unless the source has changed since."""
-    start = _size(part)
-    headers = {"User-Agent": "maect"}
-    if start and _etag_file(part).exists():
-        headers |= {"Range": f"bytes={start}-", "If-Range": _etag_file(part).read_text().strip()}
-    else:
-        start = 0
-    request = urllib.request.Request(url, headers=headers)
-    try:
-        response = urllib.request.urlopen(request, timeout=_TIMEOUT)
-    except urllib.error.HTTPError as error:
-        if error.code != 416 or not start:
-            raise
-        part.unlink()  # asked for bytes behind the end: start over
-        return _continue_download(url, part)
-    with response:
-        resumed = response.status == 206
-        length = response.headers.get("Content-Length")
-        tag = response.headers.get("ETag") or response.headers.get("Last-Modified")
-        if tag and not tag.startswith("W/"):  # a weak tag cannot vouch for a range
-            _etag_file(part).write_text(tag)
-        else:
-            _etag_file(part).unlink(missing_ok=True)
-        received = 0
-        with open(part, "ab" if resumed else "wb") as file:
-            for piece in iter(lambda: response.read(_PIECE), b""):
-                file.write(piece)
-                received += len(piece)
-    if length is not None and received != int(length):
-        raise ConnectionError(f"connection closed after {received} of {length} bytes")
+    fsync_path(part.path)
+    part.path.rename(path)
 
 
 def _hash_file(path: Path) -> Path:
@@ -176,38 +161,15 @@ def _check_hash(remote: Remote, path: Path) -> str:
 
 
 def _unpack(archive: Path, folder: Path) -> Path:
-    """Unpack beside the archive, under a temporary name until it is complete.
-
-    Only files and folders: without links, names that are checked cannot lead elsewhere.
-    """
-    temporary = Path(tempfile.mkdtemp(prefix=".unpack-", dir=folder.parent))
-    try:
-        if zipfile.is_zipfile(archive):
-            with zipfile.ZipFile(archive) as zipped:
-                zipped.extractall(temporary)
-        else:
-            with tarfile.open(archive) as tar:
-                for member in tar:
-                    if not (member.isfile() or member.isdir()) or member.size < 0:
-                        raise tarfile.TarError(f"{member.name!r} is neither file nor folder")
-                    tar.extract(member, temporary, filter="data")
-        if not (temporary / folder.name).is_dir():
-            raise UserError(f"{archive}: holds no folder {folder.name}")
-        (temporary / folder.name).rename(folder)
-    except (OSError, *_DAMAGED) as error:
-        full = isinstance(error, OSError) and error.errno in _FULL
-        cure = "make room" if full else "delete it"
-        raise UserError(
-            f"{archive}: cannot be unpacked ({reason(error)}); {cure} and try again"
-        ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    """Unpack beside the archive, under a temporary name until it is complete."""
+    safely = {} if archive.suffix == ".zip" else {"filter": "data"}
+    with tempfile.TemporaryDirectory(prefix=".unpack-", dir=folder.parent) as temporary:
+        try:
+            shutil.unpack_archive(archive, temporary, **safely)  # type: ignore[arg-type]
+            Path(temporary, folder.name).rename(folder)
+        except (OSError, *_DAMAGED) as error:
+            raise UserError(
+                f"{archive}: cannot be unpacked ({reason(error)}); delete it, or make room, and "
+                "try again"
+            ) from None
     return folder
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _etag_file(part: Path) -> Path:
-    return part.with_name(f"{part.name}.tag")
