@@ -126,9 +126,7 @@ def last_changes(images: Path) -> str:
         times[status.st_dev, status.st_ino] = status.st_mtime_ns
         if path.is_dir():
             with os.scandir(path) as entries:
-                inside = [
-                    e for e in entries if e.is_dir() or e.name.endswith((".parquet", ".arrow"))
-                ]
+                inside = [e for e in entries if e.is_dir() or e.name.endswith(".parquet")]
             pending += [Path(entry) for entry in inside]
     return digest(sorted(times.values()))
 

@@ -28,7 +28,6 @@ from maect.data.sources.base import (
     Entry,
     ImageSource,
     as_utf8,
-    is_folder,
     is_utf8,
     walk_images,
 )
@@ -60,9 +59,7 @@ def _plain(name: str) -> str:
 def folders_in(folder: Path) -> list[Path]:
     """Return the folders in a folder that have images, sorted."""
     # scandir knows what is a folder without asking for each of a million files.
-    names = sorted(
-        e.name for e in os.scandir(folder) if is_folder(e) and not e.name.startswith(".")
-    )
+    names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
     inside = [folder / name for name in names]
     return [path for path in inside if any(is_image for _, is_image in walk_images(path))]
 
@@ -120,9 +117,7 @@ def find_splits(folder: Path) -> Splits:
 
 def _packed_splits(folder: Path) -> Splits:
     """Return patterns of tars or tables that are named after splits; else the folder."""
-    files = sorted(
-        file for file in folder.iterdir() if file.suffix in (".tar", ".parquet", ".arrow")
-    )
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".tar", ".parquet"))
 
     def named(words: tuple[str, ...]) -> Path | None:
         for word in sorted(words, key=len, reverse=True):

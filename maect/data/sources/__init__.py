@@ -10,7 +10,7 @@ from pathlib import Path
 from maect.core.errors import UserError, entry
 from maect.data.sources.archives import Archive, WebDataset
 from maect.data.sources.base import SUFFIXES, ClassView, ImageSource, Source, files_of, walk_images
-from maect.data.sources.columns import Columns, has_images
+from maect.data.sources.columns import Columns
 from maect.data.sources.corrupted import JPEG, Blur, Contrast, Noise, Pixelate
 from maect.data.sources.image_files import Folder, ImageList, Masks, Unlabelled
 from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, ImageNetVal
@@ -75,7 +75,7 @@ def kind_of(path: Path) -> str | None:
     suffix = path.suffix.lower()
     if path.is_dir():
         packed = {entry.suffix.lower() for entry in path.iterdir() if entry.is_file()}
-        if packed & SUFFIXES or not packed & {".tar", ".parquet", ".arrow"}:
+        if packed & SUFFIXES or not packed & {".tar", ".parquet"}:
             return None
         if any(is_image and "/" in name for name, is_image in walk_images(path)):
             return None
@@ -87,9 +87,7 @@ def kind_of(path: Path) -> str | None:
         return WebDataset.kind
     if suffix == ".tar":
         return WebDataset.kind if _is_webdataset(files_of(path, suffix)[0]) else Archive.kind
-    if suffix == ".parquet":
-        return Columns.kind if has_images(files_of(path, suffix)[0]) else ImageList.kind
-    kinds = {".csv": ImageList, ".tsv": ImageList, ".arrow": Columns, ".zip": Archive}
+    kinds = {".csv": ImageList, ".tsv": ImageList, ".parquet": Columns, ".zip": Archive}
     return kinds[suffix].kind if suffix in kinds else None
 
 

@@ -3,7 +3,6 @@
 import logging
 import lzma
 import os
-import posixpath
 import re
 import tarfile
 import zipfile
@@ -26,8 +25,6 @@ from maect.data.sources.base import (
 
 log = logging.getLogger(__name__)
 
-_LARGEST = 1 << 30
-"""Bytes of an unpacked image: in a zip, a few can stand for gigabytes."""
 _MOST_CLASSES = 1 << 20
 Member = tuple[str, int, int]
 """Name, offset and size of a file in a tar."""
@@ -53,9 +50,6 @@ class Archive(ImageSource):
         images = [one for one in members if is_image(one[0])]
         shared = _shared_folder([name for name, *_ in images])
         below = [name[len(shared) :] for name, *_ in images]
-        if not any("/" in name for name, *_ in members):  # as old programs for Windows write them
-            below = [name.replace("\\", "/") for name in below]
-            below = [name.removeprefix(_shared_folder(below)) for name in below]
         loose = sum("/" not in name for name in below)
         sorted_in = 2 * loose < len(below)
         if loose and sorted_in:
@@ -81,9 +75,6 @@ class Archive(ImageSource):
         """Read the unpacked bytes; a zip has a lock of its own."""
         if self._archive is None:
             return super().read(entry)
-        size = self._archive.getinfo(entry.path).file_size
-        if size > _LARGEST:
-            raise OSError(0, f"{size >> 20:,} MiB unpacked, which is no image")
         try:
             return self._archive.read(entry.path)
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
@@ -222,14 +213,10 @@ def _read_class(file: IO[bytes], members: list[Member], key: str, where: Path) -
 
 
 def tar_members(file: IO[bytes], offset: int, where: str) -> list[Member]:
-    """Return name, offset in `file` and size of each file of a tar that starts at `offset`.
-
-    A link gets the offset and size of its target.
-    """
+    """Return name, offset in `file` and size of each file of a tar that starts at `offset`."""
     length = os.fstat(file.fileno()).st_size
     file.seek(offset)
     members: list[Member] = []
-    links: list[tuple[str, str]] = []
     try:
         # tarfile counts from where the file stands, so offsets are those of the outer file.
         with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -239,11 +226,11 @@ def tar_members(file: IO[bytes], offset: int, where: str) -> list[Member]:
                     raise tarfile.ReadError(f"{member.name!r} has an impossible size")
                 if member.isfile():
                     members.append((member.name, member.offset_data, member.size))
-                elif member.issym():
-                    path = posixpath.join(posixpath.dirname(member.name), member.linkname)
-                    links.append((member.name, posixpath.normpath(path)))
-                elif member.islnk():
-                    links.append((member.name, member.linkname))
+                elif (member.issym() or member.islnk()) and is_image(member.name):
+                    raise UserError(
+                        f"{where}: {member.name} is a link; make the tar with --dereference and "
+                        "--hard-dereference"
+                    )
             # Where another member could begin and nothing does, tarfile sees no fault.
             if not os.pread(file.fileno(), 1, tar.offset):
                 raise tarfile.ReadError(
@@ -251,11 +238,4 @@ def tar_members(file: IO[bytes], offset: int, where: str) -> list[Member]:
                 )
     except (tarfile.TarError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise UserError(f"{where}: not a complete tar ({error}); download it again") from None
-    places = {posixpath.normpath(name): (start, size) for name, start, size in members if links}
-    for name, target in links:
-        linked = places.get(posixpath.normpath(target))
-        if linked is not None:
-            members.append((name, *linked))
-        elif is_image(name):
-            raise UserError(f"{where}: {name} is a link to {target}, which is not in it")
     return members

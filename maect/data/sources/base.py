@@ -6,7 +6,6 @@ labels that do not fit. Reading raises `OSError` for an image that is gone.
 
 import logging
 import os
-import stat
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,13 +40,6 @@ class Entry:
     size: int = -1
 
 
-RAW = {
-    ".3fr", ".arw", ".cr2", ".cr3", ".dng", ".erf", ".iiq", ".kdc", ".mrw", ".nef", ".nrw", ".orf",
-    ".pef", ".raf", ".rw2", ".srw", ".x3f",
-}  # fmt: skip
-"""Suffixes of cameras' raw files, which are not read."""
-
-
 @dataclass(frozen=True)
 class Listing:
     """Everything a source holds; `ignored` are files that do not look like images."""
@@ -64,13 +56,11 @@ class Listing:
 
     @property
     def left_out(self) -> str:
-        """Say how many files are left out, by suffix, and what to do about cameras' raw files."""
-        ends = self.ignored_suffixes
-        shown = [f"{n} {e if e.isprintable() else ascii(e)}" if e else f"{n} without"
-                 for e, n in ends.items()]  # fmt: skip
-        raw = sorted(ends.keys() & RAW)
-        cure = f" ({', '.join(raw)}: a camera's raw files; export them as JPEG or TIFF)"
-        return ", ".join(shown) + (cure if raw else "")
+        """Say how many files are left out, by suffix."""
+        return ", ".join(
+            f"{n} {end if end.isprintable() else ascii(end)}" if end else f"{n} without"
+            for end, n in self.ignored_suffixes.items()
+        )
 
 
 class Source(ABC):
@@ -200,59 +190,27 @@ def walk_images(root: Path) -> Iterator[tuple[str, bool]]:
 
     Hidden files are left out. Links are followed.
     """
-    # Folders still to read: the name below `root` with a slash, and all that it lies in.
-    pending: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", ())]
+    pending = [""]  # folders still to read: the names below `root`, each with a slash
     while pending:
-        below, outer = pending.pop()
+        below = pending.pop()
         folder = os.path.join(root, below)
-        try:
-            status = os.stat(folder)
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError as error:
-            raise UserError(f"{folder.rstrip('/')}: {error.strerror}") from None
-        chain = (*outer, (status.st_dev, status.st_ino))
         folders = []
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if is_folder(entry):
-                if entry.is_symlink() and _leads_back(entry, folder, chain):
+        try:
+            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                if entry.name.startswith("."):
+                    continue
+                if not entry.is_dir():
+                    yield below + entry.name, os.path.splitext(entry.name)[1].lower() in SUFFIXES
+                    continue
+                # `ln -s DATA LINK` leaves such a link inside DATA when LINK exists already.
+                if entry.is_symlink() and Path(os.path.realpath(folder)).is_relative_to(
+                    os.path.realpath(entry.path)
+                ):
                     raise UserError(f"{entry.path}: a link to a folder that it lies in; remove it")
-                folders.append((f"{below}{entry.name}/", chain))
-                continue
-            is_image = os.path.splitext(entry.name)[1].lower() in SUFFIXES
-            if is_image and _is_special(entry):
-                raise UserError(f"{entry.path}: not a file but a pipe or device; remove it")
-            yield below + entry.name, is_image
+                folders.append(f"{below}{entry.name}/")
+        except OSError as error:
+            raise UserError(f"{error.filename}: {error.strerror}") from None
         pending += reversed(folders)
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether it is a folder, or a link to one."""
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself, which leads to no image either
-        return False
-
-
-def _is_special(entry: os.DirEntry[str]) -> bool:
-    """Return whether reading could wait for ever; dangling links count as unreadable images."""
-    if not entry.is_symlink():
-        return not entry.is_file()  # without asking the disk
-    try:
-        return not stat.S_ISREG(entry.stat().st_mode)
-    except OSError:
-        return False
-
-
-def _leads_back(link: os.DirEntry[str], folder: str, chain: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether a link in `folder` leads to one of `chain`, or above the folder.
-
-    The second is what `ln -s DATA LINK` leaves inside DATA when LINK exists already.
-    """
-    status = link.stat()
-    inner, outer = os.path.realpath(folder), os.path.realpath(link.path)
-    return (status.st_dev, status.st_ino) in chain or os.path.commonpath([inner, outer]) == outer
 
 
 def text_lines(path: Path) -> list[str]:
@@ -277,9 +235,7 @@ def class_folders(source: Path) -> list[str]:
     """Return the sorted names of the folders in `source`."""
     if not source.is_dir():
         raise UserError(f"{source}: not a folder")
-    names = sorted(
-        e.name for e in os.scandir(source) if is_folder(e) and not e.name.startswith(".")
-    )
+    names = sorted(e.name for e in os.scandir(source) if e.is_dir() and not e.name.startswith("."))
     if not names:
         raise UserError(f"{source}: no class folders (expected {source}/CLASS/IMAGE)")
     for name in names:
@@ -300,7 +256,7 @@ def as_utf8(name: str) -> str:
 
 def list_classes(source: Path, folders: list[tuple[str, int]], class_names: list[str]) -> Listing:
     """List the images in class folders, given each folder's label."""
-    beside = [e.name for e in os.scandir(source) if not is_folder(e) and not e.name.startswith(".")]
+    beside = [e.name for e in os.scandir(source) if not e.is_dir() and not e.name.startswith(".")]
     images = sum(os.path.splitext(name)[1].lower() in SUFFIXES for name in beside)
     if images:
         log.warning("%s: left out: %s in no class folder", source, counted(images, "image"))

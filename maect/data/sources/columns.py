@@ -1,4 +1,4 @@
-"""Read images in the columns of parquet and arrow files, as Hugging Face's data sets have them."""
+"""Read images in the columns of parquet files, as Hugging Face's data sets have them."""
 
 import json
 import os
@@ -28,14 +28,14 @@ _BATCHES_KEPT = 4
 class Columns(ImageSource):
     """An image column {bytes, path}, or of plain bytes, and maybe a column of labels.
 
-    Labels are those of the data set's ClassLabel, if its features say so, by their names, since
-    every file has a list of its own; else they number the values in their order.
+    Labels are those of the data set's ClassLabel, if its features say so; else they number the
+    values in their order.
     """
 
     kind = "parquet"
     about = (
-        "a .parquet or .arrow file with a column of images (bytes, or Hugging Face's {bytes, "
-        "path}) and maybe `label`; or a folder of such files, or a pattern (DIR/train-*.parquet)"
+        "a .parquet file with a column of images (bytes, or Hugging Face's {bytes, path}) and "
+        "maybe `label`; or a folder of such files, or a pattern (DIR/train-*.parquet)"
     )
 
     def __init__(self, path: Path, labels: Path | None = None) -> None:
@@ -47,23 +47,19 @@ class Columns(ImageSource):
     @cached_property
     def _tables(self) -> dict[str, "_Table"]:
         """Open the files, by their names below the folder."""
-        files = files_of(self.path, ".parquet", ".arrow")
-        if self.path.is_dir():  # what `datasets` keeps there of `map` and `filter`
-            files = [file for file in files if not file.name.startswith("cache-")] or files
+        files = files_of(self.path, ".parquet")
         return {str(file.relative_to(self.root)): _Table(file) for file in files}
 
     def list_images(self) -> Listing:
         """List the rows of all files in order, named by their images' paths if those differ."""
         rows: list[tuple[str, int, str | None]] = []
         values: list[Any] = []
-        known: list[str] | None = None
+        known = next(iter(self._tables.values())).class_names
         for where, table in self._tables.items():
+            if table.class_names != known:
+                raise UserError(f"{table.path}: has other class names than the files before it")
             names, labels = table.names_and_labels()
             rows += [(where, row, name) for row, name in enumerate(names)]
-            own = table.class_names
-            if own:
-                known = [*(known or []), *(name for name in own if name not in (known or []))]
-                labels = _renumber(labels, table.path, own, known)
             values += labels
         labels_, classes = self._labels(values, known)
         paths = [name and _safe_name(name) for *_, name in rows]
@@ -120,51 +116,24 @@ class Columns(ImageSource):
         self._scratch.flush()
 
 
-def _renumber(labels: list[Any], path: Path, own: list[str], known: list[str]) -> list[Any]:
-    """Return a file's labels, which number its `own` names, as numbers of all `known` names."""
-    given = {value for value in labels if value is not None and value != UNLABELLED}
-    if not given <= set(range(len(own))):
-        raise UserError(f"{path}: labels beyond its {len(own)} class names")
-    number = {label: known.index(name) for label, name in enumerate(own)}
-    return labels if own == known else [number.get(label, label) for label in labels]
-
-
-def has_images(path: Path) -> bool:
-    """Return whether a parquet file has a column of images, and is no list of paths."""
-    try:
-        _Table(path)
-    except UserError:
-        return False
-    return True
-
-
 class _Table:
-    """One file, whose rows come in groups; an arrow file is one group, mapped into memory."""
+    """One file, whose rows come in groups."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
-        from pyarrow import ipc, parquet
+        from pyarrow import parquet
 
-        self._mapped: pa.Table | None = None
         self._batches: deque[tuple[int, pa.Array]] = deque(maxlen=_BATCHES_KEPT)
         self._reader: Iterator[pa.RecordBatch] = iter(())
         self._group = self._next = -1
         try:
-            if path.suffix.lower() == ".arrow":
-                source = pa.memory_map(str(path))
-                try:
-                    self._mapped = ipc.open_stream(source).read_all()
-                except pa.ArrowInvalid:
-                    self._mapped = ipc.open_file(source).read_all()
-                self.schema, self._starts = self._mapped.schema, [0, self._mapped.num_rows]
-            else:
-                self._file = parquet.ParquetFile(path)
-                self.schema, about = self._file.schema_arrow, self._file.metadata
-                groups = (about.row_group(n).num_rows for n in range(self._file.num_row_groups))
-                self._starts = [0, *accumulate(groups)]
+            self._file = parquet.ParquetFile(path)
+            self.schema, about = self._file.schema_arrow, self._file.metadata
+            groups = (about.row_group(n).num_rows for n in range(self._file.num_row_groups))
+            self._starts = [0, *accumulate(groups)]
         except (pa.ArrowException, OSError) as error:
             why = " ".join(str(error).split())
-            raise UserError(f"{path}: not a parquet or arrow file ({why})") from None
+            raise UserError(f"{path}: not a parquet file ({why})") from None
         self.path = path
         self._image = self._find_image()
         names = [field.name for field in self.schema]
@@ -198,21 +167,14 @@ class _Table:
         labels: list[Any] = [None] * rows
         kind = self.schema.field(self._image).type
         if pa.types.is_struct(kind) and any(inner.name == "path" for inner in kind):
-            if self._mapped is not None:
-                chunks = self._mapped[self._image].chunks
-                names = [name for chunk in chunks for name in chunk.field("path").to_pylist()]
-            else:
-                column = self._file.read([f"{self._image}.path"])[self._image]
-                names = [row and row["path"] for row in column.to_pylist()]
+            column = self._file.read([f"{self._image}.path"])[self._image]
+            names = [row and row["path"] for row in column.to_pylist()]
         if self._label is not None:
-            table = self._mapped if self._mapped is not None else self._file.read([self._label])
-            labels = table[self._label].to_pylist()
+            labels = self._file.read([self._label])[self._label].to_pylist()
         return names, labels
 
     def image(self, row: int) -> bytes | None:
         """Return the image of a row; fast if rows are asked for in about their order."""
-        if self._mapped is not None:
-            return _bytes(self._mapped[self._image][row])
         for start, images in self._batches:
             if start <= row < start + len(images):
                 return _bytes(images[row - start])

@@ -26,7 +26,8 @@ _VALUES = 1 << 16
 class Corrupted(Folder):
     """The images of a folder, changed; what happens to one depends on its name and pixels alone.
 
-    They are changed as they are seen: on the background of their data set, and by its range.
+    They are changed as they are seen: turned, on a background, and by a range as their data set
+    says.
     """
 
     encoding: ClassVar[dict[str, Any]] = {"format": "PNG"}
@@ -46,11 +47,15 @@ class Corrupted(Folder):
 
     def read(self, entry: Entry) -> bytes:
         """Read an image, change it and encode it."""
-        from maect.data.convert import as_stored
+        from maect.data.convert import picture_of
 
+        stated = self.pixels or Pixels()
+        seen = Pixels(
+            orientation=stated.orientation, background=stated.background, range=stated.range
+        )
         stream = io.BytesIO()
-        image, exif = as_stored(super().read(entry), self.pixels or Pixels())
-        self.change(image, entry.name).save(stream, **self.encoding, **exif)
+        image = picture_of(super().read(entry), seen)
+        self.change(image, entry.name).save(stream, **self.encoding)
         return stream.getvalue()
 
 

@@ -70,10 +70,7 @@ class ImageList(ImageSource):
     """Labels number the classes in the order of their names."""
 
     kind = "list"
-    about = (
-        "a .csv, .tsv or .parquet table with the columns path (below its folder) and, if known, "
-        "label"
-    )
+    about = "a .csv or .tsv table with the columns path (below its folder) and, if known, label"
 
     def list_images(self) -> Listing:
         """List images in the order of the lines."""
@@ -99,8 +96,6 @@ class ImageList(ImageSource):
 
     def _table(self) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
         """Return the names of the columns, and each line with its number."""
-        if self.path.suffix == ".parquet":
-            return self._parquet()
         delimiter = "\t" if self.path.suffix == ".tsv" else ","
         try:
             with open(self.path, encoding="utf-8-sig", newline="") as file:
@@ -111,17 +106,3 @@ class ImageList(ImageSource):
             raise UserError(f"{self.path}: {error.strerror}") from None
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"{self.path}: not a table in UTF-8 ({error})") from None
-
-    def _parquet(self) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
-        import pyarrow as pa
-        from pyarrow import parquet
-
-        try:
-            names = parquet.read_schema(self.path).names
-            table = parquet.read_table(self.path, columns=[*({"path", "label"} & {*names})])
-        except (pa.ArrowException, OSError) as error:
-            why = " ".join(str(error).split())
-            raise UserError(f"{self.path}: not a parquet file ({why})") from None
-        lines = enumerate(table.to_pylist(), 1)
-        texts = ((n, {k: "" if v is None else str(v) for k, v in row.items()}) for n, row in lines)
-        return names, list(texts)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from pyarrow import ipc, parquet
+from pyarrow import parquet
 from sample_images import image_folder
 
 from maect.core.errors import UserError
@@ -64,14 +64,6 @@ def test_what_lies_beside_class_folders_is_none_of_the_images(images: Path, tmp_
         kind_of(tmp_path / "packed")
 
 
-def test_a_zip_may_have_backslashes(images: Path, index: Index, tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        for file in sorted(images.rglob("*.jpg")):
-            archive.write(file, f"all\\{file.parent.name}\\{file.name}")
-    shard(tmp_path / "a.zip", tmp_path / "train", "archive", 2, threads=2)
-    assert open_index(tmp_path / "train").digest == index.digest
-
-
 def test_an_archive_without_folders_has_no_classes(images: Path, tmp_path: Path) -> None:
     listing = open_source("archive", pack(images / "c0", tmp_path / "a.zip", "all/")).listing()
     assert listing.class_names == [] and {e.label for e in listing.entries} == {-1}
@@ -106,39 +98,17 @@ def test_a_stray_image_does_not_take_the_classes_away(
     assert "a.zip: left out: 1 image in no class folder" in caplog.text
 
 
-def test_what_datasets_keeps_beside_its_tables_is_not_read(images: Path, tmp_path: Path) -> None:
-    """`map` leaves the images once more, as cache-*.arrow: every image came twice."""
-    given = table(images, list(range(len(sorted(images.rglob("*.jpg"))))))
-    for name in ("data-00000-of-00001.arrow", "cache-1a2b.arrow"):
-        with ipc.new_stream(tmp_path / name, given.schema) as writer:
-            writer.write_table(given)
-    assert len(open_source("parquet", tmp_path).listing().entries) == len(given)
-
-
-def test_links_in_a_tar_are_what_they_lead_to(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_links_in_a_tar_are_refused(kind: bytes, images: Path, tmp_path: Path) -> None:
     """GNU tar writes the second name of a file as a link."""
     path = tmp_path / "a.tar"
-    links = {
-        "c1/hard.jpg": (tarfile.LNKTYPE, "c0/0.jpg"),
-        "c1/s.jpg": (tarfile.SYMTYPE, "../c0/0.jpg"),
-    }
     with tarfile.open(path, "w") as tar:
         tar.add(images / "c0/000.jpg", "c0/0.jpg")
-        for name, (kind, target) in links.items():
-            link = tarfile.TarInfo(name)
-            link.type, link.linkname = kind, target
-            tar.addfile(link)
-    source = open_source("archive", path)
-    entries = source.listing().entries
-    assert [(entry.name, entry.label) for entry in entries] == [
-        ("c0/0.jpg", 0), ("c1/hard.jpg", 1), ("c1/s.jpg", 1),
-    ]  # fmt: skip
-    assert len({source.read(entry) for entry in entries}) == 1
-    with tarfile.open(path, "a") as tar:
-        link.linkname = "../../c0/0.jpg"
+        link = tarfile.TarInfo("c1/0.jpg")
+        link.type, link.linkname = kind, "c0/0.jpg"
         tar.addfile(link)
-    with pytest.raises(UserError, match=r"s\.jpg is a link to \.\./c0/0\.jpg, which is not in it"):
-        source.listing()
+    with pytest.raises(UserError, match=r"a\.tar: c1/0\.jpg is a link; make the tar with"):
+        open_source("archive", path).listing()
 
 
 def test_images_of_a_zip_that_cannot_be_unpacked(images: Path, tmp_path: Path) -> None:
@@ -154,10 +124,6 @@ def test_images_of_a_zip_that_cannot_be_unpacked(images: Path, tmp_path: Path) -
     with pytest.raises(OSError) as error:
         open_source("archive", path).read(entry)
     assert "damaged" in error.value.strerror
-    source._archive.getinfo(entry.path).file_size = 5 << 30
-    with pytest.raises(OSError) as error:
-        source.read(entry)
-    assert error.value.strerror == "5,120 MiB unpacked, which is no image"
 
 
 def test_a_webdataset_gives_what_its_folder_would(
@@ -235,44 +201,39 @@ def table(images: Path, labels: list[object], paths: bool = True) -> pa.Table:
     return pa.table({"id": range(len(files)), "image": rows, "label": labels})
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_tables_of_hugging_face(suffix: str, images: Path, index: Index, tmp_path: Path) -> None:
+def test_tables_of_hugging_face(images: Path, index: Index, tmp_path: Path) -> None:
     features = {"label": {"names": ["c0", "c1", "c2"], "_type": "ClassLabel"}}
     about = {"huggingface": json.dumps({"info": {"features": features}})}
     made = table(images, [i // 8 for i in range(24)]).replace_schema_metadata(about)
     for number in range(2):
-        part, path = made.slice(12 * number, 12), tmp_path / f"train-{number}.{suffix}"
-        if suffix == "parquet":
-            parquet.write_table(part, path, row_group_size=5)
-        else:
-            with ipc.new_stream(str(path), part.schema) as writer:
-                writer.write_table(part, max_chunksize=5)
-    (tmp_path / f"val-0.{suffix}").write_bytes(b"")
-    assert kind_of(tmp_path / f"train-*.{suffix}") == kind_of(tmp_path) == "parquet"
-    source = open_source("parquet", tmp_path / f"train-*.{suffix}")
+        part = made.slice(12 * number, 12)
+        parquet.write_table(part, tmp_path / f"train-{number}.parquet", row_group_size=5)
+    (tmp_path / "val-0.parquet").write_bytes(b"")
+    assert kind_of(tmp_path / "train-*.parquet") == kind_of(tmp_path) == "parquet"
+    source = open_source("parquet", tmp_path / "train-*.parquet")
     entries = source.listing().entries
     assert source.read(entries[17]) == (images / entries[17].name).read_bytes()
-    shard(tmp_path / f"train-*.{suffix}", tmp_path / "train", "parquet", 3, threads=2)
+    shard(tmp_path / "train-*.parquet", tmp_path / "train", "parquet", 3, threads=2)
     assert open_index(tmp_path / "train").digest == index.digest
 
 
-def test_each_table_has_its_own_order_of_names(images: Path, tmp_path: Path) -> None:
+def test_tables_with_other_class_names_are_refused(images: Path, tmp_path: Path) -> None:
     made = table(images, [0, 1, 2] * 8)
     for number, names in enumerate((["apple", "banana", "plum"], ["plum", "apple", "fig"])):
         features = {"label": {"names": names, "_type": "ClassLabel"}}
         about = {"huggingface": json.dumps({"info": {"features": features}})}
         part = made.slice(3 * number, 3).replace_schema_metadata(about)
         parquet.write_table(part, tmp_path / f"train-{number}.parquet")
-    listing = open_source("parquet", tmp_path).listing()
-    labels = [listing.class_names[entry.label] for entry in listing.entries]
-    assert listing.class_names == ["apple", "banana", "plum", "fig"]
-    assert labels == ["apple", "banana", "plum", "plum", "apple", "fig"]
+    with pytest.raises(UserError, match=r"train-1\.parquet: has other class names"):
+        open_source("parquet", tmp_path).listing()
+    listing = open_source("parquet", tmp_path / "train-0.parquet").listing()
+    assert listing.class_names == ["apple", "banana", "plum"]
     few = {"label": {"names": ["apple", "plum"], "_type": "ClassLabel"}}
     about = {"huggingface": json.dumps({"info": {"features": few}})}
     path = tmp_path / "train-0.parquet"
     parquet.write_table(made.replace_schema_metadata(about), path)
     with pytest.raises(UserError, match=r"train-0\.parquet: labels beyond its 2 class names"):
-        open_source("parquet", tmp_path).listing()
+        open_source("parquet", path).listing()
 
 
 def test_tables_without_paths_or_names(images: Path, tmp_path: Path) -> None:
@@ -290,9 +251,6 @@ def test_tables_without_paths_or_names(images: Path, tmp_path: Path) -> None:
     parquet.write_table(pa.table({"path": ["c0/000.jpg"], "label": ["x"]}), path)
     with pytest.raises(UserError, match=r"no column of images \(bytes\) among path, label"):
         open_source("parquet", path).listing()
-    assert kind_of(path) == "list"
-    listing = open_source("list", path).listing()
-    assert [(e.name, e.label) for e in listing.entries] == [("c0/000.jpg", 0)]
 
 
 def test_what_is_left_out_is_said_where_nothing_is_left(tmp_path: Path) -> None:

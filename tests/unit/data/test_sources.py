@@ -87,38 +87,18 @@ def test_unknown_kinds_and_those_without_images() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_folders_that_link_to_each_other_are_refused(tmp_path: Path) -> None:
-    names = ["a", "b", "c", "d"]
-    for name in names:
+@pytest.mark.parametrize("target", [".", "..", "../b"])
+def test_a_link_to_a_folder_that_it_lies_in_is_refused(target: str, tmp_path: Path) -> None:
+    for name in "ab":
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / "x.jpg").write_bytes(picture(1))
-    for name in names:
-        for other in names:
-            if other != name:
-                (tmp_path / "images" / name / f"to_{other}").symlink_to(tmp_path / "images" / other)
-    with pytest.raises(UserError, match=r"a/to_b/to_a: a link to a folder that it lies in"):
+    (tmp_path / "images/a/more").symlink_to(target)
+    if target == "../b":  # the same folder twice, side by side, is a choice
+        listing = open_source("folder", tmp_path / "images").listing()
+        assert [e.name for e in listing.entries] == ["a/x.jpg", "a/more/x.jpg", "b/x.jpg"]
+        return
+    with pytest.raises(UserError, match=r"a/more: a link to a folder that it lies in"):
         shard(tmp_path / "images", tmp_path / "out", "folder", 1)
-    for name in names:
-        for link in (tmp_path / "images" / name).glob("to_*"):
-            link.unlink()
-    # The same folder twice, side by side, is a choice.
-    (tmp_path / "images/a/to_b").symlink_to(tmp_path / "images/b")
-    (tmp_path / "images/a/to_itself.jpg").symlink_to("to_itself.jpg")
-    listing = open_source("folder", tmp_path / "images").listing()
-    assert [e.name for e in listing.entries][:3] == ["a/to_itself.jpg", "a/x.jpg", "a/to_b/x.jpg"]
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("linked", [False, True])
-def test_a_pipe_named_like_an_image_is_refused(linked: bool, tmp_path: Path) -> None:
-    images = image_folder(tmp_path / "images", 1, 2)
-    pipe = images / "c0" / ("pipe" if linked else "a.png")
-    os.mkfifo(pipe)
-    if linked:  # a pipe of another name is one of the files that are left out
-        assert len(open_source("folder", images).listing().entries) == 2
-        (images / "c0/a.png").symlink_to(pipe)
-    with pytest.raises(UserError, match=r"c0/a\.png: not a file but a pipe or device"):
-        shard(images, tmp_path / "out", "folder", 1)
 
 
 @pytest.mark.parametrize("kind", ["folder", "imagenet"])
