@@ -9,10 +9,10 @@ Two quantiles give the power; the border is the distance within which one pair i
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, combinations
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +104,11 @@ class Found:
     bits: int | None
     similarity: float | None
     cut: bool
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the pairs as they are written."""
+        return [asdict(pair) for pair in self.pairs]
 
     @property
     def counts(self) -> dict[str, int]:

@@ -92,13 +92,6 @@ def check_replaceable(path: Path) -> None:
     raise UserError(f"{path}: exists, and was not fitted by --labelled; choose another name")
 
 
-def check_replaceable_table(path: Path) -> None:
-    """Refuse, by a UserError, to write over a table that is not of `write_classes`."""
-    own = ",".join(_COLUMNS).encode()
-    if path.is_file() and not path.read_bytes().startswith(own):
-        raise UserError(f"{path}: exists, and is no table of maect predict; choose another name")
-
-
 def classifier_of(run: Path) -> Path:
     """Return where a run's own classifier is: that it was fine-tuned with, or its linear probe."""
     run = run.absolute()

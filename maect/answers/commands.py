@@ -70,8 +70,6 @@ def embed(
     kept = f", {made.kept} of them kept from before" if made.kept else ""
     count = f"{counted(made.images, 'image')}{kept}, {len(made.left_out)} left out"
     print(f"{out}: {count}; {made.width} numbers each")
-    if encoder.could_be_faster(made.images - made.kept):
-        print("This CPU has bfloat16: --precision bf16 takes about half the time")
 
 
 def _say_left_out(images: dict[str, str]) -> None:
@@ -179,9 +177,9 @@ def duplicates(
     left_out = 0
     if (run / "encoder.safetensors").is_file():
         folder = out or run.parents[1] / "duplicates" / run.name
-        found, pairs, digests = search_splits(run, folder, dataset)
+        found, digests = search_splits(run, folder, dataset)
         if out is None:
-            write_record(run.parents[1] / DUPLICATES, {"splits": digests, "pairs": pairs})
+            write_record(run.parents[1] / DUPLICATES, {"splits": digests, "pairs": found.rows})
     elif out is None:
         raise UserError(f"{what}: name the folder of the tables and the page with --out")
     else:
@@ -241,7 +239,6 @@ def predict(
     from maect import load
     from maect.answers.classes import (
         check_replaceable,
-        check_replaceable_table,
         classifier_of,
         fit_classifier,
         read_classifier,
@@ -250,7 +247,6 @@ def predict(
     from maect.answers.vectors import Work, check_output, parts_of
 
     check_output(out, ".csv", [images])
-    check_replaceable_table(out)
     path = classifier or classifier_of(run)
     if labelled is not None:
         if classifier is None:
@@ -265,13 +261,12 @@ def predict(
     classes.check(encoder, path)
     work = Work(encoder, images, kind, batch_size)
     folder = parts_of(out)
-    count = work.compute(folder)
-    _say_left_out(work.left_out)
     if labelled is not None:
         classes.write(path)
     write_classes(work.parts(folder), classes, out)
     shutil.rmtree(folder, ignore_errors=True)
-    images_read = f"{counted(count, 'image')}, {len(work.left_out)} left out"
+    _say_left_out(work.left_out)
+    images_read = f"{counted(work.count, 'image')}, {len(work.left_out)} left out"
     print(f"{out}: {images_read}; {len(classes.class_names)} classes")
 
 

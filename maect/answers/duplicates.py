@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from maect.core.files import write_json, write_text
 from maect.core.settings import validated
 from maect.data.convert import decode
 from maect.data.decode import UnreadableError
-from maect.data.image_facts import Facts, facts_of, merged, warning
+from maect.data.image_facts import Facts, merged, warning
 from maect.data.sources.base import Entry, ImageSource, as_utf8, is_utf8
 from maect.evaluate.clusters import comparable, scale_of
 from maect.recipes import Pixels
@@ -134,7 +134,7 @@ class _Read:
         picture = Image.fromarray(values)
         mirrored = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         hashes = perceptual_hash(picture), perceptual_hash(mirrored)
-        return cls(hashlib.sha256(data).digest(), *hashes, facts_of(seen))
+        return cls(hashlib.sha256(data).digest(), *hashes, seen.facts)
 
 
 def groups_of(images: SearchedImages) -> list[int]:
@@ -220,7 +220,7 @@ def write_pairs(
     exclude: Mapping[str, Sequence[str]],
     where: str,
     encoder: str = "",
-) -> list[dict[str, Any]]:
+) -> None:
     """Write all pairs as `pairs.json` and `pairs.csv`, and a page of the first `SHOWN`.
 
     Args:
@@ -229,22 +229,19 @@ def write_pairs(
             is removed.
         where: the images are from, in words for the page.
         encoder: name of that of the vectors, likewise.
-
-    Returns:
-        The pairs, as they are written.
     """
     for name, images in exclude.items():
         if images:
             write_text(out / name, "".join(f"{image}\n" for image in images))
         else:
             (out / name).unlink(missing_ok=True)
-    plain = [asdict(pair) for pair in found.pairs]
-    write_json(out / "pairs.json", plain)
+    rows = found.rows
+    write_json(out / "pairs.json", rows)
     header = [field.name for field in fields(Pair)]
-    write_rows(out / "pairs.csv", header, ([*pair.values()] for pair in plain))
+    write_rows(out / "pairs.csv", header, ([*row.values()] for row in rows))
     shown = [
-        values | {"pictures": (picture(pair.split_a, pair.a), picture(pair.split_b, pair.b))}
-        for pair, values in zip(found.pairs[:SHOWN], plain, strict=False)
+        row | {"pictures": (picture(row["split_a"], row["a"]), picture(row["split_b"], row["b"]))}
+        for row in rows[:SHOWN]
     ]
     page = render_page(
         "pairs.html",
@@ -255,4 +252,3 @@ def write_pairs(
         encoder=encoder,
     )
     write_text(out / "index.html", page)
-    return plain

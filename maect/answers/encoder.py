@@ -26,13 +26,13 @@ from maect.data.convert import (
     render_ready,
 )
 from maect.data.decode import UnreadableError
-from maect.data.image_facts import Facts, facts_of, merged, warning
+from maect.data.image_facts import Facts, merged, warning
 from maect.data.sources.base import Entry, ImageSource
 from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.encoding import ON_CPU, Encoding, check_finite
 from maect.models.export import read_export
-from maect.models.precision import Precision, cpu_has_bfloat16
+from maect.models.precision import Precision
 from maect.recipes import Pixels
 from maect.stages.run import resize_of
 from maect.train.scores import BATCH
@@ -40,9 +40,6 @@ from maect.train.scores import BATCH
 log = logging.getLogger(__name__)
 
 ENCODER = "encoder.safetensors"
-MANY = 100
-WIDE = 384
-"""Images, and numbers of a vector, from which on bfloat16 saves a CPU noticeable time."""
 ImageLike = str | PathLike[str] | bytes | Image.Image | NDArray[Any]
 """A file, the bytes of one, a Pillow image, or an array [H, W] (grey) or [H, W, C].
 
@@ -52,7 +49,7 @@ scaled by the `range` of the data set. Arrays are upright."""
 
 
 @dataclass(frozen=True)
-class _Input:
+class SeenImage:
     """An image as the encoder sees it, uint8 [C, S, S], and facts about it."""
 
     pixels: NDArray[np.uint8]
@@ -117,12 +114,6 @@ class ImageEncoder:
         if said := warning(self.facts, self.reading, option=True):
             log.warning("%s: %s", where, said)
         self.facts = {}
-
-    def could_be_faster(self, images: int) -> bool:
-        """Return whether bfloat16, which this CPU has and is not used, would be worth it."""
-        encoding = self.encoding
-        slow = encoding.device.type == "cpu" and encoding.precision == "fp32"
-        return slow and images >= MANY and self.width >= WIDE and cpu_has_bfloat16()
 
     @property
     def about(self) -> dict[str, Any]:
@@ -253,12 +244,8 @@ class ImageEncoder:
         self.facts = merged([before, self.facts])
         return values, found
 
-    def pixels(self, image: ImageLike) -> NDArray[np.uint8]:
-        """Return what the encoder sees of an image, uint8 [C, S, S]; else an UnreadableError."""
-        return self._seen(image).pixels
-
-    def _seen(self, image: ImageLike) -> "_Input":
-        """Return the same, with the facts about the image."""
+    def see(self, image: ImageLike) -> "SeenImage":
+        """Return what the encoder sees of an image; else an UnreadableError."""
         out = np.empty((1, self.reading.channels, self.image_size, self.image_size), np.uint8)
         if isinstance(image, (str, PathLike)):
             image = Path(fspath(image)).read_bytes()
@@ -267,26 +254,26 @@ class ImageEncoder:
             if (jpeg := ready_jpeg(image, self.reading)) is not None:
                 crop = self._crop(jpeg.width, jpeg.height)
                 render_ready(jpeg.data, crop, out, jpeg.turned)
-                return _Input(out[0], facts_of(jpeg))
+                return SeenImage(out[0], jpeg.facts)
             seen = decode(image, self.reading)
         elif isinstance(image, Image.Image):
             seen = convert_picture(image, self.reading)
         else:
             seen = convert_array(image, self.reading)
         seen.render(self._crop(*seen.size), out)
-        return _Input(out[0], facts_of(seen))
+        return SeenImage(out[0], seen.facts)
 
     def _crop(self, width: int, height: int) -> NDArray[np.int32]:
         return center_crops(np.array([width]), np.array([height]), self.resize, self.image_size)
 
     def _batches(
         self, read: Callable[[int], ImageLike], n: int, batch_size: int, threads: int | None
-    ) -> Iterator[tuple[range, "list[_Input | str]"]]:
+    ) -> Iterator[tuple[range, "list[SeenImage | str]"]]:
         """Yield the numbers of each batch's images, and their pixels or the reason for none."""
 
-        def one(number: int) -> _Input | str:
+        def one(number: int) -> SeenImage | str:
             try:
-                return self._seen(read(number))
+                return self.see(read(number))
             except (UnreadableError, OSError) as error:
                 return reason(error)
 

@@ -50,8 +50,8 @@ def read_table(table: Path) -> list[tuple[str, str]]:
     """Name and folder of each image.
 
     Raises:
-        UserError: no such table, an image that is in it twice, a name that would leave the folder,
-            or two groups that would have one folder.
+        UserError: no such table, an image that is in it twice, or a name that would leave the
+            folder.
     """
     if not table.is_file():
         raise UserError(f"{table}: no such table; maect cluster and maect predict write one")
@@ -71,13 +71,7 @@ def read_table(table: Path) -> list[tuple[str, str]]:
     for name, times in Counter(name for name, _ in rows).items():
         if times > 1:
             raise UserError(f"{table}: has {name!r} {times} times; leave one of the lines")
-    width = max((len(group) for _, group in rows if group.isdecimal()), default=0)
-    folders: dict[str, str] = {}
-    for group in dict.fromkeys(group for _, group in rows):
-        if (folder := _folder(group, width, table)) in folders.values():
-            raise UserError(f"{table}: two groups would share the folder {folder}; rename one")
-        folders[group] = folder
-    return [(_below(name, table), folders[group]) for name, group in rows]
+    return [(_below(name, table), _folder(group, table)) for name, group in rows]
 
 
 def _below(name: str, table: Path) -> str:
@@ -87,12 +81,8 @@ def _below(name: str, table: Path) -> str:
     return name
 
 
-def _folder(group: str, width: int, table: Path) -> str:
-    """Return a folder's name: numbers with leading zeros, so that they are listed in order."""
-    if not group.strip():
-        return NONE
-    if group.isdecimal():
-        return group.zfill(width)
+def _folder(group: str, table: Path) -> str:
+    """Return a group's folder."""
     if group in (".", "..") or "/" in group or "\0" in group:
         raise UserError(f"{table}: {group!r} cannot be the name of a folder")
-    return group
+    return group.strip() or NONE

@@ -5,7 +5,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -43,14 +42,13 @@ def open_splits(run: Path, dataset: str | None = None) -> list[SearchedSplit]:
     A UserError if they are fewer than two, of several data sets, other images or another encoder.
     """
     root = run.absolute().parents[1]
-    folder = run.name
     splits: dict[str, dict[str, SearchedSplit]] = defaultdict(dict)
     for own in sorted(root.glob("shards/*/*")):
         name = own.parent.name
         split = own.name
         # In its folder, or in another experiment's.
         shards = own if (own / "index.json").exists() else reused_shards(own)
-        file = root / "features" / folder / f"{name}-{split}.safetensors"
+        file = root / "features" / run.name / f"{name}-{split}.safetensors"
         if file.exists() and shards is not None and dataset in (None, name):
             index = open_index(shards)
             features = open_features(file)
@@ -63,26 +61,15 @@ def open_splits(run: Path, dataset: str | None = None) -> list[SearchedSplit]:
         raise UserError(f"{run}: features of {', '.join(splits)}; choose one with --dataset")
     found = next(iter(splits.values()), {})
     if len(found) < 2:
-        where = root / "features" / folder
-        made = {file.stem for file in where.glob("*.safetensors")}
-        known = {f"{name}-{split}" for name, of in splits.items() for split in of}
-        start = f"{dataset}-" if dataset else ""
-        if lost := sorted(stem for stem in made - known if stem.startswith(start)):
-            raise UserError(
-                f"{where}: the shards of {' and '.join(lost)} are not in {root / 'shards'}; "
-                "maect run makes them again"
-            )
         raise UserError(
-            f"{where}: features of {', '.join(found) or 'no'} split alone, so nothing can be "
-            f"compared; make others: maect features {run} --shards "
-            f"{root}/shards/DATASET/SPLIT --out {where}/DATASET-SPLIT.safetensors"
+            f"{run}: two splits with features in {root / 'features' / run.name} and shards in "
+            f"{root / 'shards'} are needed, and there is {', '.join(found) or 'none'}; maect "
+            "features makes features of a split, maect run lost shards"
         )
     return list(found.values())
 
 
-def search_splits(
-    run: Path, out: Path, dataset: str | None = None
-) -> tuple[Found, list[dict[str, Any]], dict[str, str]]:
+def search_splits(run: Path, out: Path, dataset: str | None = None) -> tuple[Found, dict[str, str]]:
     """Search the splits of a data set for images that two of them have; write what is found.
 
     Args:
@@ -91,7 +78,7 @@ def search_splits(
         dataset: to search, if the run has features of several.
 
     Returns:
-        The pairs, the same as they are written, and the digest of each split's images.
+        The pairs, and the digest of each split's images.
     """
     splits = open_splits(run, dataset)
     index_of = {split.name: split.index for split in splits}
@@ -115,7 +102,7 @@ def search_splits(
         return jpeg_uri(Image.fromarray(square))
 
     excluded = _excluded(found.pairs)
-    written = write_pairs(
+    write_pairs(
         out,
         found,
         picture,
@@ -123,7 +110,7 @@ def search_splits(
         where=" and ".join(f"{name} ({index.n:,} images)" for name, index in index_of.items()),
         encoder=run.name,
     )
-    return found, written, {name: index.digest for name, index in index_of.items()}
+    return found, {name: index.digest for name, index in index_of.items()}
 
 
 def _files(index: Index, names: list[str]) -> list[tuple[Path, str] | None]:

@@ -291,11 +291,10 @@ def embed_into(
     if not afresh:
         work.reuse_vectors(out)
     folder = parts_of(out)
-    count = work.compute(folder)
-    write_vectors(out, (part for part in work.parts(folder) if part.files))
+    write_vectors(out, work.parts(folder))
     shutil.rmtree(folder, ignore_errors=True)
     kept = sum(entry.name in work.known for entry in work.entries)
-    return Embedded(count, encoder.width, kept, work.left_out)
+    return Embedded(work.count, encoder.width, kept, work.left_out)
 
 
 UNKNOWN = 0
@@ -320,6 +319,7 @@ class Work:
     """The images that vectors are computed of: which, and what is known of them.
 
     Attributes:
+        count: how many could be read so far.
         left_out: why an image has none, by its name.
     """
 
@@ -337,6 +337,7 @@ class Work:
         names = [entry.name for entry in listing.entries]
         self.left_out = {name: "its name is not UTF-8" for name in names if not is_utf8(name)}
         self.listed = len(names)
+        self.count = 0
         self.named = listing.class_names
         self.about = {**encoder.about, "images": str(images.resolve()), "kind": kind}
         self.known: dict[str, Array] = {}
@@ -375,24 +376,13 @@ class Work:
             found[entry.name] = next((stamp_of(p) for p in paths if p.is_file()), UNKNOWN)
         return found
 
-    def compute(self, folder: Path) -> int:
-        """Compute what the folder lacks of `parts`, and return how many images can be read.
-
-        UserError: none can.
-        """
-        count = sum(len(part.files) for part in self.parts(folder))
-        self.encoder.warn(self.path)
-        if not count:
-            name, why = next(iter(self.left_out.items()))
-            raise UserError(
-                f"{self.path}: none of {self.listed} images can be read: {name} ({why})"
-            )
-        return count
-
     def parts(self, folder: Path) -> Iterator[Vectors]:
         """Yield vectors of the images that can be read, part by part.
 
-        A part is computed once: its vectors that were not known wait in the folder.
+        After a break, the parts that were computed wait in the folder.
+
+        Raises:
+            UserError: none can be read.
         """
         for start in range(0, len(self.entries), PART):
             entries = self.entries[start : start + PART]
@@ -415,8 +405,15 @@ class Work:
                 [self.named[e.label] for e in entries if e.name in found] if self.named else None
             )
             stamped = np.array([self.stamps[name] for name in names], np.int64)
-            values = rows.reshape(-1, self.encoder.width)
-            yield Vectors(names, values, labels, self.about, stamped)
+            self.count += len(names)
+            if names:
+                yield Vectors(names, rows, labels, self.about, stamped)
+        self.encoder.warn(self.path)
+        if not self.count:
+            name, why = next(iter(self.left_out.items()))
+            raise UserError(
+                f"{self.path}: none of {self.listed} images can be read: {name} ({why})"
+            )
 
 
 def nearest(index: Vectors, queries: Array, count: int) -> tuple[Array, NDArray[np.int64]]:

@@ -23,11 +23,6 @@ def mixed_precision(device: torch.device, precision: Precision) -> torch.autocas
     return torch.autocast(device.type, torch.bfloat16, enabled=wanted, cache_enabled=False)
 
 
-def cpu_has_bfloat16() -> bool:
-    """Return whether this CPU has instructions for bfloat16, with half the time or less."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
 @cache
 def bfloat16_on(device_type: str) -> str:
     """Return "cuda" or "cpu" if it computes bfloat16 matrix products, else "float32".

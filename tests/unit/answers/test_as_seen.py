@@ -228,8 +228,8 @@ def test_python_and_pages_see_the_same(name: str, run: Path, tmp_path: Path) -> 
     pixels = Pixels.model_validate({"range": (0, (1 << int(name[4:])) - 1)} if case.stated else {})
     encoder = maect.load(run, pixels={"range": pixels.range})
     expected = crop(case.picture, 20, 16)
-    assert_close(encoder.pixels(case.data), expected, case.tolerance)
-    assert_close(encoder.pixels(Image.open(io.BytesIO(case.data))), expected, case.tolerance)
+    assert_close(encoder.see(case.data).pixels, expected, case.tolerance)
+    assert_close(encoder.see(Image.open(io.BytesIO(case.data))).pixels, expected, case.tolerance)
     source = open_source("unlabelled", case.folder(tmp_path / "i"))
     entry = source.listing().entries[0]
     small = base64.b64decode(thumbnail(source, entry, pixels).partition(",")[2])
@@ -400,19 +400,19 @@ def test_encoders_of_all_kinds_read_alike(every_encoder: dict[str, str]) -> None
             stated = kind == "trained" and name == "bits16"
             picture = np.full_like(case.picture, 255) if stated else case.picture
             expected = crop(picture, encoder.resize, encoder.image_size)
-            made = encoder.pixels(case.data)
+            made = encoder.see(case.data).pixels
             if not stated:  # brighter than the range of its data set
                 assert_close(made, expected, 2 * case.tolerance)
         black = transparent().picture.copy()
         black[:, 30:] = 0
         shown = black if kind == "trained" else transparent().picture
         expected = crop(shown, encoder.resize, encoder.image_size)
-        assert_close(encoder.pixels(transparent().data), expected, 1)
+        assert_close(encoder.see(transparent().data).pixels, expected, 1)
         twelve = crop(deep(12).picture, encoder.resize, encoder.image_size)
         if kind != "trained":  # whose data set states the range
-            assert encoder.pixels(deep(12).data).max() < 20
+            assert encoder.see(deep(12).data).pixels.max() < 20
             encoder = maect.load(folder, pixels={"range": (0, 4095)})
-        assert_close(encoder.pixels(deep(12).data), twelve, 1)
+        assert_close(encoder.see(deep(12).data).pixels, twelve, 1)
 
 
 def test_a_comparison_reads_deep_images_by_one_range(
@@ -486,7 +486,7 @@ def test_an_import_keeps_the_range(every_encoder: dict[str, str]) -> None:
     assert main([*words, "--pixels", "range=0,4095"]) == 0
     encoder = maect.load("deep")
     assert encoder.reading.range == (0, 4095)
-    assert_close(encoder.pixels(deep(12).data), crop(deep(12).picture, encoder.resize, 64), 1)
+    assert_close(encoder.see(deep(12).data).pixels, crop(deep(12).picture, encoder.resize, 64), 1)
 
 
 @pytest.mark.parametrize(

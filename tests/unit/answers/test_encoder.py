@@ -1,11 +1,9 @@
 """One image, one vector: from Python, from a features file, from timm and from transformers."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -223,27 +221,6 @@ def test_the_model_cards_python_works(
     assert len(found) == 3
     for vector in found:
         np.testing.assert_allclose(np.asarray(vector), vectors[png], atol=1e-5)
-
-
-def test_no_more_threads_than_cores_that_are_given(
-    run: Path, photographs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node has 128, of which SLURM or taskset gives one."""
-    asked: list[int] = []
-
-    class Pool(ThreadPoolExecutor):
-        def __init__(self, threads: int) -> None:
-            asked.append(threads)
-            super().__init__(threads)
-
-    monkeypatch.setattr("maect.answers.encoder.ThreadPoolExecutor", Pool)
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    try:
-        maect.load(run).encode(sorted(photographs.rglob("No*"))[:1])
-    finally:
-        os.sched_setaffinity(0, before)
-    assert asked == [1]
 
 
 def test_what_cannot_be_encoded_is_named(run: Path, photographs: Path, tmp_path: Path) -> None:
