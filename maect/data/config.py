@@ -1,6 +1,5 @@
 """Resolved file of a split's shards, and the shards that experiments share."""
 
-import json
 import os
 import stat
 from contextlib import suppress
@@ -91,24 +90,16 @@ def made_by(shards: Path) -> ShardsConfig | None:
         return None
 
 
-def stated_pixels(text: str | None) -> dict[str, Any]:
-    """Parse `--pixels`: words KEY=VALUE of `Pixels`, or JSON; return {} for None.
+def stated_pixels(text: str) -> dict[str, Any]:
+    """Parse `--pixels`, words KEY=VALUE of `Pixels`.
 
     For example `range=0,4095 orientation=stored background=none`.
 
     Raises:
-        UserError: it is neither, or `Pixels` refuses a value.
+        UserError: another word, or `Pixels` refuses a value.
     """
     given: dict[str, Any] = {}
-    if text is None:
-        return given
-    if text.lstrip().startswith("{"):
-        try:
-            given = json.loads(text)
-        except ValueError as error:
-            raise UserError(f"--pixels {text}: {error}") from None
-    words = [] if given else text.split()
-    for word in words:
+    for word in text.split():
         key, sign, value = word.partition("=")
         if not sign:
             raise UserError(f"--pixels {text}: write KEY=VALUE, such as range=0,4095")

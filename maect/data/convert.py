@@ -11,7 +11,7 @@ A JPEG that has to be rotated keeps its bytes and is rotated whenever it is read
 import io
 import math
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from maect.data.decode import (
     to_rgb,
     unreadable_on_error,
 )
+from maect.data.image_facts import TRANSPARENT, TURNED, UNTURNED, Facts, deep_facts
 from maect.data.native import Images
 from maect.recipes import MOST_CHANNELS, Pixels
 
@@ -56,49 +57,39 @@ _TURNS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class About:
-    """Facts about an image that was read.
-
-    Attributes:
-        turned: whether it is rotated upright whenever it is read.
-        unturned: whether its EXIF orientation is ignored.
-        values: smallest and largest value of an image of more than 8 bits, before scaling.
-        levels: bit n is set if a value was scaled to n of 255.
-        lost: whether it is transparent and no background is stated.
-    """
-
-    turned: bool = False
-    unturned: bool = False
-    values: tuple[float, float] | None = None
-    levels: int = 0
-    lost: bool = False
-
-
 @dataclass(frozen=True)
-class Ready(About):
+class Ready:
     """An image as it goes into a shard.
 
     Attributes:
         data: bytes of the file: the original's, or a PNG or array of 8 bits.
         width, height: of the upright image.
+        facts: about the image (`maect.data.image_facts`).
     """
 
     data: bytes
     extension: str
     width: int
     height: int
+    facts: Facts = field(default_factory=dict)
+
+    @property
+    def turned(self) -> bool:
+        """Return whether it is rotated upright whenever it is read."""
+        return TURNED in self.facts
 
 
 @dataclass(frozen=True)
-class DecodedImage(About):
+class DecodedImage:
     """Pixels of a whole image, converted as its data set says.
 
     Attributes:
         pixels: upright, uint8 [H, W, C], or [H, W] of one channel.
+        facts: about the image.
     """
 
     pixels: NDArray[np.uint8]
+    facts: Facts
 
     @property
     def size(self) -> tuple[int, int]:
@@ -115,10 +106,8 @@ class DecodedImage(About):
         """
         if len(out[0]) in (1, 3):
             resample(Image.fromarray(self.pixels), geometries, out)
-            return
-        for channel in range(len(out[0])):
-            plane = Image.fromarray(np.ascontiguousarray(self.pixels[..., channel]))
-            resample(plane, geometries, [view[channel : channel + 1] for view in out])
+        else:
+            _resample_channels(self.pixels, geometries, out)
 
 
 @dataclass(frozen=True)
@@ -218,30 +207,37 @@ def _read(data: bytes, pixels: Pixels, keep: bool) -> Ready | DecodedImage:
             facts |= deep
         changed = _to_eight_bits(given, pixels)
         if isinstance(changed, np.ndarray):
-            return replace(convert_array(_upright(changed, code), pixels), **facts)
-        facts["lost"] = pixels.background is None and _is_transparent(image)
+            return convert_array(_upright(changed, code), pixels, facts)
+        facts |= _transparency(image, pixels)
         same = keep and changed is image
         if same and code not in _TURNS:
-            return Ready(data, extension, *image.size, **facts)
+            return Ready(data, extension, *image.size, facts)
         if same and extension == "jpg":
             size = image.size[::-1] if _TURNS[code][0] else image.size
-            return Ready(data, extension, *size, turned=True, **facts)
-        return replace(convert_array(_upright(_to_array(changed, pixels), code), pixels), **facts)
+            return Ready(data, extension, *size, facts | {TURNED: 1})
+        return convert_array(_upright(_to_array(changed, pixels), code), pixels, facts)
 
 
-def _turn(image: Image.Image, pixels: Pixels) -> tuple[int, dict[str, Any]]:
+def _turn(image: Image.Image, pixels: Pixels) -> tuple[int, Facts]:
     """Return the orientation by which to turn an image, and the fact that it is ignored."""
     code = orientation(image)
     if pixels.orientation == "exif":
         return code, {}
     if code in _TURNS:
-        return 1, {"unturned": True}
+        return 1, {UNTURNED: 1}
     return 1, {}
+
+
+def _transparency(image: Image.Image, pixels: Pixels) -> Facts:
+    """Return the fact that a picture is transparent, and no background is stated."""
+    if pixels.background is None and _is_transparent(image):
+        return {TRANSPARENT: 1}
+    return {}
 
 
 def _scale_16_bit_color(
     image: Image.Image, data: bytes, span: tuple[float, float] | None
-) -> tuple[Image.Image, dict[str, Any]]:
+) -> tuple[Image.Image, Facts]:
     """Scale a 16-bit colour picture, of which Pillow keeps the upper bytes, by its range.
 
     Without a range the upper bytes stay. Transparency keeps its upper bytes, too.
@@ -252,10 +248,10 @@ def _scale_16_bit_color(
     if span is None:
         upper = np.asarray(to_rgb(image))
         found = (256.0 * int(upper.min()), 256.0 * int(upper.max()) + 255)
-        return image, {"values": found, "levels": _levels(upper)}
+        return image, deep_facts(found, _levels(upper))
     values = _sixteen_bits(image, data)
     colors = scaled(values[..., :3], span)
-    facts = {"values": _extremes(values[..., :3]), "levels": _levels(colors)}
+    facts = deep_facts(_extremes(values[..., :3]), _levels(colors))
     made = Image.fromarray(colors)
     if image.has_transparency_data:
         made.putalpha(image.convert("RGBA").getchannel("A"))
@@ -292,12 +288,12 @@ def _ready_unconverted(data: bytes) -> Ready:
         _, facts = _turn(image, Pixels())
         if image.mode.startswith("I;16"):
             found = _extremes(np.asarray(image, dtype=np.uint16))
-            levels = _levels(np.asarray(rgb))
-            return Ready(data, extension, *rgb.size, values=found, levels=levels, **facts)
+            facts |= deep_facts(found, _levels(np.asarray(rgb)))
+            return Ready(data, extension, *rgb.size, facts)
         if is_16_bit_color(data, extension):
             _, deep = _scale_16_bit_color(image, data, None)
             facts |= deep
-        return Ready(data, extension, *rgb.size, lost=_is_transparent(image), **facts)
+        return Ready(data, extension, *rgb.size, facts | _transparency(image, Pixels()))
 
 
 def ready_jpeg(data: bytes, pixels: Pixels) -> Ready | None:
@@ -307,7 +303,7 @@ def ready_jpeg(data: bytes, pixels: Pixels) -> Ready | None:
     width, height = image_size(data)
     code = _orientation_of(data) if pixels.orientation == "exif" else 1
     size = (height, width) if code in _TURNS and _TURNS[code][0] else (width, height)
-    return Ready(data, "jpg", *size, turned=code in _TURNS)
+    return Ready(data, "jpg", *size, {TURNED: 1} if code in _TURNS else {})
 
 
 def convert_picture(image: Image.Image, pixels: Pixels) -> DecodedImage:
@@ -316,29 +312,28 @@ def convert_picture(image: Image.Image, pixels: Pixels) -> DecodedImage:
     code, facts = _turn(image, pixels)
     changed = _to_eight_bits(image, pixels)
     if isinstance(changed, Image.Image):
-        facts["lost"] = pixels.background is None and _is_transparent(image)
+        facts |= _transparency(image, pixels)
         changed = _to_array(changed, pixels)
-    return replace(convert_array(_upright(changed, code), pixels), **facts)
+    return convert_array(_upright(changed, code), pixels, facts)
 
 
-def convert_array(values: NDArray[Any], pixels: Pixels) -> DecodedImage:
-    """Convert an upright array [H, W] or [H, W, C] of any type."""
+def convert_array(values: NDArray[Any], pixels: Pixels, facts: Facts | None = None) -> DecodedImage:
+    """Convert an upright array [H, W] or [H, W, C] of any type; `facts` are known already."""
     values = _planes(values)
     channels = values.shape[2]
     if channels != pixels.channels and (channels, pixels.channels) != (1, 3):
         hint = "; state `channels` in the data set's `pixels`" if channels <= 16 else ""
         raise UnreadableError(f"{channels} channels, {pixels.channels} expected{hint}")
-    extremes = None
-    levels = 0
+    found = dict(facts or {})
     if values.dtype != np.uint8:
         extremes = _extremes(values)
         values = scaled(values, pixels.range)
-        levels = _levels(values)
+        found |= deep_facts(extremes, _levels(values))
     if channels < pixels.channels:
         values = values.repeat(3, axis=2)
     if pixels.channels == 1:
         values = values[..., 0]
-    return DecodedImage(np.ascontiguousarray(values), values=extremes, levels=levels)
+    return DecodedImage(np.ascontiguousarray(values), found)
 
 
 def _encode(image: DecodedImage) -> Ready:
@@ -350,8 +345,7 @@ def _encode(image: DecodedImage) -> Ready:
     else:
         extension = "npy"
         np.save(stream, image.pixels)
-    about = {field.name: getattr(image, field.name) for field in fields(About)}
-    return Ready(stream.getvalue(), extension, *image.size, **about)
+    return Ready(stream.getvalue(), extension, *image.size, image.facts)
 
 
 def _planes(values: NDArray[Any]) -> NDArray[Any]:
@@ -474,23 +468,6 @@ def orientation(image: Image.Image) -> int:
         return 1
 
 
-def as_stored(data: bytes, pixels: Pixels) -> tuple[Image.Image, dict[str, Any]]:
-    """Return a picture in RGB, converted but not rotated.
-
-    Returns:
-        The picture, and the arguments of `save` that give a changed copy the file's orientation.
-    """
-    unturned = Pixels(background=pixels.background, range=pixels.range)
-    image = read_rgb(make_ready(data, unturned).data)
-    if _read_array(data, unturned) is not None:
-        return image, {}
-    with open_image(data) as (stored, _):
-        code = orientation(stored)
-    exif = Image.Exif()
-    exif[_ORIENTATION] = code
-    return image, {"exif": exif} if code in _TURNS else {}
-
-
 def _upright(values: NDArray[Any], code: int) -> NDArray[Any]:
     """Turn pixels [H, W, …] of this orientation upright."""
     transposed, left_right, up_down = _TURNS.get(code, (False, False, False))
@@ -527,10 +504,7 @@ def render_ready(data: bytes, geometries: NDArray[np.int32], out: Images, turned
         out: uint8 [C, S, S] of each view, whose sizes S may differ; overwritten.
     """
     if data[:6] == ARRAY:
-        values = np.load(io.BytesIO(data), allow_pickle=False)
-        for channel in range(len(out[0])):
-            plane = Image.fromarray(np.ascontiguousarray(values[..., channel]))
-            resample(plane, geometries, [view[channel : channel + 1] for view in out])
+        _resample_channels(np.load(io.BytesIO(data), allow_pickle=False), geometries, out)
         return
     if len(out[0]) == 1:
         colored = [np.empty((3, *view.shape[1:]), np.uint8) for view in out]
@@ -547,6 +521,15 @@ def render_ready(data: bytes, geometries: NDArray[np.int32], out: Images, turned
     render(data, _as_stored(geometries, code, *image_size(data), sizes), stored)
     for view, turned_view in zip(out, stored, strict=True):
         view[:] = _upright(turned_view.transpose(1, 2, 0), code).transpose(2, 0, 1)
+
+
+def _resample_channels(
+    values: NDArray[np.uint8], geometries: NDArray[np.int32], out: Images
+) -> None:
+    """Resample views of an array [H, W, C] channel by channel."""
+    for channel in range(len(out[0])):
+        plane = Image.fromarray(np.ascontiguousarray(values[..., channel]))
+        resample(plane, geometries, [view[channel : channel + 1] for view in out])
 
 
 def upright_rgb(ready: Ready) -> Image.Image:

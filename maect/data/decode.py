@@ -10,7 +10,6 @@ when which way is used.
 """
 
 import io
-import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -40,9 +39,6 @@ _large = threading.Lock()
 _BITS = 258
 """TIFF's tag of the bits of each channel."""
 _OTHER_ORDER = {"16B": "16L", "16L": "16B", "16N": "16B"}
-# Pillow reads comments byte by byte, however many there are.
-_PNM, _PNM_HEADER_BYTES = {b"P1", b"P2", b"P3", b"P4", b"P5", b"P6"}, 1 << 16
-_PNM_HEADER = re.compile(rb"P[1-6](?:(?:\s|#[^\r\n]*[\r\n])+\d+){2}")
 # Palette transparency and large pictures deserve a warning elsewhere. Once for the process: the
 # decoding threads share its filters.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -110,8 +106,6 @@ def _open(data: bytes) -> ImageFile.ImageFile:
             heic = "HEIC needs the package pillow-heif: uv pip install pillow-heif"
             raise UnreadableError(heic) from None
         register_heif_opener()
-    if data[:2] in _PNM and not _PNM_HEADER.match(data, 0, _PNM_HEADER_BYTES):
-        raise UnreadableError(f"no header in the first {_PNM_HEADER_BYTES} bytes")
     known = [name for name in _FORMATS if name != "HEIF" or name in Image.OPEN]
     return Image.open(io.BytesIO(data), formats=known)
 

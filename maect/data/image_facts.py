@@ -9,44 +9,39 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maect.core.errors import counted
 from maect.recipes import WHITE, Pixels
 
-if TYPE_CHECKING:  # it imports NumPy
-    from maect.data.convert import About
-
 Facts = dict[str, Any]
-"""Counts of images, JSON: `turned`, `unturned`, `transparent`, and of more than 8 bits `deep`."""
+"""Counts of images, JSON; those with `deep` are of more than 8 bits."""
+TURNED = "turned"
+"""Rotated upright whenever they are read."""
+UNTURNED = "unturned"
+"""Their EXIF orientation is ignored."""
+TRANSPARENT = "transparent"
+"""No background is stated, so colours show that their files hide."""
 FULL = 65535
 """White of 16 bits where no range is stated."""
 FEW_LEVELS = 64
 """Of 256: as many or fewer, of all deep images together, are few for a stated range."""
 
 
-def facts_of(image: About) -> Facts:
-    """Return the facts about an image; none about an ordinary one.
+def deep_facts(values: tuple[float, float], levels: int) -> Facts:
+    """Return the fact that an image has more than 8 bits.
 
-    `transparent`: no background is stated, so colours show that its file hides. `unturned`: its
-    EXIF orientation is ignored.
+    Args:
+        values: the smallest and largest, before scaling.
+        levels: bit n is set if a value was scaled to n of 255.
     """
-    facts: Facts = {}
-    if image.turned:
-        facts["turned"] = 1
-    if image.unturned:
-        facts["unturned"] = 1
-    if image.lost:
-        facts["transparent"] = 1
-    if image.values is not None:
-        facts["deep"] = {"images": 1, "values": image.values, "levels": f"{image.levels:x}"}
-    return facts
+    return {"deep": {"images": 1, "values": values, "levels": f"{levels:x}"}}
 
 
 def merged(facts: Iterable[Facts]) -> Facts:
     """Return the facts about many images, from those about each of them or about each part."""
     facts = list(facts)
-    names = ("turned", "unturned", "transparent")
+    names = (TURNED, UNTURNED, TRANSPARENT)
     counts = {name: sum(one.get(name, 0) for one in facts) for name in names}
     found: Facts = {name: n for name, n in counts.items() if n}
     deep = [one["deep"] for one in facts if "deep" in one]
@@ -97,14 +92,14 @@ def warning(found: Facts, pixels: Pixels, *, option: bool = False) -> str | None
                 f"black; if they are, read them apart, {_stated('range', (0, 4095), option)} for "
                 "12 bits"
             )
-    transparent = found.get("transparent")
+    transparent = found.get(TRANSPARENT)
     if transparent:
         said.append(
             f"{counted(transparent, 'image')} with transparent parts, of which the "
             "colours that their files hide there are used, often black; state what is behind them: "
             + _stated("background", WHITE, option)
         )
-    unturned = found.get("unturned")
+    unturned = found.get(UNTURNED)
     if unturned and not option:
         are = "is" if unturned == 1 else "are"
         said.append(

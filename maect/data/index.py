@@ -30,8 +30,6 @@ CHECKSUMS = "crc32.npy"
 COLUMNS = ("id", "shard", "offset", "size", "label", "width", "height")
 ID, SHARD, OFFSET, SIZE, LABEL, WIDTH, HEIGHT = range(len(COLUMNS))
 _BLOCK = 512
-# Of 76 million images. A larger index is hashed once a job, by `check_rows`.
-_HASHED_ON_OPEN = 4 << 30
 _OPEN_FILES = 256
 
 
@@ -77,13 +75,6 @@ class Index:
     def channels(self) -> int:
         """Return the number of channels of every image."""
         return self.record.get("pixels", {}).get("channels", 3)
-
-    def check_rows(self) -> None:
-        """Check an index that is too large to be hashed whenever it is opened."""
-        path = self.directory / "index.npy"
-        if path.stat().st_size > _HASHED_ON_OPEN:
-            _check_sha256(path, self.record["index_sha256"])
-            _check_sha256(self.directory / CHECKSUMS, self.record["crc32_sha256"])
 
     def check_channels(self, channels: int) -> None:
         """Refuse images of another number of channels."""
@@ -219,9 +210,8 @@ def open_index(directory: str | Path) -> Index:
     path = directory / "index.npy"
     try:
         sums = directory / CHECKSUMS
-        if path.stat().st_size <= _HASHED_ON_OPEN:
-            _check_sha256(path, record["index_sha256"])
-            _check_sha256(sums, record["crc32_sha256"])
+        _check_sha256(path, record["index_sha256"])
+        _check_sha256(sums, record["crc32_sha256"])
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
         shape = (record["n"], len(COLUMNS))
         shards = tuple(directory / shard["file"] for shard in record["shards"])

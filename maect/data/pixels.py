@@ -50,21 +50,18 @@ def write_pixels(index: Index) -> None:
     known = {"source": _tars_digest(index), "shape": list(shape)}
     if path.exists() and seek_record(record).items() >= known.items():
         return
-    try:
-        # Not through a memory map: a full disk would kill the process.
-        with atomic_write(path) as temporary, open(temporary, "wb") as file:
-            header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            for i, (w, h) in enumerate(index.rows[:, [WIDTH, HEIGHT]].tolist()):
-                image = np.zeros(shape[1:], np.uint8)
-                try:
-                    image[:h, :w] = render_whole(index.read(i), w, h)
-                except UnreadableError as error:
-                    raise index.undecodable(i, error) from None
-                file.write(image.tobytes())
-        write_record(record, known | {"sha256": sha256_file(path)})
-    except OSError as error:  # no room, or not ours to write
-        log.warning("%s: not written (%s); images are decoded each time", path, error.strerror)
+    # Not through a memory map: a full disk would kill the process.
+    with atomic_write(path) as temporary, open(temporary, "wb") as file:
+        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for i, (w, h) in enumerate(index.rows[:, [WIDTH, HEIGHT]].tolist()):
+            image = np.zeros(shape[1:], np.uint8)
+            try:
+                image[:h, :w] = render_whole(index.read(i), w, h)
+            except UnreadableError as error:
+                raise index.undecodable(i, error) from None
+            file.write(image.tobytes())
+    write_record(record, known | {"sha256": sha256_file(path)})
 
 
 def open_pixels(index: Index) -> NDArray[np.uint8] | None:

@@ -149,13 +149,6 @@ def store_plan(out: Path, plan: ShardPlan) -> None:
     write_record(out / "plan.json", record)
 
 
-def read_plan(out: Path) -> dict[str, Any]:
-    """Read plan.json of a folder of shards; UserError if there is none."""
-    if not (out / "plan.json").exists():
-        raise UserError(f"{out}: no plan.json; plan the shards first (maect shard)")
-    return read_record(out / "plan.json")
-
-
 def read_listing(
     out: Path, plan: dict[str, Any], number: int
 ) -> tuple[int, list[tuple[str, Entry]]]:
@@ -177,7 +170,7 @@ def image_names(index: Index) -> list[str]:
     known: dict[str, str] = {}
     out = index.directory
     if (out / "plan.json").exists():
-        plan = read_plan(out)
+        plan = read_record(out / "plan.json")
         for number in range(plan["shards"]):
             _, entries = read_listing(out, plan, number)
             known |= {key: entry.name for key, entry in entries}

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,10 +39,10 @@ from maect.core.files import (
 from maect.data import shard_name
 from maect.data.convert import Ready, make_ready, upright_rgb
 from maect.data.decode import UnreadableError
-from maect.data.image_facts import Facts, facts_of, merged, warning
+from maect.data.image_facts import TURNED, Facts, merged, warning
 from maect.data.index import CHECKSUMS, COLUMNS, ID, open_index
 from maect.data.pixels import write_pixels
-from maect.data.shard_plan import plan_shards, read_listing, read_plan, store_plan, stored_options
+from maect.data.shard_plan import plan_shards, read_listing, store_plan, stored_options
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, as_utf8
 from maect.recipes import Pixels
 
@@ -93,7 +93,7 @@ def finished_samples(
     """
     if not all((out / name).exists() for name in ("plan.json", "index.json")):
         return None
-    plan = read_plan(out)
+    plan = read_record(out / "plan.json")
     made_by = (plan["kind"], plan["shards"], plan["options"], "only" in plan)
     if made_by != (kind, shards, stored_options(shorter_side, pixels), only is not None):
         return None
@@ -115,12 +115,7 @@ def _lock(out: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{out}: {error.strerror}") from None
-    try:
-        file = open(folder / ".lock", "a+")  # noqa: SIM115
-    except OSError:  # read-only, since all is done
-        yield
-        return
-    with file:
+    with open(folder / ".lock", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -260,7 +255,7 @@ class _Part:
                 self.rows.append(row)
                 self.contents.append(content_hash(key, entry.label, image.data, image.turned))
                 self.checksums.append(isal_zlib.crc32(image.data))
-                self.facts.append(facts_of(image))
+                self.facts.append(image.facts)
         if self.faults and not skip:
             raise _UnreadableImagesError(self.faults)
 
@@ -327,7 +322,8 @@ def _recompress(ready: Ready, side: int) -> Ready:
     resized = picture.resize((width, height), Image.Resampling.BICUBIC)
     resized.save(stream, "JPEG", quality=_QUALITY, subsampling=0)
     data = stream.getvalue()
-    return replace(ready, data=data, extension="jpg", width=width, height=height, turned=False)
+    facts = {name: fact for name, fact in ready.facts.items() if name != TURNED}
+    return Ready(data, "jpg", width, height, facts)
 
 
 def content_hash(key: str, label: int, data: bytes, turned: bool) -> bytes:
@@ -401,7 +397,7 @@ def _finish_index(out: Path, plan: dict[str, Any]) -> int:
     if "warning" in index.record:
         log.warning("%s: %s", out, index.record["warning"])
     # Left by jobs that were killed, or that named unreadable images, repaired since.
-    for pattern in (".*.tmp", "parts/.*.tmp", "unreadable*.txt"):
+    for pattern in (".*.tmp", "parts/.*.tmp", "unreadable.txt"):
         for leftover in out.glob(pattern):
             leftover.unlink(missing_ok=True)
     return index.n

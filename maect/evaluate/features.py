@@ -73,8 +73,6 @@ def extract(
     """
     encoder, out = Path(encoder), Path(out)
     index = open_index(shards)
-    if context.rank == 0:
-        index.check_rows()
     device = distributed.device_of(context)
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     products: Precision = "bf16" if precision == "bf16" else "fp32"

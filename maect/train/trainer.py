@@ -161,7 +161,6 @@ def prepare(context: Context, run: RunInputs) -> Prepared | None:
     identity = ""
     done = False
     if context.rank == 0:
-        split.check_rows()
         weights = source_files(run.source)
         identity = stage.fingerprint(run.encoder, run.seed, split.digest, weights)
         lock = RunLock(folder, context)  # before what another recipe has left is moved

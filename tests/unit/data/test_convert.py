@@ -27,6 +27,7 @@ from maect.data.convert import (
     render_ready,
 )
 from maect.data.decode import UnreadableError, read_rgb
+from maect.data.image_facts import UNTURNED, Facts
 from maect.data.index import open_index
 from maect.data.loader import evaluation_parts, train_batches
 from maect.data.shard_check import verify
@@ -42,6 +43,10 @@ from maect.stages import load_recipe
 EXIF = Pixels(orientation="exif")
 BANDS = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5, range=(0, 4095))
 DEEP = Pixels(channels=1, mean=(0.4,), std=(0.2,), range=(100, 4095))
+
+
+def levels_of(facts: Facts) -> int:
+    return int(facts["deep"]["levels"], 16).bit_count()
 
 
 def encode(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -86,7 +91,7 @@ def test_every_orientation_is_cropped_as_if_it_were_upright(code: int) -> None:
     with Image.open(io.BytesIO(data)) as image:  # and as a picture, where the data set says so
         assert np.array_equal(convert_picture(image, EXIF).pixels, np.asarray(upright))
         stored = convert_picture(image, Pixels(background=(0, 0, 0)))
-        assert stored.size == image.size and stored.unturned == (code > 1)
+        assert stored.size == image.size and (UNTURNED in stored.facts) == (code > 1)
     if code > 1:  # a format without loss is turned for good
         png = make_ready(turned(code, "PNG"), EXIF)
         with Image.open(io.BytesIO(turned(code, "PNG"))) as image:
@@ -215,7 +220,7 @@ def test_deep_images_by_their_range(kind: str) -> None:
     grey = np.asarray(read_rgb(ready.data))[..., 0].astype(int)
     expected = np.rint(255 * (values.astype(float) - 100) / 3995)
     assert abs(grey - expected).max() <= (1 if kind in ("DICOM", "inverted") else 0)
-    assert ready.values is not None and ready.levels.bit_count() > 200
+    assert levels_of(ready.facts) > 200
 
 
 def test_what_has_no_range_is_refused_with_the_values() -> None:
@@ -272,7 +277,7 @@ def test_deep_colors_by_their_range(kind: str, channels: int) -> None:
     pixels = Pixels(range=(100, 4095), background=(255, 250, 240))
     ready = make_ready(data, pixels)
     made = np.asarray(read_rgb(ready.data)).astype(float)
-    assert ready.converted and ready.values == (100, 4095) and ready.levels.bit_count() > 200
+    assert ready.facts["deep"]["values"] == (100, 4095) and levels_of(ready.facts) > 200
     if channels == 4 and kind == "PNG":  # nearly transparent: the upper half of 12 bits in 16
         alpha = (values[..., 3:] >> 8) / 255
         expected = expected[..., :3] * alpha + np.array([255, 250, 240]) * (1 - alpha)
@@ -304,7 +309,7 @@ def lzw(values: np.ndarray) -> bytes:
 
 def test_deep_grey_with_transparency_takes_no_range() -> None:
     data = deep_png(colors(1, 2))
-    assert make_ready(data, EXIF).levels.bit_count() == 16
+    assert levels_of(make_ready(data, EXIF).facts) == 16
     with pytest.raises(UnreadableError, match=r"only the upper half can be read, .* save it"):
         make_ready(data, Pixels(range=(100, 4095)))
 

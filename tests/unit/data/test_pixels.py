@@ -138,21 +138,6 @@ def test_made_for_shards_that_have_none_and_nothing_else_changes(copy: Path, sma
     assert (copy / "pixels.npy").read_bytes() == (small / "pixels.npy").read_bytes()
 
 
-def test_a_full_disk_leaves_shards_without_array(
-    copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (copy / "pixels.npy").unlink()
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    index = open_index(copy)
-    monkeypatch.setattr(np.lib.format, "write_array_header_1_0", full)
-    pixels.write_pixels(index)
-    assert "pixels.npy: not written (No space left on device)" in caplog.text
-    assert not (copy / "pixels.npy").exists() and not list(copy.glob(".*.tmp"))
-
-
 def test_verification_compares_every_image(copy: Path) -> None:
     assert verify(copy) == 96
     array = np.load(copy / "pixels.npy", mmap_mode="r+")

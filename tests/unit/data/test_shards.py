@@ -53,24 +53,6 @@ def test_index_gives_the_original_bytes(images: Path, shards: Path) -> None:
             assert image.size == tuple(index.rows[i, 5:7])
 
 
-def test_a_full_disk_is_a_line_and_costs_nothing(images: Path, tmp_path: Path) -> None:
-    alone = ["unshare", "--map-root-user", "--mount"]  # with file systems of its own
-    (tmp_path / "disk").mkdir()
-    script = f"""
-        mount -t tmpfs -o size=64k tmpfs {tmp_path}/disk || exit 99
-        {sys.executable} -m maect shard {images} {tmp_path}/disk/shards; echo $?
-        mount -o remount,size=64m {tmp_path}/disk
-        {sys.executable} -m maect shard {images} {tmp_path}/disk/shards; echo $?
-    """
-    done = subprocess.run([*alone, "sh", "-c", script], capture_output=True, text=True, check=False)
-    if not shutil.which("unshare") or done.returncode == 99:
-        pytest.skip("no file system of one's own here")
-    full, again, *more = done.stdout.splitlines()
-    assert (full, more) == ("2", ["0"]) and again.endswith(" samples")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("maect shard: ") and line.endswith("No space left on device")
-
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_what_cannot_be_read_now_is_asked_for_again(
     index: Index, monkeypatch: pytest.MonkeyPatch, number: int
