@@ -112,10 +112,3 @@ def test_other_channels_than_pictures_have_are_refused_at_once(tmp_path: Path) -
         shard(images, tmp_path / "out", "blur", 1, pixels=bands)
     grey = Pixels(channels=1, mean=(0.5,), std=(0.5,))
     assert shard(images, tmp_path / "grey", "blur", 1, pixels=grey) == 4
-
-
-def test_what_is_no_image_is_named(tmp_path: Path) -> None:
-    images = small_photographs(tmp_path / "images", 2)
-    (images / "c1/01.jpg").write_bytes(b"no image")
-    with pytest.raises(UserError, match=r"c1/01\.jpg"):
-        shard(images, tmp_path / "out", "blur", 1)

@@ -116,18 +116,6 @@ def test_images_are_those_that_training_crops(pixels: Pixels, tmp_path: Path) ->
     assert modes == {"L" if pixels.channels == 1 else "RGB"}
 
 
-def test_small_images_are_those_of_the_array_beside_the_shards(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for number in range(4):
-        picture = Image.fromarray(rng.integers(0, 256, (8, 6, 3), np.uint8))
-        (tmp_path / f"in/{number % 2}").mkdir(parents=True, exist_ok=True)
-        picture.save(tmp_path / f"in/{number % 2}/{number}.png")
-    shard(tmp_path / "in", tmp_path / "out", "folder", 2)
-    array = np.load(tmp_path / "out/pixels.npy")
-    for i, sample in enumerate(maect.shards(tmp_path / "out")):
-        assert np.array_equal(sample["image"], array[i])
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_order_is_that_of_a_training(shards: Path, workers: int) -> None:
     """On ranks, over the end of an epoch, and from a step on."""
