@@ -79,7 +79,7 @@ def fetch_all(remotes: Iterable[Remote], out: Path, wait: float = 1.0) -> list[P
     return fetched
 
 
-class _Part:
+class _PartialFile:
     """A file that is being downloaded; continued as long as its source stays the same."""
 
     def __init__(self, url: str, path: Path) -> None:
@@ -112,7 +112,7 @@ class _Part:
 
 
 def _download(remote: Remote, path: Path, wait: float) -> None:
-    part = _Part(remote.url, path.with_name(f"{path.name}.part"))
+    part = _PartialFile(remote.url, path.with_name(f"{path.name}.part"))
     failures = 0
     while True:
         before = part.size
