@@ -1,6 +1,5 @@
 """Compare encoders on folders of images: compute features once, then a table of measures."""
 
-import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,6 @@ from maect.answers.vectors import PART
 from maect.core.errors import UserError, counted
 from maect.core.settings import digest
 from maect.data.sources import open_source
-from maect.data.sources.base import Entry
 from maect.evaluate.comparison_scores import (
     Score,
     measure_corrections,
@@ -27,7 +25,13 @@ from maect.evaluate.comparison_scores import (
 from maect.evaluate.real import Real, RealLabels, is_imagenets
 from maect.evaluate.sampling import held_out_mask
 from maect.evaluate.store import Array
-from maect.tools.own_images import Images, check_same_classes, find_splits, inspect_images
+from maect.tools.own_images import (
+    Images,
+    check_same_classes,
+    contents_of,
+    find_splits,
+    inspect_images,
+)
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +95,7 @@ def open_folder(name: str, path: Path) -> ImageFolder:
     if val is not None:
         parts = (*parts, inspect_images(val, 1, skip_unreadable=True))
         check_same_classes(*parts)
-    contents = [content for part in parts for content in _contents(part)]
+    contents = [content for part in parts for content in contents_of(part, near=False)]
     n = len(contents)
     remarks = []
     labels = np.array([entry.label for part in parts for entry in part.entries], np.int64)
@@ -117,20 +121,6 @@ def open_folder(name: str, path: Path) -> ImageFolder:
             are = "image is" if both == 1 else "images are"
             remarks.append(f"{both} test {are} also among the training images")
     return ImageFolder(name, path, parts, contents, labels, test, tuple(remarks))
-
-
-def _contents(images: Images) -> list[str]:
-    """Return the sha256 of each image's bytes; the name of a file that cannot be read."""
-    source = open_source(images.kind, images.folder)
-    source.listing()
-
-    def content(entry: Entry) -> str:
-        try:
-            return hashlib.sha256(source.read(entry)).hexdigest()
-        except OSError:
-            return f"unreadable: {entry.name}"
-
-    return [content(entry) for entry in images.entries]
 
 
 def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
