@@ -131,7 +131,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in page.names(found)
         for out in page.outputs(found, name)
     ]
-    for path in (*shown, found.root / "report.html"):
+    for path in (*shown, found.root / "report.html", found.root / "workflow.html"):
         path.write_text("made")
     finish_pages(folder)
     return folder
