@@ -260,6 +260,7 @@ def _outcomes(results: dict[tuple[str, str], Path]) -> list[dict[str, Any]]:
         for (run, evaluation), path in results.items()
         if (kept := EvaluationRecord.read(path).outcomes)
         for metric in PAIRED.get(evaluation, ())
+        if metric in kept
     ]
 
 
