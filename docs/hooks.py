@@ -46,9 +46,10 @@ def all_tables(folder: Path) -> str:
 
 
 def links_to_tables() -> str:
-    """Return links to the pages of all tables."""
+    """Return a sentence with links to the pages of all tables."""
     folders = published(Path(__file__).parent)
-    return ", ".join(f"[{folder.name}]({folder.name}/all_tables.md)" for folder in folders)
+    links = (f"[{folder.name}]({folder.name}/all_tables.md)" for folder in folders)
+    return f"All tables as pages: {', '.join(links)}."
 
 
 def on_page_markdown(markdown: str, **about: Any) -> str:
@@ -121,6 +122,6 @@ MARKS: dict[str, Callable[[], str]] = {
     "<!-- commands -->": commands,
     "<!-- evaluations -->": evaluations,
     "<!-- stages -->": stages,
-    "<!-- tables -->": links_to_tables,
+    "The site has all tables as pages.": links_to_tables,
 }
 """What is generated for each mark on a page."""

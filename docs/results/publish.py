@@ -270,8 +270,9 @@ def _images(experiment: Experiment) -> dict[str, Any]:
     for dataset, split in experiment.splits:
         index = seek_record(experiment.shards(dataset, split) / "index.json")
         if index:
-            about = {"n": index["n"], "digest": index["digest"]}
-            found[f"{dataset} {split}"] = about | {"classes": len(index["class_names"])}
+            classes = len(index.get("class_names", ()))
+            about = {"n": index["n"], "digest": index["digest"], "classes": classes}
+            found[f"{dataset} {split}"] = about
     return found
 
 
