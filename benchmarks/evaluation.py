@@ -166,7 +166,7 @@ def probe(full: bool, folder: Path) -> None:
     import torch
     from timm.models.vision_transformer import VisionTransformer
 
-    from maect.evaluate.stacked_heads import Heads
+    from maect.evaluate.linear_probe import Heads
 
     side, steps, size = (224, 8, 128) if full else (96, 2, 32)
     encoder = VisionTransformer(
@@ -194,7 +194,7 @@ def probe(full: bool, folder: Path) -> None:
 def clustering(full: bool, folder: Path) -> None:
     """Runs of mini-batch k-means on all cores against one."""
     from maect.evaluate import clustering as ours
-    from maect.evaluate.clustering import Clustering
+    from maect.evaluate.protocols import Clustering
 
     n, width, classes, runs = (50_000, 1024, 1000, 100) if full else (5_000, 384, 100, 8 * CORES)
     rows, labels = blobs(n, width, classes, 0)

@@ -32,7 +32,8 @@ from torch.nn import functional as F
 from maect.core.context import Context
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.lars_probes import EfficientProbe, LarsLinearProbe, LarsProbe, MultiQueryProbe
+from maect.evaluate.lars_probes import LarsHead, MultiQueryHead
+from maect.evaluate.protocols import EfficientProbe, LarsLinearProbe
 from maect.evaluate.store import write_features
 
 TRAIN, TEST, CLASSES = 150, 70, 10
@@ -102,17 +103,14 @@ def compare_knn(checkout: Path) -> bool:
 
 def compare_probe(checkout: Path, name: str, pooled: bool) -> bool:
     """Weights and losses of a probe after each of its updates."""
-    task: Any = SimpleNamespace(
-        encoding=SimpleNamespace(settings=SimpleNamespace(width=WIDTH), device=torch.device("cpu")),
-        train=SimpleNamespace(class_names=tuple(map(str, range(CLASSES)))),
-        real_labels_of=lambda settings: None,
-    )
     told = {"batch_size": BATCH, "epochs": UPDATES, "warmup_epochs": WARMUP}
-    ours: LarsProbe = (
-        MultiQueryProbe(task, EfficientProbe(**told, queries=QUERIES), "queries", "values")
+    cpu = torch.device("cpu")
+    ours: LarsHead = (
+        MultiQueryHead(WIDTH, CLASSES, EfficientProbe(**told, queries=QUERIES), cpu)
         if pooled
-        else LarsProbe(task, LarsLinearProbe(**told))
+        else LarsHead(WIDTH, CLASSES, LarsLinearProbe(**told), cpu)
     )
+    peak = ours.optimizer.param_groups[0]["peak"]
     pooling = theirs(checkout, "poolings/ep.py", "EfficientProbing").EfficientProbing
     batch_norm = theirs(checkout, "probe_heads.py", "_batchnorm")._batchnorm
     head = nn.Sequential(batch_norm(WIDTH), nn.Linear(WIDTH, CLASSES))
@@ -126,7 +124,7 @@ def compare_probe(checkout: Path, name: str, pooled: bool) -> bool:
             parameter.copy_(getattr(ours, key).view_as(parameter))
     optimizer = theirs(checkout, "util/lars.py", "LARS").LARS(head.parameters())
     adjust = theirs(checkout, "util/lr_sched.py", "adjust_learning_rate").adjust_learning_rate
-    args = SimpleNamespace(lr=ours.peak, min_lr=0.0, warmup_epochs=WARMUP, epochs=UPDATES)
+    args = SimpleNamespace(lr=peak, min_lr=0.0, warmup_epochs=WARMUP, epochs=UPDATES)
     random = torch.Generator().manual_seed(0)
     shape = (BATCH, TOKENS, WIDTH) if pooled else (BATCH, WIDTH)
     weights = losses = 0.0
@@ -138,7 +136,7 @@ def compare_probe(checkout: Path, name: str, pooled: bool) -> bool:
         loss = F.cross_entropy(head(features), labels)
         loss.backward()
         optimizer.step()
-        own = ours.step(features, labels, rate / ours.peak)
+        own = ours.update(features, labels, rate / peak)
         losses = max(losses, abs(float(loss.detach() - own)))
         apart = (difference(p, getattr(ours, key)) for key, p in parts.items())
         weights = max(weights, *apart)

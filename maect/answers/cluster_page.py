@@ -23,14 +23,12 @@ def write_clusters(
 
     The page also has a coarser and a finer grouping, if the number of groups was chosen.
     """
-    alone = np.flatnonzero(clusters.cluster < 0)
     order = [int(row) for number in range(clusters.count) for row in clusters.members(number)]
-    rows = [[clusters.cluster[row] + 1, f"{clusters.distance[row]:.6g}"] for row in order]
-    names = [vectors.files[row] for row in (*order, *alone)]
-    table = zip(names, [*rows, *([["", ""]] * len(alone))], strict=True)
-    write_rows(
-        out / "clusters.csv", ["file", "cluster", "distance"], ([name, *row] for name, row in table)
+    table = (
+        [vectors.files[row], clusters.cluster[row] + 1, f"{clusters.distance[row]:.6g}"]
+        for row in order
     )
+    write_rows(out / "clusters.csv", ["file", "cluster", "distance"], table)
     grains = [(one.count, named_groups(one)) for one in (clusters, *around(clusters))]
     wanted = {int(row) for _, groups in grains for _, rows in groups for row in rows[:SHOWN]}
     source = vectors.source(images)
@@ -70,7 +68,5 @@ def around(clusters: Clusters) -> list[Clusters]:
 
 
 def named_groups(clusters: Clusters) -> list[tuple[str, NDArray[np.int64]]]:
-    """Name and positions of each group, the most typical image first; then those in none."""
-    groups = [(f"Group {number + 1}", clusters.members(number)) for number in range(clusters.count)]
-    alone = np.flatnonzero(clusters.cluster < 0)
-    return [*groups, *([("In no group", alone)] if len(alone) else [])]
+    """Name and positions of each group, the most typical image first."""
+    return [(f"Group {number + 1}", clusters.members(number)) for number in range(clusters.count)]

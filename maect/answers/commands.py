@@ -83,8 +83,6 @@ def cluster(
     *,
     out: Path,
     groups: Positive | None = None,
-    method: Literal["graph", "kmeans", "hdbscan"] | None = None,
-    smallest: Positive | None = None,
     images: Path | None = None,
 ) -> None:
     """Group images by their vectors, without labels.
@@ -95,9 +93,6 @@ def cluster(
         index: a .parquet that maect embed wrote.
         out: folder of the table and the page.
         groups: how many, by k-means (default: as many as a graph of neighbours has).
-        method: communities in a graph of neighbours, k-means, or HDBSCAN, which leaves outliers
-            in no group (default: kmeans with --groups, else graph).
-        smallest: fewest images of a group, for hdbscan.
         images: where the images are, if they have moved.
     """
     from maect.answers.cluster_page import write_clusters
@@ -106,12 +101,11 @@ def cluster(
 
     vectors = Vectors.read(index)
     vectors.source(images)  # before the work
-    clusters = group(vectors.values, groups, method, smallest)
+    clusters = group(vectors.values, groups)
     write_clusters(vectors, clusters, out, images)
     if clusters.grains:
         print(f"also possible: {', '.join(map(str, clusters.grains))} groups (--groups N)")
-    alone = f", {counted(clusters.ungrouped, 'image')} in none" if clusters.ungrouped else ""
-    print(f"{out}: {clusters.count} groups{alone}; open {out / 'index.html'}")
+    print(f"{out}: {clusters.count} groups; open {out / 'index.html'}")
 
 
 def search(

@@ -15,59 +15,12 @@ from maect import make_callable
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import LocalPath, digest, validated
 from maect.core.stamps import Checksums, StampedFile, known_record, record_checksum, size_and_time
-from maect.evaluate.accuracy import Accuracy
-from maect.evaluate.agreement import Agreement
-from maect.evaluate.attentive_probe import AttentiveProbe
 from maect.evaluate.base import Features, Protocol, Shards, Trained, check_blocks
-from maect.evaluate.clustering import Clustering
-from maect.evaluate.color_histogram import ColorHistogram
-from maect.evaluate.explore import Explore
-from maect.evaluate.geometry import Geometry
-from maect.evaluate.knn import Knn, KnnPerBlock
-from maect.evaluate.lars_probes import EfficientProbe, LarsLinearProbe
-from maect.evaluate.linear_probe import LinearProbe
-from maect.evaluate.logistic import Logistic
-from maect.evaluate.low_shot import LowShot
-from maect.evaluate.patch_classifiers import PatchKnn, PatchLogistic
-from maect.evaluate.patch_linear import PatchLinear
-from maect.evaluate.real import RealLabels
-from maect.evaluate.retrieval import Retrieval
-from maect.evaluate.throughput import Throughput
-from maect.evaluate.trained_probe import EffectiveInvariance, Robustness
-from maect.evaluate.umap import Umap
+from maect.evaluate.protocols import PROTOCOLS, RealLabels
 from maect.recipes import variant_names, variant_values
 from maect.records import ENCODER, EvaluationRecord, RunRecord, weights_checksum
 
 make_callable(__name__)
-
-PROTOCOLS: dict[str, type[Protocol]] = {
-    one.name: one
-    for one in (
-        Knn,
-        LowShot,
-        Logistic,
-        LinearProbe,
-        EfficientProbe,
-        LarsLinearProbe,
-        AttentiveProbe,
-        PatchKnn,
-        PatchLogistic,
-        PatchLinear,
-        Accuracy,
-        ColorHistogram,
-        KnnPerBlock,
-        Clustering,
-        Geometry,
-        Retrieval,
-        Robustness,
-        EffectiveInvariance,
-        Throughput,
-        Umap,
-        Explore,
-        Agreement,
-    )
-}
-"""Protocols by name."""
 
 
 def evaluation_names() -> tuple[str, ...]:

@@ -11,77 +11,50 @@ predictor's output, which an import leaves out: without [CLS] token there are tw
 several [CLS] tokens the mean is read.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any
 
-from pydantic import Field
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from maect.core import distributed
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.data.index import ID, Index
-from maect.evaluate.base import ImageCount, Positive
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.probe_training import (
     HELD_OUT,
-    ByUpdates,
     HeadGroup,
-    OnCrops,
     Probe,
     ProbeBatch,
     ProbeTask,
+    train_probe,
 )
-from maect.evaluate.real import RealLabels
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from maect.evaluate.protocols import AttentiveProbe
+from maect.models.vit import seeded
 
 STD = 0.02
 BETAS = (0.9, 0.95)
 PATCHES = "patches"
 
 
-class AttentiveProbe(RealLabels, ByUpdates, OnCrops):
-    """Linear and attentive probes of many rates and decays, chosen on held-out training images."""
+def evaluate(settings: AttentiveProbe, context: Context, job: EvaluationJob) -> dict[str, Any]:
+    """Accuracies in percent, `attentive_probe` of the patches and one for each other reading.
 
-    name: ClassVar[str] = "attentive_probe"
-    title: ClassVar[str] = "attentive probe"
-    test_data: ClassVar[str | None] = "only scored, by what held-out training images chose"
-
-    precision: Literal["fp32", "bf16"] = "fp32"
-    updates: int = Field(default=12_500, gt=0)
-    warmup_updates: int = Field(default=1250, ge=0)
-    period: int = Field(default=1250, gt=0)
-    learning_rates: tuple[Positive, ...] = Field(
-        default=(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2), min_length=1
-    )
-    """Multiplied by batch_size / 256."""
-    weight_decays: tuple[float, ...] = Field(default=(5e-4, 1e-3, 5e-2), min_length=1)
-    held_out: float = Field(default=0.1, gt=0, lt=1)
-    """Part of the training images that chooses."""
-    head_width: int = Field(default=64, gt=0)
-    """Channels of each head of the attention."""
-
-    def encoded(self, images: ImageCount) -> float:
-        """Count the batches, the held-out images and the test images."""
-        seen = self.updates * self.batch_size + self.held_out * images(self.train_split)
-        return seen + images(self.test_split)
-
-    def build_probe(self, task: ProbeTask) -> Probe:
-        """Return the probe of the patches, and the linear readings beside it.
-
-        Metrics are accuracies in percent, `attentive_probe` and one for each reading.
-        The chosen classifiers are kept. docs/reference/probes.md lists the metrics.
-        """
-        width = task.encoding.settings.width
-        if width % self.head_width:
-            raise UserError(
-                f"{task.job.out.stem}: head_width {self.head_width} does not divide the encoder's "
-                f"width {width}"
-            )
-        return Probes(task, self)
+    The chosen classifiers are kept. docs/reference/probes.md lists the metrics.
+    """
+    encoding = Encoding(job.encoder, distributed.device_of(context), settings.precision)
+    width = encoding.settings.width
+    if width % settings.head_width:
+        raise UserError(
+            f"{job.out.stem}: head_width {settings.head_width} does not divide the encoder's width "
+            f"{width}"
+        )
+    return train_probe(settings, context, job, encoding, Probes)
 
 
 class Classifiers(HeadGroup):
@@ -103,8 +76,6 @@ class Classifiers(HeadGroup):
             tensors: stacked, by name; what has `bias` in its name is not decayed.
             pairs: learning rate and weight decay of each classifier.
         """
-        import torch
-
         self.names = self.SAVED = (*tensors,)
         self.count = len(pairs)
         groups = []
@@ -124,8 +95,6 @@ class Classifiers(HeadGroup):
 
     def logits(self, features: Tensor, heads: slice = slice(None)) -> Tensor:
         """Compute logits [b, H, C] of features [b, D] or, with a query, of tokens [b, N, D]."""
-        import torch
-
         weight, bias = self.weight[heads], self.bias[heads]
         if "query" not in self.names:
             return torch.einsum("bd,hcd->bhc", features, weight) + bias
@@ -150,8 +119,6 @@ class Classifiers(HeadGroup):
 
     def descend(self, lr_multiplier: float) -> None:
         """Update once by the gradients, summed over the ranks, and clear them."""
-        from maect.core import distributed
-
         groups = iter(self.optimizer.param_groups)
         for name in self.names:
             tensor = getattr(self, name)
@@ -164,11 +131,11 @@ class Classifiers(HeadGroup):
 class Probes(Probe):
     """The classifiers of every reading."""
 
+    settings: AttentiveProbe
     groups: dict[str, Classifiers]
 
     def __init__(self, task: ProbeTask, settings: AttentiveProbe) -> None:
-        super().__init__(task, settings.held_out, settings.seed)
-        self.settings = settings
+        super().__init__(task, settings, settings.held_out)
         encoder = task.encoding.settings
         self.real = task.real_labels_of(settings)
         self.choosing = self.scored[HELD_OUT]
@@ -180,10 +147,6 @@ class Probes(Probe):
 
     def _drawn(self, name: str) -> Classifiers:
         """Initialise the classifiers of a reading."""
-        import torch
-
-        from maect.models.vit import seeded
-
         settings = self.settings
         count = len(self.pairs)
         width = self.task.encoding.settings.width
@@ -218,8 +181,6 @@ class Probes(Probe):
 
     def _readings(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return the features that the classifiers of each reading take from tokens."""
-        import torch
-
         encoder = self.task.encoding.encoder
         given = {"mean": encoder.pool(tokens, "mean")}
         if "cls" in self.groups:
@@ -230,11 +191,6 @@ class Probes(Probe):
 
     def step(self, features: Tensor, batch: ProbeBatch, lr_multiplier: float) -> Tensor:
         """Update the classifiers of every reading; return the loss of each, [4 * H]."""
-        import torch
-        from torch.nn import functional as F
-
-        from maect.core import distributed
-
         given = self._readings(features)
         losses = []
         share = 1 / (distributed.rank_and_size()[1] * len(self.pairs) * len(self.groups))
@@ -282,8 +238,6 @@ class Probes(Probe):
 
     def _predict(self, images: Tensor, heads: list[slice]) -> Tensor:
         """Predict each image's class by some classifiers of each reading, [b, classifiers]."""
-        import torch
-
         with torch.no_grad():
             given = self._readings(self.task.check_finite(self.read(images)))
             logits = [

@@ -8,6 +8,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -97,6 +98,11 @@ class EvaluationJob:
     is_current: Callable[[], bool] = field(default=lambda: True, compare=False)
     """Whether no other job has taken the evaluation over."""
 
+    @property
+    def encoder(self) -> Path:
+        """Return where the evaluated encoder is."""
+        return self.run / "encoder.safetensors"
+
     def check_current(self) -> None:
         """Raise a SupersededError before a file of another job is replaced."""
         if not self.is_current():
@@ -159,8 +165,7 @@ class EvaluationJob:
         """
         import numpy as np
 
-        from maect.evaluate.outcomes import pack
-        from maect.evaluate.sampling import interval_metrics
+        from maect.evaluate.outcomes import interval_metrics, pack
 
         self.outcomes.update({name: pack(trials) for name, trials in right.items()})
         return interval_metrics(
@@ -183,6 +188,8 @@ class Protocol(Settings):
     """Of the protocol, of its rule and of its module."""
     title: ClassVar[str]
     """For messages."""
+    work: ClassVar[str] = ""
+    """Module of this package, and its function, that compute the metrics."""
     writes_tensors: ClassVar[bool] = False
     """Whether a safetensors file is left beside the JSON."""
     every_rank: ClassVar[bool] = False
@@ -208,7 +215,6 @@ class Protocol(Settings):
     def inputs(self) -> Mapping[str, Input]:
         """Return the inputs of `evaluate` besides the encoder, by name."""
 
-    @abstractmethod
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Compute the metrics; called on every rank if `every_rank`, otherwise on rank 0.
 
@@ -216,6 +222,10 @@ class Protocol(Settings):
             Interrupted: asked to stop; the state is saved.
             UserError: an input that cannot be evaluated.
         """
+        module, function = self.work.split(".")
+        compute = getattr(import_module(f"maect.evaluate.{module}"), function)
+        metrics: dict[str, Any] = compute(self, context, job)
+        return metrics
 
     def headline(self) -> Mapping[str, str]:
         """Return the metrics that sum up a result, with their titles."""

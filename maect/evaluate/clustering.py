@@ -4,82 +4,51 @@ Standardised features, mini-batch k-means from many seeds; the run of lowest ine
 and the mean and standard deviation of all runs. Labels are used for the score only.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from pydantic import Field
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import EvaluationJob, ReadsFeatures, idle_cpus
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.evaluate.store import FeatureFile
+from maect.evaluate.base import EvaluationJob, idle_cpus
+from maect.evaluate.outcomes import pack
+from maect.evaluate.protocols import Clustering
+from maect.evaluate.store import FeatureFile, in_memory, moments, standardize
 
 SCORES = ("accuracy", "nmi", "ami", "ari")
 # Less work than this (values x runs) is done before other processes have started.
 SMALL = 5e7
 
 
-class Clustering(ReadsFeatures):
-    """k-means on the test split (paper, E): `runs` seeds, best by inertia and mean."""
+def evaluate(settings: Clustering, context: Context, job: EvaluationJob) -> dict[str, Any]:
+    """Scores in percent, of the best run and over all, and the silhouette of the true classes.
 
-    name: ClassVar[str] = "clustering"
-    title: ClassVar[str] = "k-means"
-    writes_tensors: ClassVar[bool] = True
-    minutes: ClassVar[float] = 30.0
-    test_data: ClassVar[str | None] = (
-        "standardised with the test split's own mean and standard deviation, as the paper does"
-    )
-    reads: ClassVar[tuple[str, ...]] = ("test",)
-    headlines: ClassVar[dict[str, str]] = {
-        "accuracy": "cluster accuracy", "nmi": "NMI of clusters", "ari": "ARI of clusters",
-    }  # fmt: skip
-
-    runs: int = Field(default=100, gt=0)
-    batch_size: int = Field(default=1024, gt=0)
-    n_init: int = Field(default=3, gt=0)
-    max_iter: int = Field(default=100, gt=0)
-    subsets: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Further clusterings of some classes only: a name for the metrics and the class names."""
-
-    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Scores in percent, of the best run and over all, and the silhouette of the true classes.
-
-        Metrics of a class subset carry its name as a prefix. Beside the JSON,
-        `clustering.safetensors` keeps clusters, centres (standardised) and confusion matrix of each
-        best run, and its `origin`.
-        """
-        import numpy as np
-
-        from maect.evaluate.outcomes import pack
-
-        test = job.features("test")
-        metrics: dict[str, Any] = {}
-        tensors: dict[str, NDArray[Any]] = {}
-        parts = {"": np.arange(test.n)}
-        for name, classes in self.subsets.items():
-            parts[f"{name}_"] = members(test, classes, name)
-        for ids in parts.values():
-            check(test, ids)
-        for prefix, ids in parts.items():
-            scores, arrays, right = cluster(test, ids, self, idle_cpus(context))
-            metrics |= {prefix + key: value for key, value in scores.items()}
-            job.outcomes[f"{prefix}accuracy_mean"] = pack(right)
-            tensors |= {prefix + key: value for key, value in arrays.items()}
-        job.write_tensors(tensors, origin(test))
-        return metrics
+    Metrics of a class subset carry its name as a prefix. Beside the JSON,
+    `clustering.safetensors` keeps clusters, centres (standardised) and confusion matrix of each
+    best run, and its `origin`.
+    """
+    test = job.features("test")
+    metrics: dict[str, Any] = {}
+    tensors: dict[str, NDArray[Any]] = {}
+    parts = {"": np.arange(test.n)}
+    for name, classes in settings.subsets.items():
+        parts[f"{name}_"] = members(test, classes, name)
+    for ids in parts.values():
+        check(test, ids)
+    for prefix, ids in parts.items():
+        scores, arrays, right = cluster(test, ids, settings, idle_cpus(context))
+        metrics |= {prefix + key: value for key, value in scores.items()}
+        job.outcomes[f"{prefix}accuracy_mean"] = pack(right)
+        tensors |= {prefix + key: value for key, value in arrays.items()}
+    job.write_tensors(tensors, origin(test))
+    return metrics
 
 
 def check(test: FeatureFile, ids: NDArray[np.int64]) -> None:
     """Refuse labels that cannot be scored, before anything is computed."""
-    import numpy as np
-
     classes = len(np.unique(test.labels[ids]))
     if classes < 2:
         raise UserError(f"{test.path}: clustering needs at least two classes")
@@ -98,8 +67,6 @@ def origin(test: FeatureFile) -> dict[str, Any]:
 
 def members(features: FeatureFile, classes: tuple[str, ...], name: str) -> NDArray[np.int64]:
     """Ids of the samples of some classes; a UserError if the dataset has no such class."""
-    import numpy as np
-
     known = features.record["class_names"]
     missing = [c for c in classes if c not in known]
     if missing:
@@ -115,7 +82,6 @@ def cluster(
     Returns the metrics, the best run's arrays, and whether each sample was right in each run,
     bool [runs, len(ids)].
     """
-    import numpy as np
     from sklearn.utils.parallel import Parallel, delayed
 
     names, labels = np.unique(test.labels[ids], return_inverse=True)
@@ -168,8 +134,6 @@ def one_run(
 
 def standardized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Rows with the mean and standard deviation that they have themselves taken out."""
-    from maect.evaluate.store import in_memory, moments, standardize
-
     return standardize(rows, moments(in_memory(rows)))
 
 
@@ -183,7 +147,6 @@ def kmeans(
     Returns:
         Inertia over all rows, cluster of each row [n], centres [clusters, d].
     """
-    import numpy as np
     from sklearn.cluster import MiniBatchKMeans
 
     model = MiniBatchKMeans(
@@ -204,7 +167,6 @@ def kmeans(
 
 def scores(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> dict[str, float]:
     """Cluster accuracy, NMI and AMI (arithmetic mean) and ARI, in percent."""
-    import numpy as np
     from sklearn.metrics import (
         adjusted_mutual_info_score,
         adjusted_rand_score,
@@ -224,8 +186,6 @@ def scores(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> dict[str, 
 
 def contingency(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> NDArray[np.int64]:
     """Count the samples of class i in cluster j: int64 [k, k], k the larger number."""
-    import numpy as np
-
     size = int(max(labels.max(), clusters.max())) + 1
     flat = np.bincount(labels * size + clusters, minlength=size * size)
     return flat.reshape(size, size)
@@ -233,8 +193,6 @@ def contingency(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> NDArr
 
 def assign(table: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return each class's cluster in the matching with the most hits (Crouse 2016), int64 [k]."""
-    from scipy.optimize import linear_sum_assignment
-
     return linear_sum_assignment(table, maximize=True)[1]
 
 

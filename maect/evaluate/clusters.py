@@ -1,16 +1,17 @@
-"""Groups of vectors without labels: by a graph of neighbours, k-means or HDBSCAN."""
+"""Groups of vectors without labels: by a graph of neighbours, or k-means."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
-from maect.evaluate.clustering import Clustering, kmeans
+from maect.evaluate.clustering import kmeans
+from maect.evaluate.protocols import Clustering
 from maect.evaluate.store import Scale, in_memory, moments, standardize
 
 FEWEST = 20
@@ -24,7 +25,6 @@ NEIGHBORS = 15
 LARGEST = 10_000
 """Images whose graph is cut; more are given the group of the nearest of them."""
 _SEEDS = 3
-_COMPONENTS = 50
 
 
 def unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -57,9 +57,9 @@ class Clusters:
     """Groups of images, the largest first.
 
     Attributes:
-        cluster: of each image, int64 [n]; -1: of none (HDBSCAN).
+        cluster: of each image, int64 [n].
         distance: of each image to the mean of its cluster, between vectors as they are compared
-            (`comparable`), float64 [n]; NaN where it has none.
+            (`comparable`), float64 [n].
         grains: of a graph, the groups at other resolutions, by number: coarser and finer.
     """
 
@@ -72,44 +72,23 @@ class Clusters:
         """Number of clusters."""
         return int(self.cluster.max()) + 1
 
-    @property
-    def ungrouped(self) -> int:
-        """Return how many images belong to no group."""
-        return int((self.cluster < 0).sum())
-
     def members(self, number: int) -> NDArray[np.int64]:
         """Return the positions of a cluster's images, those nearest to its mean first."""
         rows = np.flatnonzero(self.cluster == number)
         return rows[np.argsort(self.distance[rows], kind="stable")]
 
 
-def cluster(
-    vectors: NDArray[np.float32],
-    count: int | None = None,
-    method: Literal["graph", "kmeans", "hdbscan"] | None = None,
-    smallest: int | None = None,
-) -> Clusters:
+def cluster(vectors: NDArray[np.float32], count: int | None = None) -> Clusters:
     """Group images by their vectors, which are standardised and scaled to length 1 first.
 
     Args:
         vectors: of the images, float32 [n, width].
-        count: of clusters, for k-means.
-        method: communities in a graph of neighbours (`graph_groups`), which finds the number
-            itself; k-means (the best of three starts); or scikit-learn's HDBSCAN on the first 50
-            principal components, which finds the number and leaves outliers alone. None: k-means
-            with a count, else the graph.
-        smallest: images of a cluster at least, for HDBSCAN; none: 1 % of them, and 5 at least.
+        count: of clusters, for k-means (the best of three starts); None: communities in a graph of
+            neighbours (`graph_groups`), which finds the number itself.
 
     Raises:
-        UserError: fewer different images than clusters, or a number that the method does not take.
+        UserError: fewer different images than clusters.
     """
-    method = method or ("graph" if count is None else "kmeans")
-    if method != "kmeans" and count is not None:
-        raise UserError(f"{method} finds the number of groups itself: leave out --groups")
-    if method == "kmeans" and count is None:
-        raise UserError("k-means needs a number of groups: give --groups")
-    if method != "hdbscan" and smallest is not None:
-        raise UserError(f"{method} has no smallest group: leave out --smallest, or take hdbscan")
     rows = comparable(vectors, scale_of(vectors))
     different = len(np.unique(rows, axis=0))
     wanted = count or 2
@@ -118,8 +97,6 @@ def cluster(
             f"{different} distinct images cannot form {wanted} clusters: at least 2 clusters are "
             "needed, and as many distinct images"
         )
-    if method == "hdbscan":
-        return _clusters(rows, _hdbscan(rows, smallest or max(5, len(rows) // 100)))
     if count is not None:
         return _clusters(rows, _kmeans(rows, count))
     found = graph_groups(rows)
@@ -189,12 +166,12 @@ def _nearest(rows: NDArray[np.float32], of: NDArray[np.float32], count: int) -> 
 
 def _clusters(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> Clusters:
     """Order groups by size, without gaps; measure each image's distance to its group's mean."""
-    names, sizes = np.unique(labels[labels >= 0], return_counts=True)
-    numbers = np.full(int(labels.max(initial=-1)) + 2, -1)
-    numbers[names[np.argsort(-sizes, kind="stable")]] = np.arange(len(names))
-    labels = numbers[labels]  # -1 is the last one, which stays -1
-    distance = np.full(len(rows), np.nan)
-    for number in range(labels.max() + 1):
+    names, places, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    numbers = np.empty(len(names), np.int64)
+    numbers[np.argsort(-sizes, kind="stable")] = np.arange(len(names))
+    labels = numbers[places]
+    distance = np.empty(len(rows))
+    for number in range(len(names)):
         inside = labels == number
         distance[inside] = np.linalg.norm(rows[inside] - rows[inside].mean(axis=0), axis=1)
     return Clusters(labels, distance)
@@ -203,18 +180,3 @@ def _clusters(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> Clusters:
 def _kmeans(rows: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     runs = (kmeans(rows, count, seed, Clustering()) for seed in range(_SEEDS))
     return min(runs, key=lambda run: run[0])[1]
-
-
-def _hdbscan(rows: NDArray[np.float32], smallest: int) -> NDArray[np.int64]:
-    from sklearn.cluster import HDBSCAN
-    from sklearn.decomposition import PCA
-
-    if smallest < 2 or smallest > len(rows):
-        raise UserError(
-            f"a smallest cluster of {smallest} images: must be between 2 and {len(rows)}, the "
-            "number of images"
-        )
-    components = min(_COMPONENTS, *rows.shape)
-    reduced = PCA(components, random_state=0).fit_transform(rows)
-    labels: NDArray[np.int64] = HDBSCAN(min_cluster_size=smallest, copy=True).fit_predict(reduced)
-    return labels.astype(np.int64)

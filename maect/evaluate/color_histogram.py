@@ -4,72 +4,106 @@ How much of an image's colours a representation keeps: the error is small where 
 discrimination has learnt the shortcut of comparing colours.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from pydantic import Field
-
+from maect.core import distributed
+from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.probe_training import ByEpochs, Probe, ProbeBatch, ProbeTask
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from maect.evaluate.encoding import Encoding
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.probe_training import HeadGroup, Probe, ProbeBatch, ProbeTask, train_probe
+from maect.evaluate.protocols import ColorHistogram
 
 
-class ColorHistogram(ByEpochs):
-    """Probes on every block that predict the image's colour histogram (paper, figure 5 and B)."""
+def evaluate(settings: ColorHistogram, context: Context, job: EvaluationJob) -> dict[str, Any]:
+    """Errors of every block, first to last, in percent of a uniform prediction's.
 
-    name: ClassVar[str] = "color_histogram"
-    title: ClassVar[str] = "colour histograms"
-    test_data: ClassVar[str | None] = "only scored, after the last epoch"
-    labelled: ClassVar[bool] = False
+    The probes of the last epoch are kept. docs/reference/probes.md lists the metrics.
+    """
+    encoding = Encoding(
+        job.encoder,
+        distributed.device_of(context),
+        settings.precision,
+        blocks=10**9,
+        pooling=settings.pooling,
+    )
+    return train_probe(settings, context, job, encoding, _Blocks)
 
-    epochs: int = Field(default=10, gt=0)
-    pooling: Literal["cls", "mean"] = "cls"
-    """What the probes read of each block: [CLS], as in the paper, or the mean of the patch tokens,
-    for encoders whose contrastive head read that."""
-    learning_rate: float = Field(default=0.1, gt=0)
-    """Multiplied by batch_size / 256."""
-    momentum: float = 0.9
-    warmup_epochs: float = Field(default=1, ge=0)
-    probes: int = Field(default=1, gt=0)
-    """Of each block, that differ in their initial weights alone: how far they agree is measured."""
 
-    def encoding(self, path: Path, device: torch.device) -> Encoding:
-        """Every block, by [CLS] or the mean."""
-        from maect.evaluate.encoding import Encoding
+BINS = 64  # of a colour channel
+BN_EPS, BN_MOMENTUM = 1e-5, 0.1
 
-        return Encoding(path, device, self.precision, blocks=10**9, pooling=self.pooling)
 
-    def headline(self) -> dict[str, str]:
-        """Errors of the last block and the mean of all."""
-        blocks = {"error_last": "last block", "error_mean": "mean of blocks"}
-        return {key: f"error of {self.title}, {of}" for key, of in blocks.items()}
+class HistogramHeads(HeadGroup):
+    """A BatchNorm1d(affine=False) and Linear on each block, on the mean absolute error.
 
-    def build_probe(self, task: ProbeTask) -> Probe:
-        """Return the probes of all blocks.
+    Each block's loss is the mean over the batch and 192 bins of |softmax over a channel's bins −
+    histogram|.
 
-        Metrics are `errors` of every block, first to last, in percent of a uniform prediction's.
-        The probes of the last epoch are kept. docs/reference/probes.md lists the metrics.
+    Attributes:
+        weight: [L, D, 192], bias: [L, 192].
+        mean, var: running statistics of the features, [L, D].
+    """
+
+    SAVED = ("weight", "bias", "mean", "var")
+
+    def __init__(
+        self,
+        width: int,
+        blocks: int,
+        peak: float,
+        momentum: float,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """Initialise as linear probes, with one peak learning rate for all blocks."""
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.empty(blocks, width, 3 * BINS)
+        torch.nn.init.trunc_normal_(weight, std=0.01, generator=generator)
+        self.weight = weight.to(device).requires_grad_()
+        self.bias = torch.zeros(blocks, 3 * BINS, device=device, requires_grad=True)
+        self.mean = torch.zeros(blocks, width, device=device)
+        self.var = torch.ones(blocks, width, device=device)
+        group = {"params": [self.weight, self.bias], "peak": peak}
+        self.optimizer = torch.optim.SGD([group], momentum=momentum)
+
+    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+        """One update of every head on the global batch; return its loss before, [L].
+
+        Args:
+            features: float32 [B, L · D], of all ranks.
+            targets: histograms, [B, 3, 64].
         """
-        task.train.check_channels(3)
-        return _Blocks(task, self)
+        size = len(features)
+        x = features.view(size, *self.mean.shape).transpose(0, 1)
+        var, mean = torch.var_mean(x, dim=1, correction=0)
+        self.mean.lerp_(mean, BN_MOMENTUM)
+        self.var.lerp_(var * size / max(size - 1, 1), BN_MOMENTUM)
+        x = (x - mean[:, None]) * torch.rsqrt(var + BN_EPS)[:, None]
+        predicted = predict_histograms(x, self.weight, self.bias)
+        losses = (predicted - targets).abs().mean(dim=(1, 2, 3))
+        losses.sum().backward()
+        self.descend(lr_multiplier)
+        return losses.detach()
+
+
+def predict_histograms(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Histograms [L, b, 3, 64] from normalized features [L, b, D]."""
+    logits = torch.baddbmm(bias[:, None], x, weight)
+    return logits.unflatten(2, (3, BINS)).softmax(dim=3)
 
 
 class _Blocks(Probe):
     """Probes of all blocks."""
 
     def __init__(self, task: ProbeTask, settings: ColorHistogram) -> None:
-        from maect.evaluate.stacked_heads import HistogramHeads
-
-        super().__init__(task)
+        super().__init__(task, settings)
+        task.train.check_channels(3)
         self.probes = settings.probes
         encoding = task.encoding
         total = encoding.blocks * settings.probes
@@ -82,14 +116,10 @@ class _Blocks(Probe):
         return histograms(images)
 
     def step(self, features: Tensor, batch: ProbeBatch, lr_multiplier: float) -> Tensor:
-        from maect.core import distributed
-
         features = distributed.gather_rows(features).repeat(1, self.probes)
         return self.heads.step(features, distributed.gather_rows(batch.targets), lr_multiplier)
 
     def metrics(self) -> dict[str, Any]:
-        import numpy as np
-
         self.store_best(self.heads, self.heads.SAVED)
         errors, uniform = _errors(self.task, self.best_tensors)
         if uniform == 0:
@@ -114,10 +144,6 @@ def histograms(images: Tensor) -> Tensor:
 
     Of the image as the encoder sees it before normalization; a flip changes nothing.
     """
-    import torch
-
-    from maect.evaluate.stacked_heads import BINS
-
     bins = (images >> 2).long().flatten(2)
     counts = torch.zeros(*images.shape[:2], BINS, device=images.device)
     counts.scatter_add_(2, bins, torch.ones((), device=images.device).expand_as(bins))
@@ -126,11 +152,6 @@ def histograms(images: Tensor) -> Tensor:
 
 def _errors(task: ProbeTask, heads: dict[str, Tensor]) -> tuple[list[float], float]:
     """Mean absolute error of each head on the test split, and of a uniform prediction."""
-    import torch
-
-    from maect.core import distributed
-    from maect.evaluate.stacked_heads import BINS, BN_EPS, predict_histograms
-
     sums = torch.zeros(len(heads["weight"]) + 1, dtype=torch.float64)
     blocks = task.encoding.blocks
     probes = len(heads["weight"]) // blocks

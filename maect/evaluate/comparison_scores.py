@@ -21,12 +21,12 @@ from threadpoolctl import threadpool_limits
 from maect.core.errors import UserError, counted
 from maect.data.subsets import balanced_rows
 from maect.evaluate.clusters import unit
-from maect.evaluate.geometry import RAW, REMOVED, SHRINKAGES, FeatureTask, corrections
-from maect.evaluate.knn import Knn, votes_by_setting
+from maect.evaluate.knn import sweep_settings
 from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
-from maect.evaluate.low_shot import LowShot, center_and_scale, fit, predict
+from maect.evaluate.low_shot import center_and_scale, classify
+from maect.evaluate.outcomes import held_out_mask, held_out_share
+from maect.evaluate.protocols import Knn, LowShot
 from maect.evaluate.real import Real
-from maect.evaluate.sampling import held_out_mask, held_out_share
 from maect.evaluate.store import Array, in_memory
 from maect.measures import rank_me, uniformity
 from maect.recipes import KNN_K, KNN_TEMPERATURE
@@ -48,24 +48,6 @@ MEASURES = {
     UNIFORMITY: "uniformity (0: all alike; more negative: more spread out)",
 }
 """Measures, and how tables call them. All but the last two are accuracies in percent."""
-CORRECTIONS = {
-    RAW: "as they are",
-    "centred": "centred",
-    "standardized": "standardised",
-    **{f"whitened_{s:g}": f"whitened with shrinkage {s:g}" for s in SHRINKAGES},
-    **{f"without_{n}": f"without the first {counted(n, 'component')}" for n in REMOVED},
-}
-"""What features are corrected by, and how tables call it."""
-GEOMETRY = {
-    f"{measure}_{name}": f"{title}, features {text}"
-    for measure, title in (
-        ("knn", f"k-NN (k {KNN_K}, T {KNN_TEMPERATURE})"),
-        ("shots_1", "1 label per class, logistic regression"),
-        ("clusters", "k-means, cluster accuracy, mean of 10 runs"),
-    )
-    for name, text in CORRECTIONS.items()
-}
-"""Further measures, where they are asked for: accuracies behind corrections without training."""
 WITHOUT_LABELS = (RANK_ME, UNIFORMITY)
 _PAIRS_OF = 2048
 
@@ -120,15 +102,12 @@ def measure_with_labels(
         raise UserError("all training images are of one class")
     own = Knn()
     grid = own.grid(int((~held).sum()))
-    voted = votes_by_setting(in_memory(train), labels, test, grid, None, threads)
+    voted, inner = sweep_settings(in_memory(train), labels, held, test, grid, None, threads)
     outer = {pair: _percent(classes, test_labels) for pair, classes in voted.items()}
-    others = votes_by_setting(
-        in_memory(train[~held]), labels[~held], train[held], grid, None, threads
-    )
-    inner = {pair: _percent(classes, labels[held]) for pair, classes in others.items()}
+    best = {pair: float(right.mean()) for pair, right in outer.items()}
     scores = {KNN: Score(outer[own.k, own.temperature])}
-    for name, by in ((KNN_HELD_OUT, inner), (KNN_BEST, outer)):
-        pair = max(grid, key=lambda pair: by[pair].mean())
+    for name, by in ((KNN_HELD_OUT, inner), (KNN_BEST, best)):
+        pair = max(grid, key=by.__getitem__)
         scores[name] = Score(outer[pair], f"k {pair[0]}, T {pair[1]:g}")
     counts = np.bincount(labels)
     # A weak penalty may not converge, nor need to.
@@ -142,36 +121,6 @@ def measure_with_labels(
     if real is not None:
         for name, predicted in ((KNN, voted[own.k, own.temperature]), (LOGISTIC, classes)):
             scores[name + REAL] = Score(100 * real.right(predicted).astype(np.float64))
-    return scores
-
-
-def measure_corrections(
-    train: Array,
-    labels: NDArray[np.int64],
-    test: Array,
-    test_labels: NDArray[np.int64],
-    threads: int = 1,
-) -> dict[str, Score]:
-    """Measure `GEOMETRY`; corrections of more components than there are features are left out.
-
-    Raises:
-        UserError: features or labels that can be neither classified nor clustered.
-    """
-    present, dense = np.unique(labels, return_inverse=True)
-    names = [str(x) for x in present]
-    sets = [balanced_rows(dense, 1, number, names) for number in range(1, LABEL_SETS + 1)]
-    task = FeatureTask(labels, test_labels, {1: sets})
-    try:
-        task.check(test)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    scores: dict[str, Score] = {}
-    for name, correct in corrections(in_memory(train)).items():
-        right = task.measure(in_memory(train), test, correct, threads).right
-        for measure, key in (("knn", "knn"), ("shots_1", "low_shot_1"), ("clusters", "accuracy")):
-            percent = 100.0 * right[key]
-            means = tuple(percent.mean(axis=1).tolist()) if measure == "shots_1" else ()
-            scores[f"{measure}_{name}"] = Score(percent.mean(axis=0), sets=means)
     return scores
 
 
@@ -197,11 +146,13 @@ def _shots(
 ) -> Score:
     """Score logistic regression on few labels, as the protocol `low_shot`, over label sets."""
     present, dense = np.unique(labels, return_inverse=True)
-    queries, rows = center_and_scale(test), center_and_scale(train)
+    names = [str(x) for x in present]
+    queries = center_and_scale(test)
+    classes = int(labels.max()) + 1
     correct = []
     for number in range(1, LABEL_SETS + 1):
-        ids = balanced_rows(dense, shots, number, [str(x) for x in present])
-        weights, _ = fit(rows[ids], dense[ids], len(present), LowShot().l2 / len(ids))
-        correct.append(_percent(present[predict(queries, weights)], test_labels))
+        ids = balanced_rows(dense, shots, number, names)
+        found, _ = classify(train[ids], labels[ids], classes, queries, LowShot().l2)
+        correct.append(_percent(found, test_labels))
     means = tuple(float(one.mean()) for one in correct)
     return Score(np.mean(correct, axis=0), sets=means)

@@ -4,55 +4,27 @@ Images and masks are two splits of a data set, joined by the names of their samp
 are squeezed into the encoder's square, as CAPI does (facebookresearch/capi, eval_segmentation.py).
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from maect.core import distributed
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.data.decode import UnreadableError, open_image
 from maect.data.index import HEIGHT, WIDTH, Index
-from maect.evaluate.base import (
-    Encodes,
-    Input,
-    Shards,
-)
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.evaluate.encoding import Encoding
-    from maect.evaluate.store import Array
+from maect.data.shard_plan import image_names
+from maect.evaluate.encoding import Encoding, encode_split
+from maect.evaluate.store import Array
 
 CLASSES = 256  # numbers that a mask may hold
 _AT_ONCE = 64
-
-
-class Masked(Encodes):
-    """Base of the protocols on images whose every pixel has a class."""
-
-    labelled: ClassVar[bool] = False  # masks say what is where
-
-    precision: Literal["fp32", "bf16"] = "fp32"
-    train_masks: str = "train_masks"
-    test_masks: str = "val_masks"
-    ignore: tuple[int, ...] = (0, 255)
-    """Numbers in masks that count as no class: ADE20K's. VOC's background is a class: [255]."""
-    seed: int = 0
-    """Of the images that are held out."""
-
-    def inputs(self) -> dict[str, Input]:
-        """Images and masks of both splits."""
-        return {
-            "train": Shards(self.train_split),
-            "train_masks": Shards(self.train_masks),
-            "test": Shards(self.test_split),
-            "test_masks": Shards(self.test_masks),
-        }
 
 
 def _stems(index: Index, is_planned: bool) -> list[str]:
@@ -60,8 +32,6 @@ def _stems(index: Index, is_planned: bool) -> list[str]:
 
     A key will do only if no plan says the names: a long one ends in a checksum of the whole name.
     """
-    from maect.data.shard_plan import image_names
-
     names = image_names(index) if is_planned else index.keys()
     stems = [os.path.splitext(name)[0] for name in names]
     stem, times = Counter(stems).most_common(1)[0]
@@ -100,10 +70,6 @@ class MaskSplit:
 
     def read(self, number: int) -> NDArray[np.uint8]:
         """Read an image's mask, uint8 [height, width]; raise UserError if it is no mask."""
-        import numpy as np
-
-        from maect.data.decode import UnreadableError, open_image
-
         row = self.rows[number]
         data = self.masks.read(row)
         # Pillow spreads grey of 2 or 4 bits over 0 to 255.
@@ -122,17 +88,12 @@ class MaskSplit:
 
     def numbers(self, threads: int) -> list[int]:
         """Return the numbers that occur in the masks, in order."""
-        import numpy as np
-
         with ThreadPoolExecutor(max(1, threads)) as pool:
             found = list(pool.map(lambda n: np.unique(self.read(n)), range(len(self.rows))))
         return np.unique(np.concatenate(found)).tolist()
 
     def patches(self, size: int, patches: int, threads: int) -> NDArray[np.uint8]:
         """Resize masks to `size` x `size` (nearest) and cut them: uint8 [images, patches, p]."""
-        import numpy as np
-        from PIL import Image
-
         grid = math.isqrt(patches)
         if grid * grid != patches or size % grid:
             raise UserError(f"{patches} patches do not tile {size} x {size} pixels")
@@ -152,32 +113,16 @@ class MaskSplit:
 
 def encode_patches(context: Context, index: Index, encoding: Encoding) -> Array:
     """Encode images to patch tokens after the final norm, float32 [images, N, D], on all ranks."""
-    import torch
-
-    from maect.core import distributed
-    from maect.data.loader import evaluation_parts
-
-    per_rank = -(-index.n // (context.world_size * _AT_ONCE)) * _AT_ONCE
-    mine = range(index.n)[context.rank * per_rank : (context.rank + 1) * per_rank]
-    parts = [mine[start : start + _AT_ONCE] for start in range(0, len(mine), _AT_ONCE)]
-    size = encoding.settings.image_size
-    threads = max(1, context.cpus)
-    out = None
     done = 0
-    for images, _, _ in evaluation_parts(
-        index, image_size=size, parts=parts, threads=threads, squeezed=True
-    ):
-        tokens = encoding.output(images, "last").patch_tokens().float()
-        if out is None:
-            out = torch.zeros(per_rank, *tokens.shape[1:], device=encoding.device)
-        out[done : done + len(images)] = tokens
+
+    def read(images: torch.Tensor) -> torch.Tensor:
+        nonlocal done
         done += len(images)
-        context.report({"step": done, "steps": len(mine)})
-    if out is None:  # a rank without images still takes part
-        channels = encoding.settings.pixels.channels
-        blank = encoding.output(torch.zeros(1, channels, size, size, dtype=torch.uint8))
-        out = torch.zeros(per_rank, *blank.patch_tokens().shape[1:], device=encoding.device)
-    return distributed.gather_rows(out)[: index.n].cpu().numpy()
+        context.report({"step": done, "steps": -(-index.n // context.world_size)})
+        return encoding.output(images, "last").patch_tokens().float()
+
+    share = encode_split(context, index, encoding, read, squeezed=True, batch=_AT_ONCE)
+    return distributed.gather_rows(share)[: index.n].cpu().numpy()
 
 
 def miou(
@@ -201,8 +146,6 @@ def confusion_counts(
     truth: NDArray[np.uint8], predicted: NDArray[np.uint8], ignore: tuple[int, ...]
 ) -> NDArray[np.int64]:
     """Return how many pixels that count have each true and predicted number, int64 [256 * 256]."""
-    import numpy as np
-
     counted = ~np.isin(truth, ignore)
     pairs = truth[counted].astype(np.int64) * CLASSES + predicted[counted]
     return np.bincount(pairs, minlength=CLASSES**2)
@@ -212,8 +155,6 @@ def iou_from_counts(
     pairs: NDArray[np.int64], ignore: tuple[int, ...]
 ) -> tuple[float, dict[str, float], float]:
     """Compute `miou` from counts of pairs, int64 [256 * 256]."""
-    import numpy as np
-
     if not pairs.any():
         raise UserError(f"all test masks hold only the numbers {[*ignore]}, which are ignored")
     table = pairs.reshape(CLASSES, CLASSES)

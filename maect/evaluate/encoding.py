@@ -1,20 +1,23 @@
 """A frozen encoder: its features and tokens of images, as all evaluations read them."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from maect.core import distributed
+from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.data.index import Index
+from maect.data.loader import evaluation_parts
+from maect.data.transforms import normalize
 from maect.models.precision import Precision, mixed_precision
+from maect.models.vit import EncoderOutput
+from maect.models.weights import load_any_encoder
 from maect.records import need_encoder
-
-if TYPE_CHECKING:
-    from maect.models.vit import EncoderOutput
+from maect.train.scores import BATCH
 
 ON_CPU, CACHED = 32, 80_000_000
 """Images of a batch on a CPU at least, and bytes of what its widest layers give."""
@@ -53,8 +56,6 @@ class Encoding:
         Raises:
             UserError: no such encoder, or no [CLS] token to pool.
         """
-        from maect.models.weights import load_any_encoder
-
         need_encoder(path)
         self.encoder, self.settings, own = load_any_encoder(path)
         self.pooling = pooling or own
@@ -73,8 +74,6 @@ class Encoding:
     @property
     def batch_size(self) -> int:
         """Images at once that suit the device: on a CPU, larger ones leave its caches."""
-        from maect.train.scores import BATCH
-
         if self.device.type != "cpu":
             return BATCH
         shape = self.settings
@@ -118,8 +117,6 @@ class Encoding:
         return features
 
     def _ready(self, images: Tensor) -> Tensor:
-        from maect.data.transforms import normalize
-
         images = distributed.to_device_async(images, self.device)
         if images.dtype == torch.uint8:
             images = normalize(images, self.settings.pixels)
@@ -154,6 +151,48 @@ class LastBlocks(Encoding):
             for tokens in source
         ]
         return torch.cat(parts, dim=1)
+
+
+def encode_split(
+    context: Context,
+    index: Index,
+    encoding: Encoding,
+    encode: Callable[[Tensor], Tensor],
+    *,
+    resize: int | None = None,
+    squeezed: bool = False,
+    batch: int = BATCH,
+) -> Tensor:
+    """Return what `encode` gives of this rank's share of a split, [m, ...].
+
+    As many rows on every rank, with zeros behind the last image.
+
+    Args:
+        encode: takes uint8 [b, C, S, S] on the encoder's device; its rows are one for each image.
+        resize: shorter side before the centre crop; none: 256/224 of the encoder's image size.
+        squeezed: whole images are squeezed into a square instead.
+        batch: images at once.
+    """
+    size = encoding.settings.image_size
+    mine = distributed.share_of(context, index.n, batch)
+    parts = [mine[start : start + batch] for start in range(0, len(mine), batch)]
+    rows = -(-index.n // (context.world_size * batch)) * batch
+    threads = max(1, context.cpus)
+    out: Tensor | None = None
+    done = 0
+    for images, _, _ in evaluation_parts(
+        index, image_size=size, resize=resize, parts=parts, threads=threads, squeezed=squeezed
+    ):
+        values = encode(distributed.to_device_async(images, encoding.device))
+        if out is None:
+            out = values.new_zeros(rows, *values.shape[1:])
+        out[done : done + len(values)] = values
+        done += len(values)
+    if out is None:  # a rank without images still takes part
+        blank = torch.zeros(1, encoding.settings.pixels.channels, size, size, dtype=torch.uint8)
+        values = encode(blank.to(encoding.device))
+        out = values.new_zeros(rows, *values.shape[1:])
+    return out
 
 
 def check_finite(features: Tensor, run: Path) -> None:

@@ -26,8 +26,9 @@ from maect.evaluate.base import (
     Trained,
     encoder_checksum,
 )
-from maect.evaluate.real import RealLabels
-from maect.evaluate.store import open_record, own_name
+from maect.evaluate.protocols import RealLabels
+from maect.evaluate.real import real_sha256
+from maect.evaluate.store import open_record
 from maect.records import EvaluationRecord, RunRecord, checked_sha256
 
 PACKAGES = ("numpy", "scipy", "scikit-learn", "umap-learn", "torch", "timm")
@@ -153,10 +154,6 @@ def _features_record(path: Path, kind: Features) -> dict[str, Any]:
     digest = index_digest(shards) if shards else None
     if split != kind.split and f"-{kind.split}." in f"{path.stem}.":
         raise UserError(f"{path}: made of the split {split}; delete it: it is extracted again")
-    name = made.get("name")
-    own = own_name(path)
-    if name is not None and own is not None and name != own:
-        raise UserError(f"{path}: made as {name}; delete it: it is extracted again")
     if made.get("norm", kind.norm) != kind.norm:
         how = "without" if kind.norm else "with"
         raise UserError(f"{path}: made {how} the encoder's final norm; extract it again")
@@ -204,5 +201,5 @@ def _sources(job: EvaluationJob, protocol: Protocol) -> dict[str, dict[str, Any]
         elif isinstance(kind, Trained):
             inputs[name] = [encoder_checksum(run) for run in job.paths(name)]
     if isinstance(protocol, RealLabels) and protocol.real_labels is not None:
-        inputs["real_labels"] = protocol.real_sha256()
+        inputs["real_labels"] = real_sha256(protocol)
     return {"splits": splits, "inputs": inputs}

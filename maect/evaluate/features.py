@@ -26,7 +26,7 @@ from maect.data.loader import evaluation_parts
 from maect.evaluate import FeaturesConfig
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.store import own_name, write_features
+from maect.evaluate.store import write_features
 from maect.models.precision import Precision
 
 PART_ROWS = 8192
@@ -80,7 +80,6 @@ def extract(
     index.check_channels(model.settings.pixels.channels)
     resize = resize or model.settings.default_resize
     record = {
-        "name": own_name(out),
         "run": encoder.parent.name,
         "encoder_sha256": encoder_checksum(encoder.parent),
         "index_digest": index.digest,

@@ -4,34 +4,28 @@ A correction is an affine map, fitted on the training images without their label
 and clusters then read directions: rows have length 1 behind it.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
-from pydantic import Field
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.utils.parallel import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
-from maect.evaluate.clustering import SCORES, SMALL, Clustering, is_right, one_run
+from maect.evaluate.base import EvaluationJob, idle_cpus
+from maect.evaluate.clustering import SCORES, SMALL, is_right, one_run
+from maect.evaluate.clusters import unit
 from maect.evaluate.knn import votes_by_setting
-from maect.evaluate.low_shot import LowShot, center_and_scale, choose_samples, fit, predict
+from maect.evaluate.low_shot import center_and_scale, choose_samples, classify
+from maect.evaluate.protocols import REMOVED, SHRINKAGES, Clustering, Geometry, LowShot
+from maect.evaluate.store import Array, Rows, Scale, mean_of, standardize
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.evaluate.store import Array, FeatureFile, Rows, Scale
-
 RAW = "raw"
-SHRINKAGES = (0.0, 0.01, 0.1)
-REMOVED = (1, 2, 4, 8)
-_CHUNK = 16384
 _LEAST = 1e-10
 """Of the largest variance: directions with less do not vary, but for rounding."""
 
@@ -39,66 +33,40 @@ Correction: TypeAlias = "Callable[[Array], Array]"
 """Corrects rows, float32 [n, d]."""
 
 
-class Geometry(ReadsFeatures):
-    """k-NN, few labels and clusters behind corrections that need no training."""
+def evaluate(settings: Geometry, context: Context, job: EvaluationJob) -> dict[str, Any]:
+    """Metrics `MEASURE_CORRECTION` in percent, such as `knn_whitened_0.01`.
 
-    name: ClassVar[str] = "geometry"
-    title: ClassVar[str] = "corrections without training"
-    minutes: ClassVar[float] = 60.0
-    headlines: ClassVar[dict[str, str]] = {
-        "knn_raw": "k-NN, as the features are",
-        "knn_whitened_0.01": "k-NN, whitened (shrinkage 0.01)",
-        "nmi_raw": "NMI of clusters, as the features are",
-        "nmi_whitened_0.01": "NMI of clusters, whitened (shrinkage 0.01)",
+    docs/reference/geometry.md lists measures and corrections.
+
+    Raises:
+        UserError: fewer training images than `k`, or of one class; collapsed features.
+    """
+    train, test = job.train_and_test()
+    if settings.k > train.n:
+        raise UserError(f"geometry: k {settings.k} is more than the {train.n} of {train.path}")
+    few = LowShot(shots=settings.shots, splits=settings.splits, seed=settings.seed)
+    subsets = {
+        shots: [choose_samples(train, shots, split, few) for split in range(1, settings.splits + 1)]
+        for shots in settings.shots
     }
-
-    shrinkages: tuple[float, ...] = SHRINKAGES
-    """Of the covariance towards a multiple of the identity, before it is whitened."""
-    removed: tuple[Count, ...] = REMOVED
-    """How many of the first principal components are left out."""
-    k: int = Field(default=KNN_K, gt=0)
-    temperature: Positive = KNN_TEMPERATURE
-    shots: tuple[Count, ...] = (1, 2, 5)
-    splits: int = Field(default=3, gt=0)
-    seed: int = 0
-    """Seed of the sets of few labels."""
-    runs: int = Field(default=10, gt=0)
-    """Of k-means."""
-
-    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Metrics `MEASURE_CORRECTION` in percent, such as `knn_whitened_0.01`.
-
-        docs/reference/geometry.md lists measures and corrections.
-
-        Raises:
-            UserError: fewer training images than `k`, or of one class; collapsed features.
-        """
-        import numpy as np
-
-        train, test = job.train_and_test()
-        if self.k > train.n:
-            raise UserError(f"geometry: k {self.k} is more than the {train.n} of {train.path}")
-        few = LowShot(shots=self.shots, splits=self.splits, seed=self.seed)
-        subsets = {
-            shots: [choose_samples(train, shots, split, few) for split in range(1, self.splits + 1)]
-            for shots in self.shots
-        }
-        task = FeatureTask(train.labels, test.labels, subsets, self.k, self.temperature, self.runs)
-        try:
-            task.check(test.all())
-        except ValueError as error:
-            raise UserError(f"{test.path}: {error}") from None
-        metrics: dict[str, Any] = {}
-        right: dict[str, NDArray[np.bool_]] = {}
-        for name, correct in corrections(train, self.shrinkages, self.removed).items():
-            measured = task.measure(train, test.all(), correct, idle_cpus(context))
-            right |= {f"{measure}_{name}": one for measure, one in measured.right.items()}
-            for score in SCORES:
-                values = [scores[score] for scores in measured.clusters]
-                metrics[f"{score}_{name}"] = float(np.mean(values))
-                metrics[f"{score}_{name}_std"] = float(np.std(values, ddof=min(1, self.runs - 1)))
-        metrics |= {name: 100 * float(one.mean()) for name, one in right.items()}
-        return metrics | job.keep_outcomes(right)
+    task = FeatureTask(
+        train.labels, test.labels, subsets, settings.k, settings.temperature, settings.runs
+    )
+    try:
+        task.check(test.all())
+    except ValueError as error:
+        raise UserError(f"{test.path}: {error}") from None
+    metrics: dict[str, Any] = {}
+    right: dict[str, NDArray[np.bool_]] = {}
+    for name, correct in corrections(train, settings.shrinkages, settings.removed).items():
+        measured = task.measure(train, test.all(), correct, idle_cpus(context))
+        right |= {f"{measure}_{name}": one for measure, one in measured.right.items()}
+        for score in SCORES:
+            values = [scores[score] for scores in measured.clusters]
+            metrics[f"{score}_{name}"] = float(np.mean(values))
+            metrics[f"{score}_{name}_std"] = float(np.std(values, ddof=min(1, settings.runs - 1)))
+    metrics |= {name: 100 * float(one.mean()) for name, one in right.items()}
+    return metrics | job.keep_outcomes(right)
 
 
 @dataclass(frozen=True)
@@ -137,8 +105,6 @@ class FeatureTask:
 
     def check(self, test: Array) -> None:
         """Raise ValueError if features or labels can be neither classified nor clustered."""
-        import numpy as np
-
         classes = len(np.unique(self.test_labels))
         if classes < 2 or len(np.unique(self.labels)) < 2:
             raise ValueError("geometry needs at least two classes")
@@ -146,16 +112,13 @@ class FeatureTask:
             raise ValueError(f"fewer distinct features than {classes} classes; it has collapsed")
 
     def measure(
-        self, train: FeatureFile | Rows, test: Array, correct: Correction, threads: int = 1
+        self, train: Rows, test: Array, correct: Correction, threads: int = 1
     ) -> CorrectedScores:
         """Measure the features of both splits behind a correction.
 
         Args:
             test: as they are, float32 [n, d].
         """
-        from maect.evaluate.clusters import unit
-        from maect.evaluate.store import Rows
-
         queries = correct(test)
         bank = Rows(train.n, train.width, lambda start, stop: correct(train.rows(start, stop)))
         pair = self.k, self.temperature
@@ -166,11 +129,9 @@ class FeatureTask:
         return CorrectedScores(right, scores)
 
     def _few_labels(
-        self, train: FeatureFile | Rows, queries: Array, correct: Correction
+        self, train: Rows, queries: Array, correct: Correction
     ) -> dict[str, NDArray[np.bool_]]:
         """Run the protocol `low_shot` on corrected features."""
-        import numpy as np
-
         rows = center_and_scale(queries)
         classes = int(self.labels.max()) + 1
         found: dict[str, NDArray[np.bool_]] = {}
@@ -178,10 +139,9 @@ class FeatureTask:
             for shots, subsets in self.subsets.items():
                 right = []
                 for ids in subsets:
-                    known = center_and_scale(correct(_take(train, ids)))
-                    penalty = LowShot().l2 / len(ids)
-                    weights, _ = fit(known, self.labels[ids], classes, penalty)
-                    right.append(predict(rows, weights) == self.test_labels)
+                    known = correct(train.take(ids))
+                    classified, _ = classify(known, self.labels[ids], classes, rows, LowShot().l2)
+                    right.append(classified == self.test_labels)
                 found[f"low_shot_{shots}"] = np.stack(right)
         return found
 
@@ -189,9 +149,6 @@ class FeatureTask:
         self, rows: Array, threads: int
     ) -> tuple[NDArray[np.bool_], list[dict[str, float]]]:
         """Cluster unit rows: whether each is right, bool [runs, n], and the scores of each run."""
-        import numpy as np
-        from sklearn.utils.parallel import Parallel, delayed
-
         _, dense = np.unique(self.test_labels, return_inverse=True)
         workers = threads if rows.size * self.runs > SMALL else 1
         asked = (delayed(one_run)(rows, dense, seed, Clustering()) for seed in range(self.runs))
@@ -201,7 +158,7 @@ class FeatureTask:
 
 
 def corrections(
-    train: FeatureFile | Rows,
+    train: Rows,
     shrinkages: Sequence[float] = SHRINKAGES,
     removed: Sequence[int] = REMOVED,
 ) -> dict[str, Correction]:
@@ -211,8 +168,6 @@ def corrections(
         `raw`, `centred`, `standardized`, `whitened_S` for every shrinkage, `without_N` for every
         number of components below the width.
     """
-    import numpy as np
-
     mean, covariance = mean_and_covariance(train)
     scale = np.sqrt(np.diagonal(covariance))
     scale = np.where(scale <= 1e-6 * np.abs(mean), np.inf, scale)
@@ -232,22 +187,15 @@ def corrections(
 
 
 def mean_and_covariance(
-    features: FeatureFile | Rows,
+    features: Rows,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the mean [d] and the (biased) covariance [d, d] of features, in float64."""
-    import numpy as np
-
-    n = features.n
-    starts = range(0, features.n, _CHUNK)
-    mean = np.zeros(features.width)
-    for start in starts:
-        mean += features.rows(start, min(start + _CHUNK, n)).sum(axis=0, dtype=np.float64)
-    mean /= n
+    mean = mean_of(features)
     covariance = np.zeros((features.width, features.width))
-    for start in starts:
-        rows = features.rows(start, min(start + _CHUNK, n)) - mean
+    for part in features.chunks():
+        rows = part - mean
         covariance += rows.T @ rows
-    return mean, covariance / n
+    return mean, covariance / features.n
 
 
 def whitening(
@@ -263,8 +211,6 @@ def whitening(
         vectors: its eigenvectors, in columns [d, d].
         shrinkage: s, 0 to 1.
     """
-    import numpy as np
-
     shrunk = (1 - shrinkage) * values + shrinkage * values.mean()
     varies = shrunk > _LEAST * shrunk.max(initial=0.0)
     inverse = np.where(varies, 1 / np.sqrt(np.where(varies, shrunk, 1.0)), 0.0)
@@ -276,23 +222,8 @@ def _as_it_is(rows: Array) -> Array:
 
 
 def _scaled(scale: Scale) -> Correction:
-    from maect.evaluate.store import standardize
-
     return lambda rows: standardize(rows, scale)
 
 
 def _mapped(mean: NDArray[np.float64], matrix: NDArray[np.float64]) -> Correction:
-    import numpy as np
-
     return lambda rows: ((rows - mean) @ matrix).astype(np.float32)
-
-
-def _take(features: FeatureFile | Rows, ids: NDArray[np.int64]) -> Array:
-    """Return features of a few samples, float32 [len(ids), d]."""
-    import numpy as np
-
-    from maect.evaluate.store import FeatureFile
-
-    if isinstance(features, FeatureFile):
-        return features.take(ids)
-    return np.concatenate([features.rows(row, row + 1) for row in ids.tolist()])

@@ -7,50 +7,67 @@ keys, and query q sums up its own D / Q of the D value channels.
 docs/results/paper/probes_beside_their_authors.csv compares each setting with the authors' code.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from maect.core import distributed
+from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.evaluate.base import EvaluationJob, encoder_settings
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.probe_training import (
     HELD_OUT,
-    ByEpochs,
     HeadGroup,
     Probe,
     ProbeBatch,
     ProbeTask,
+    train_probe,
 )
-from maect.evaluate.real import RealLabels
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from maect.evaluate.encoding import Encoding
+from maect.evaluate.protocols import (
+    EfficientProbe,
+    LarsLinearProbe,
+    TrainsByLars,
+)
+from maect.models.vit import seeded
 
 BN_EPS, BN_MOMENTUM = 1e-6, 0.1
 MOMENTUM, TRUST = 0.9, 0.001
 
 
-class TrainsByLars(RealLabels, ByEpochs):
-    """Settings of the leaderboard's trained probes."""
+def evaluate_linear(
+    settings: LarsLinearProbe, context: Context, job: EvaluationJob
+) -> dict[str, Any]:
+    """Accuracies in percent: `lars_linear_probe` (best epoch), its `_last`, and of all epochs.
 
-    encodes_every_epoch: ClassVar[bool] = True
+    The encoder is read by [CLS] token or patch mean, without the final norm. The probe of the best
+    epoch is kept.
+    """
+    pooling: Literal["cls", "mean"] = "mean"
+    if encoder_settings(job.run).class_token:
+        pooling = "cls"
+    device = distributed.device_of(context)
+    encoding = Encoding(job.encoder, device, settings.precision, pooling=pooling, norm=False)
+    return train_probe(settings, context, job, encoding, LarsProbe)
 
-    epochs: int = Field(default=90, gt=0)
-    batch_size: int = Field(default=4096, gt=0)
-    base_lr: float = Field(default=0.1, gt=0)
-    """Multiplied by batch_size / 256."""
-    warmup_epochs: float = Field(default=10, ge=0)
-    weight_decay: float = Field(default=0, ge=0)
-    """Of all trained tensors but the classifier's bias."""
-    held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Train the probe a second time without this part of the training images, and choose the epoch
-    on them."""
+
+def evaluate_efficient(
+    settings: EfficientProbe, context: Context, job: EvaluationJob
+) -> dict[str, Any]:
+    """Accuracies in percent: `efficient_probe` (best epoch), its `_last`, and of all epochs.
+
+    The probe of the best epoch is kept.
+    """
+    encoding = Encoding(job.encoder, distributed.device_of(context), settings.precision)
+    width = encoding.settings.width
+    if width % settings.queries:
+        raise UserError(
+            f"{job.out.stem}: queries {settings.queries} do not divide the encoder's width {width}"
+        )
+    return train_probe(settings, context, job, encoding, MultiQueryProbe)
 
 
 class LarsHead(HeadGroup):
@@ -70,10 +87,6 @@ class LarsHead(HeadGroup):
         self, width: int, classes: int, settings: TrainsByLars, device: torch.device
     ) -> None:
         """Initialise as the authors' modules are, from `settings.seed`."""
-        import torch
-
-        from maect.models.vit import seeded
-
         self.trained = (*self.POOLING, "weight", "bias")
         self.SAVED = (*self.trained, "mean", "var")
         with seeded(settings.seed):
@@ -89,8 +102,6 @@ class LarsHead(HeadGroup):
 
     def initialize(self, width: int, classes: int, settings: Any) -> None:
         """Set the initial values, on the CPU: torch's of a linear layer."""
-        from torch import nn
-
         classifier = nn.Linear(width, classes)
         self.weight, self.bias = classifier.weight, classifier.bias
 
@@ -111,10 +122,6 @@ class LarsHead(HeadGroup):
             labels: of all ranks' images, [B].
             taken: which of all are learnt from, bool [B]; two at least.
         """
-        from torch.nn import functional as F
-
-        from maect.core import distributed
-
         mine = self.pool(features)
         pooled = distributed.gather_rows(mine.detach())
         if self.POOLING:
@@ -138,9 +145,6 @@ class LarsHead(HeadGroup):
 
     def predict(self, features: Tensor) -> Tensor:
         """Predict each image's class by the running statistics, int64 [n]."""
-        import torch
-        from torch.nn import functional as F
-
         with torch.no_grad():
             normal = (self.pool(features) - self.mean) * torch.rsqrt(self.var + BN_EPS)
             return F.linear(normal, self.weight, self.bias).argmax(dim=1)
@@ -152,7 +156,7 @@ class LarsProbe(Probe):
     HEAD: ClassVar[type[LarsHead]] = LarsHead
 
     def __init__(self, task: ProbeTask, settings: TrainsByLars) -> None:
-        super().__init__(task, settings.held_out, settings.seed)
+        super().__init__(task, settings, settings.held_out)
         self.name = settings.name
         self.real = task.real_labels_of(settings)
         width = task.encoding.settings.width
@@ -164,10 +168,6 @@ class LarsProbe(Probe):
 
     def step(self, features: Tensor, batch: ProbeBatch, lr_multiplier: float) -> Tensor:
         """Update once on the global batch; return the mean cross-entropy of each head."""
-        import torch
-
-        from maect.core import distributed
-
         labels = distributed.gather_rows(batch.targets)
         losses = [
             head.update(features, labels, lr_multiplier, self.learners(batch.ids) if part else None)
@@ -211,8 +211,6 @@ def adapt_gradient(parameter: Tensor, weight_decay: float) -> None:
     As in MAE's code: weights over decayed gradient, vectors neither scaled nor decayed. timm's
     `Lars` adds the lengths of gradient and decay instead.
     """
-    import torch
-
     gradient = parameter.grad
     assert gradient is not None
     if parameter.ndim < 2:
@@ -222,34 +220,6 @@ def adapt_gradient(parameter: Tensor, weight_decay: float) -> None:
         length, change = parameter.norm(), gradient.norm()
         scaled = (length > 0) & (change > 0)
         gradient.mul_(torch.where(scaled, TRUST * length / change, 1.0))
-
-
-class EfficientProbe(TrainsByLars):
-    """Attentive probe on the patch tokens: multi-query cross-attention, trained with LARS."""
-
-    name: ClassVar[str] = "efficient_probe"
-    title: ClassVar[str] = "efficient probe"
-    test_data: ClassVar[str | None] = (
-        "efficient_probe is the best epoch on the test split, as the authors report it; "
-        "efficient_probe_last is the last one"
-    )
-
-    queries: int = Field(default=32, gt=0)
-
-    def build_probe(self, task: ProbeTask) -> Probe:
-        """Return the probe that attends with several queries.
-
-        Metrics are accuracies in percent: `efficient_probe` (best epoch), `efficient_probe_last`,
-        and those of all epochs.
-        The probe of the best epoch is kept.
-        """
-        width = task.encoding.settings.width
-        if width % self.queries:
-            raise UserError(
-                f"{task.job.out.stem}: queries {self.queries} do not divide the encoder's width "
-                f"{width}"
-            )
-        return MultiQueryProbe(task, self)
 
 
 class MultiQueryHead(LarsHead):
@@ -265,9 +235,6 @@ class MultiQueryHead(LarsHead):
 
     def initialize(self, width: int, classes: int, settings: EfficientProbe) -> None:
         """Set the initial values, in the authors' order."""
-        import torch
-        from torch import nn
-
         self.values = nn.Linear(width, width, bias=False).weight
         super().initialize(width, classes, settings)
         self.queries = 0.02 * torch.randn(settings.queries, width)
@@ -290,32 +257,3 @@ class MultiQueryProbe(LarsProbe):
     def read(self, images: Tensor) -> Tensor:
         """Return the patch tokens, float32 [b, N, D]."""
         return self.task.encoding.output(images).patch_tokens().float()
-
-
-class LarsLinearProbe(TrainsByLars):
-    """Linear probe trained with LARS, of the leaderboard for frozen encoders."""
-
-    name: ClassVar[str] = "lars_linear_probe"
-    title: ClassVar[str] = "linear probe by LARS"
-    test_data: ClassVar[str | None] = (
-        "lars_linear_probe is the best epoch on the test split, as the leaderboard reports it; "
-        "lars_linear_probe_last is the last one"
-    )
-
-    def encoding(self, path: Path, device: torch.device) -> Encoding:
-        """Return the encoder, read by [CLS] token or patch mean, without the final norm."""
-        from maect.evaluate.base import encoder_settings
-        from maect.evaluate.encoding import Encoding
-
-        token = encoder_settings(path.parent).class_token
-        pooling: Literal["cls", "mean"] = "cls" if token else "mean"
-        return Encoding(path, device, self.precision, pooling=pooling, norm=False)
-
-    def build_probe(self, task: ProbeTask) -> Probe:
-        """Return the linear probe.
-
-        Metrics are accuracies in percent: `lars_linear_probe` (best epoch), its `_last`, and those
-        of all epochs.
-        The probe of the best epoch is kept.
-        """
-        return LarsProbe(task, self)

@@ -1,83 +1,56 @@
 """Linear probing: a sweep over learning rates on frozen features (paper, B and table 9).
 
-Heads of all rates, and of all representations, are trained on one pass of the encoder.
+Heads of all rates, and of all representations, are trained on one pass of the encoder: one stacked
+weight for each representation, and torch's SGD on the sum of the heads' losses, which do not meet.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from pydantic import Field, model_validator
+from maect.core import distributed
+from maect.core.context import Context
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.encoding import Encoding, LastBlocks
+from maect.evaluate.probe_training import (
+    HELD_OUT,
+    HeadGroup,
+    Probe,
+    ProbeBatch,
+    ProbeTask,
+    train_probe,
+)
+from maect.evaluate.protocols import LinearProbe
+from maect.train.scores import BATCH
 
-from maect.evaluate.base import Positive
-from maect.evaluate.probe_training import HELD_OUT, ByEpochs, Probe, ProbeBatch, ProbeTask
-from maect.evaluate.real import RealLabels
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+def evaluate(settings: LinearProbe, context: Context, job: EvaluationJob) -> dict[str, Any]:
+    """Accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and of each rate.
 
-    from maect.evaluate.encoding import Encoding
-    from maect.evaluate.stacked_heads import Heads
+    docs/reference/probes.md lists the metrics.
 
-
-class LinearProbe(RealLabels, ByEpochs):
-    """Linear probing (paper, table 9): ten learning rates, trained together."""
-
-    name: ClassVar[str] = "linear_probe"
-    title: ClassVar[str] = "linear probe"
-    test_data: ClassVar[str | None] = (
-        "linear_probe is the best learning rate and epoch on the test split, as the authors' "
-        "logger chooses; linear_probe_last takes the last epoch and the best learning rate on the "
-        "test split"
-    )
-
-    learning_rates: tuple[Positive, ...] = Field(
-        default=(0.1, 0.09, 0.08, 0.07, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01), min_length=1
-    )
-    momentum: float = 0.9
-    concat: bool = False
-    """Probe several forms instead: the last 1, 2, 4 and 6 blocks, [CLS] with mean, mean alone."""
-    refiner: bool = False
-    """Probe those of MIM-Refiner instead: the output, and the last four raw blocks, of both the
-    [CLS] token, alone and with the mean of the patch tokens."""
-    held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Train every probe a second time without this part of the training images, and choose form,
-    rate and epoch on them."""
-
-    @model_validator(mode="after")
-    def _one_choice(self) -> LinearProbe:
-        if self.concat and self.refiner:
-            raise ValueError("concat and refiner are two choices of forms; leave one out")
-        return self
-
-    def encoding(self, path: Path, device: torch.device) -> Encoding:
-        """Return the encoder, with all features that the forms need."""
-        from maect.evaluate.encoding import Encoding, LastBlocks
-
-        if self.refiner:
-            return LastBlocks(path, device, self.precision, blocks=RAW)
-        blocks = max(BLOCKS) if self.concat else 1
-        return Encoding(path, device, self.precision, blocks=blocks, other_pooling=self.concat)
-
-    def build_probe(self, task: ProbeTask) -> Probe:
-        """Return the classifiers, one for each learning rate.
-
-        Metrics are accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and
-        those of each rate.
-        docs/reference/probes.md lists the metrics.
-
-        Kept is the classifier behind each best accuracy: `weight` [C, D] and `bias` [C] for
-        features minus `mean` over the square root of `var` + 1e-5 (with concatenations each as
-        `concat_l.weight` and so on).
-        """
-        return _Forms(task, self)
+    Kept is the classifier behind each best accuracy: `weight` [C, D] and `bias` [C] for
+    features minus `mean` over the square root of `var` + 1e-5 (with concatenations each as
+    `concat_l.weight` and so on).
+    """
+    path, device = job.encoder, distributed.device_of(context)
+    blocks = max(BLOCKS) if settings.concat else 1
+    if settings.refiner:
+        encoding: Encoding = LastBlocks(path, device, settings.precision, blocks=RAW)
+    else:
+        encoding = Encoding(
+            path, device, settings.precision, blocks=blocks, other_pooling=settings.concat
+        )
+    return train_probe(settings, context, job, encoding, _Forms)
 
 
 BLOCKS = (1, 2, 4, 6)
 RAW = 4
 PLAIN = "linear_probe"
+BN_EPS, BN_MOMENTUM = 1e-5, 0.1
 REAL = ".real"
 
 
@@ -111,15 +84,81 @@ def refiner_forms(encoding: Encoding) -> dict[str, slice]:
     return columns
 
 
+class Heads(HeadGroup):
+    """R times BatchNorm1d(affine=False) and Linear, on the mean cross-entropy.
+
+    All heads see the same features, so they share the statistics of one BatchNorm.
+
+    Attributes:
+        weight: [R, C, D], bias: [R, C].
+        mean, var: running statistics of the features, [D].
+    """
+
+    SAVED = ("weight", "bias", "mean", "var")
+
+    def __init__(
+        self,
+        width: int,
+        classes: int,
+        rates: list[float],
+        momentum: float,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """Initialise from a normal distribution of standard deviation 0.01; biases are 0.
+
+        Args:
+            rates: peak learning rates, already scaled by the batch size.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.empty(len(rates), classes * width)
+        torch.nn.init.trunc_normal_(weight, std=0.01, generator=generator)
+        self.weight = weight.view(-1, classes, width).to(device).requires_grad_()
+        self.bias = torch.zeros(len(rates), classes, device=device, requires_grad=True)
+        self.mean = torch.zeros(width, device=device)
+        self.var = torch.ones(width, device=device)
+        self.rates = torch.tensor(rates, device=device)
+        # SGD is linear in the gradients: a head's rate may as well be in its loss.
+        group = {"params": [self.weight, self.bias], "peak": 1.0}
+        self.optimizer = torch.optim.SGD([group], momentum=momentum)
+
+    def step(self, features: Tensor, labels: Tensor, lr_multiplier: float) -> Tensor:
+        """One update of every head on the global batch; return the mean losses before it, [R].
+
+        Args:
+            features: float32 [B, D], of all ranks.
+            labels: int64 [B].
+        """
+        x = F.batch_norm(
+            features, self.mean, self.var, training=True, momentum=BN_MOMENTUM, eps=BN_EPS
+        )
+        logits = self._logits(x)
+        target = labels[:, None].expand(logits.shape[:2])
+        losses = F.cross_entropy(logits.transpose(1, 2), target, reduction="none").mean(dim=0)
+        (losses * self.rates).sum().backward()
+        self.descend(lr_multiplier)
+        return losses.detach()
+
+    def predict(self, features: Tensor) -> Tensor:
+        """Class of each sample by each head, with the running statistics: int64 [n, R]."""
+        with torch.no_grad():
+            x = (features - self.mean) * torch.rsqrt(self.var + BN_EPS)
+            return self._logits(x).argmax(dim=2)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Of normalized features [n, D], as one product: [n, R, C]."""
+        return F.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(
+            1, self.bias.shape
+        )
+
+
 class _Forms(Probe):
     """Heads of all rates on each form of the features."""
 
     groups: dict[str, Heads]
 
     def __init__(self, task: ProbeTask, settings: LinearProbe) -> None:
-        from maect.evaluate.stacked_heads import Heads
-
-        super().__init__(task, settings.held_out, settings.seed)
+        super().__init__(task, settings, settings.held_out)
         self.rates = list(settings.learning_rates)
         encoding = task.encoding
         self.columns = {PLAIN: slice(None)}
@@ -141,10 +180,6 @@ class _Forms(Probe):
         }
 
     def step(self, features: Tensor, batch: ProbeBatch, lr_multiplier: float) -> Tensor:
-        import torch
-
-        from maect.core import distributed
-
         features = distributed.gather_rows(features)
         labels = distributed.gather_rows(batch.targets)
         seen = {"": (features, labels)}
@@ -196,10 +231,6 @@ class _Forms(Probe):
 
     def _accuracies(self, name: str, part: str) -> list[float]:
         """Return each rate's accuracy in percent; record those by ReaL's labels beside them."""
-        import torch
-
-        from maect.train.scores import BATCH
-
         features, labels = self.known[part]
         heads = self.groups[name + part]
         parts = features[:, self.columns[name]].split(BATCH)
@@ -240,7 +271,5 @@ class _Forms(Probe):
 
 def _best(accuracies: list[Any]) -> list[int]:
     """Return the place of the highest number in nested lists; ties: the first."""
-    import numpy as np
-
     found = np.array(accuracies)
     return [int(place) for place in np.unravel_index(found.argmax(), found.shape)]

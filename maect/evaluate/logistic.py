@@ -6,78 +6,57 @@ held-out tenth (of equal ones the smallest) is fitted again to all training imag
 among the same eight C, DINOv3 among 45 in the same range, both on a tenth of the training images.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from pydantic import Field
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.settings import digest
-from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
-from maect.evaluate.real import RealLabels
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.evaluate.store import Array, Scale
-
-PENALTIES: tuple[float, ...] = tuple(round(10 ** (-6 + 11 * i / 7), 12) for i in range(8))
-"""10 to the powers from -6 to 5, in seven equal steps (CAPI)."""
+from maect.evaluate.base import EvaluationJob, idle_cpus
+from maect.evaluate.outcomes import held_out_mask
+from maect.evaluate.protocols import PENALTIES, Logistic
+from maect.evaluate.real import real_labels_of
+from maect.evaluate.store import Array, Scale, in_memory, moments, standardize
 
 
-class Logistic(RealLabels, ReadsFeatures):
-    """Logistic regression on all labels, its penalty chosen on held-out training images."""
+def evaluate(settings: Logistic, context: Context, job: EvaluationJob) -> dict[str, Any]:
+    """Return `logistic`, the ends of its 95 % interval, the chosen C and all that were tried.
 
-    name: ClassVar[str] = "logistic"
-    title: ClassVar[str] = "logistic regression on all labels"
-    minutes: ClassVar[float] = 60.0
-
-    penalties: tuple[Positive, ...] = Field(default=PENALTIES, min_length=1)
-    """C: weight of the summed loss beside half the squared weights, as scikit-learn writes it."""
-    one_in: int = Field(default=10, gt=1)
-    """One training image in this many is held out to choose C on."""
-    max_iterations: Count = 1000
-
-    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Return `logistic`, the ends of its 95 % interval, the chosen C and all that were tried.
-
-        With `real_labels` also `logistic_real`.
-        """
-        import numpy as np
-
-        from maect.evaluate.sampling import held_out_mask
-
-        train, test = job.train_and_test()
-        real = self.real_labels_of(test.names, test.record["class_names"], test.labels)
-        held = held_out_mask(train.labels, train.contents(), self.one_in)
-        if len(np.unique(train.labels)) < 2 or not held.any():
-            raise UserError(f"{train.path}: logistic needs two classes and two images of a class")
-        given = (train.all(), train.labels)
-        threads = idle_cpus(context)
-        identity = digest(self, train.record["sha256"])
-        search = partial(try_penalties, *given, held, self.penalties, self.max_iterations, threads)
-        # A weak penalty may not converge, nor need to.
-        with threadpool_limits(1), warnings.catch_warnings(action="ignore"):
-            tried = job.compute_once(context, identity, search)
-            chosen = best_penalty(tried)
-            classes = fit_logistic(*given, chosen, self.max_iterations)(test.all())
-        correct = classes == test.labels
-        return {
-            "logistic": float((100.0 * correct).mean()),
-            **job.keep_outcomes({"logistic": correct}),
-            "c": chosen,
-            **({} if real is None else {"logistic_real": real.accuracy(classes)}),
-            "held_out": tried,
-        }
+    With `real_labels` also `logistic_real`.
+    """
+    train, test = job.train_and_test()
+    real = real_labels_of(settings, test.names, test.record["class_names"], test.labels)
+    held = held_out_mask(train.labels, train.contents(), settings.one_in)
+    if len(np.unique(train.labels)) < 2 or not held.any():
+        raise UserError(f"{train.path}: logistic needs two classes and two images of a class")
+    given = (train.all(), train.labels)
+    threads = idle_cpus(context)
+    identity = digest(settings, train.record["sha256"])
+    search = partial(
+        try_penalties, *given, held, settings.penalties, settings.max_iterations, threads
+    )
+    # A weak penalty may not converge, nor need to.
+    with threadpool_limits(1), warnings.catch_warnings(action="ignore"):
+        tried = job.compute_once(context, identity, search)
+        chosen = best_penalty(tried)
+        classes = fit_logistic(*given, chosen, settings.max_iterations)(test.all())
+    correct = classes == test.labels
+    return {
+        "logistic": float((100.0 * correct).mean()),
+        **job.keep_outcomes({"logistic": correct}),
+        "c": chosen,
+        **({} if real is None else {"logistic_real": real.accuracy(classes)}),
+        "held_out": tried,
+    }
 
 
 def fit_logistic(
@@ -89,10 +68,6 @@ def fit_logistic(
         features: float32 [n, d].
         labels: int64 [n], of two classes at least.
     """
-    from sklearn.linear_model import LogisticRegression
-
-    from maect.evaluate.store import in_memory, moments
-
     scale = moments(in_memory(features))
     model = LogisticRegression(C=c, max_iter=max_iterations)
     model.fit(_standardized(features, scale), labels)
@@ -100,8 +75,6 @@ def fit_logistic(
 
 
 def _standardized(rows: Array, scale: Scale) -> NDArray[np.float64]:
-    from maect.evaluate.store import standardize
-
     return standardize(rows, scale).astype("float64")
 
 
@@ -123,10 +96,6 @@ def try_penalties(
         held: which are held out, bool [n].
         threads: how many C are fitted at once.
     """
-
-    from sklearn.linear_model import LogisticRegression
-
-    from maect.evaluate.store import in_memory, moments
 
     given = features[~held]
     scale = moments(in_memory(given))

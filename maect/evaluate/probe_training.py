@@ -1,38 +1,41 @@
-"""Protocols that train a probe on a frozen encoder: settings, data, training, resume, best epoch.
+"""Training of a probe on a frozen encoder: data, updates, resume, best epoch.
 
-Such a protocol is its settings, what it reads of the encoder, and a `Probe`: heads, an update and
-a score. The encoder runs once per image. Every rank encodes its share of the batch and has all
-heads; what the ranks exchange is up to these. State is saved after every epoch, every two minutes
-like that of a training, and when the job is asked to stop.
+A protocol gives what is read of the encoder, and a `Probe`: heads, an update and a score. The
+encoder runs once per image. Every rank encodes its share of the batch and has all heads; what the
+ranks exchange is up to these. State is saved after every epoch, every two minutes like that of a
+training, and when the job is asked to stop.
 """
-
-from __future__ import annotations
 
 import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any
 
-from pydantic import Field, model_validator
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from maect.core import distributed
+from maect.core.arrays import read_kept, seek_kept, write_kept
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.settings import digest
 from maect.data.index import ID, Index, open_index
-from maect.evaluate.base import Encodes, EvaluationJob, ImageCount, Interrupted, encoder_checksum
-from maect.evaluate.real import Real, RealLabels
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from maect.evaluate.encoding import Encoding
+from maect.data.loader import train_batches
+from maect.data.subsets import held_out_mask
+from maect.data.transforms import augment
+from maect.evaluate.base import EvaluationJob, Interrupted, encoder_checksum
+from maect.evaluate.encoding import Encoding, check_finite, encode_split
+from maect.evaluate.protocols import OnCrops, RealLabels, Schedule, TrainsProbe
+from maect.evaluate.real import Real, real_labels_of, real_sha256
+from maect.models.weights import save_tensors
+from maect.recipes import View
+from maect.train import stage
+from maect.train.scores import predicted, share
 
 log = logging.getLogger(__name__)
 
@@ -43,67 +46,6 @@ HELD_OUT = ".held_out"
 """Behind the name of heads that do not learn from the held-out images, and are scored on them."""
 SAVE_SECONDS = 120.0
 """Between two states; more where writing one takes over a twentieth of it."""
-
-
-class TrainsProbe(Encodes):
-    """Base of the protocols that train a probe on a frozen encoder."""
-
-    writes_tensors: ClassVar[bool] = True
-
-    batch_size: int = Field(default=1024, gt=0)
-    seed: int = 0
-
-    @abstractmethod
-    def schedule(self, train: Index) -> Schedule:
-        """Return how many updates there are of the images learnt from; a UserError if too few."""
-
-    @abstractmethod
-    def batches(
-        self, task: ProbeTask, probe: Probe, start: int, steps: int
-    ) -> Iterator[ProbeBatch]:
-        """Yield this rank's part of each batch."""
-
-    def rate(self, step: int, schedule: Schedule) -> float:
-        """Return the fraction of the peak learning rates in an update, from 0."""
-        from maect.train import stage
-
-        return stage.schedule(step, schedule.steps, schedule.warmup)
-
-    def encoding(self, path: Path, device: torch.device) -> Encoding:
-        """Return the encoder, read as this probe needs it."""
-        from maect.evaluate.encoding import Encoding
-
-        return Encoding(path, device, self.precision)
-
-    @abstractmethod
-    def build_probe(self, task: ProbeTask) -> Probe:
-        """Return the probe with its initial values, on every rank; else a UserError says why."""
-
-    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Train the probe, write its best tensors beside the JSON, and return its metrics."""
-        from maect.core import distributed
-        from maect.models.weights import save_tensors
-
-        train, test = open_index(job.path("train")), open_index(job.path("test"))
-        check_splits(train, test, labelled=self.labelled)
-        encoding = self.encoding(job.run / "encoder.safetensors", distributed.device_of(context))
-        sha256 = encoder_checksum(job.run)
-        task = ProbeTask(context, job, encoding, train, test, sha256)
-        with distributed.process_group(context):
-            probe = self.build_probe(task)
-            images = (train.digest, test.digest, str(job.resize))
-            labels = self.real_sha256() if isinstance(self, RealLabels) else None
-            more = [] if labels is None else [labels]
-            identity = digest(self, sha256, *images, *probe.forms, *more)
-            for _ in ProbeTrainer(task, self, probe, identity).epochs():
-                probe.score()
-            metrics = probe.metrics()
-            if context.rank == 0:
-                job.check_current()
-                save_tensors(
-                    job.out.with_suffix(".safetensors"), probe.best_tensors, probe.metadata()
-                )
-        return metrics
 
 
 @dataclass(frozen=True)
@@ -124,111 +66,6 @@ class ProbeBatch:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Number of updates.
-
-    Attributes:
-        steps: of them in all.
-        ends: after how many of them each epoch ends, whereafter the state is saved.
-        warmup: in how many of them the learning rates rise.
-    """
-
-    steps: int
-    ends: list[int]
-    warmup: float
-
-
-class OnCrops(TrainsProbe):
-    """Settings of probes that learn from crops of the training images, flipped or not."""
-
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    flip: float = Field(default=0.5, ge=0, le=1)
-
-    def batches(
-        self, task: ProbeTask, probe: Probe, start: int, steps: int
-    ) -> Iterator[ProbeBatch]:
-        """Yield augmented images and their targets, as `TrainsProbe.batches`."""
-        from maect.core import distributed
-        from maect.data.loader import train_batches
-        from maect.data.transforms import augment
-        from maect.recipes import View
-
-        view = View(crop_scale=self.crop_scale, flip=self.flip)
-        encoder, device = task.encoding.settings, task.encoding.device
-        for batch in train_batches(
-            probe.training_images,
-            global_batch=self.batch_size,
-            rank=task.context.rank,
-            world_size=task.context.world_size,
-            seed=self.seed,
-            views=[view],
-            image_size=encoder.image_size,
-            start_step=start,
-            steps=steps,
-            threads=task.context.cpus,
-        ):
-            images = distributed.to_device_async(batch.images[0][0], device)
-            x = augment(images, view, 0, self.seed, batch.epochs, batch.ids, encoder.pixels)
-            targets = distributed.to_device_async(probe.targets(batch.labels, images), device)
-            yield ProbeBatch(x, targets, batch.epochs, batch.ids)
-
-
-class ByEpochs(OnCrops):
-    """Settings of probes that train for a number of epochs."""
-
-    encodes_every_epoch: ClassVar[bool] = False
-    """Whether the test images are encoded after each epoch, and not once."""
-
-    epochs: int = Field(default=50, gt=0)
-    warmup_epochs: float = Field(default=5, ge=0)
-
-    def encoded(self, images: ImageCount) -> float:
-        """Count the training images once an epoch; and the test images, or those once."""
-        tests = self.epochs if self.encodes_every_epoch else 1
-        return self.epochs * images(self.train_split) + tests * images(self.test_split)
-
-    def schedule(self, train: Index) -> Schedule:
-        """Return the updates of whole batches; a UserError if all epochs are less than one."""
-        if self.epochs * train.n < self.batch_size:
-            raise UserError(
-                f"{train.directory}: {self.epochs} epochs of {train.n} images are less than one "
-                f"batch of {self.batch_size}; lower batch_size"
-            )
-        steps, ends = epoch_ends(train.n, self.batch_size, self.epochs)
-        return Schedule(steps, ends, self.warmup_epochs * train.n / self.batch_size)
-
-
-class ByUpdates(TrainsProbe):
-    """Settings of probes that train for a number of updates, whatever the number of images."""
-
-    updates: int = Field(gt=0)
-    warmup_updates: int = Field(ge=0)
-    period: int = Field(gt=0)
-    """After how many updates the state is saved."""
-
-    @model_validator(mode="after")
-    def _rises(self) -> Self:
-        if self.warmup_updates >= self.updates:
-            raise ValueError(f"warmup_updates {self.warmup_updates} of {self.updates} updates")
-        return self
-
-    def schedule(self, train: Index) -> Schedule:
-        """Return the updates, an end after each period and after the last."""
-        ends = [*range(self.period, self.updates, self.period), self.updates]
-        return Schedule(self.updates, ends, self.warmup_updates)
-
-
-def epoch_ends(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
-    """Return the number of updates, and after how many each epoch is complete.
-
-    Batches run on over the end of an epoch, so the update that completes it has begun the next
-    one; the last epoch ends with the last full batch.
-    """
-    steps = epochs * images // batch
-    return steps, [min(steps, -(-epoch * images // batch)) for epoch in range(1, epochs + 1)]
-
-
-@dataclass(frozen=True)
 class ProbeTask:
     """Inputs of a probe: this rank's encoder, and images of two splits."""
 
@@ -241,8 +78,6 @@ class ProbeTask:
 
     def images(self, index: Index | None = None) -> Iterator[Tensor]:
         """Yield this rank's test images, or other ones: uint8 [b, C, S, S] on the device."""
-        from maect.train.scores import share
-
         size = self.encoding.settings.image_size
         device = self.encoding.device
         for images, _, _ in share(self.context, index or self.test, device, size, self.job.resize):
@@ -250,26 +85,15 @@ class ProbeTask:
 
     def features(self, index: Index | None = None) -> tuple[Tensor, Tensor]:
         """Return features [n, D] of test images, or others, on every rank, and labels [n]."""
-        import torch
-
-        from maect.core import distributed
-        from maect.train.scores import BATCH
-
         index = index or self.test
-        device = self.encoding.device
-        start = 0
-        largest = -(-index.n // (self.context.world_size * BATCH)) * BATCH
-        out = torch.zeros(largest, self.encoding.width, device=device)
-        for images in self.images(index):
-            out[start : start + len(images)] = self.encoding(images)
-            start += len(images)
-        features = self.check_finite(distributed.gather_rows(out)[: index.n])
-        return features, torch.tensor(index.labels, device=device)
+        share = encode_split(
+            self.context, index, self.encoding, self.encoding, resize=self.job.resize
+        )
+        features = self.check_finite(distributed.gather_rows(share)[: index.n])
+        return features, torch.tensor(index.labels, device=self.encoding.device)
 
     def draw_held_out(self, part: float, seed: int) -> Index:
         """Return the drawn part of the training images, the same ones for every encoder."""
-        from maect.data.subsets import held_out_mask
-
         count = max(1, round(part * self.train.n))
         return replace(self.train, rows=self.train.rows[held_out_mask(self.train, count, seed)])
 
@@ -280,8 +104,6 @@ class ProbeTask:
         columns: tuple[int, ...] = (),
     ) -> NDArray[np.int64]:
         """Return the class of every test image, or others, int64 [n, *columns], on every rank."""
-        from maect.train.scores import predicted
-
         size = self.encoding.settings.image_size
         device = self.encoding.device
         index = index or self.test
@@ -290,13 +112,10 @@ class ProbeTask:
 
     def real_labels_of(self, settings: RealLabels) -> Real | None:
         """Return ReaL's labels of the test images; None if the settings ask for none."""
-        test = self.test
-        return settings.real_labels_of(lambda: test.keys(), test.class_names, test.labels)
+        return real_labels_of(settings, self.test.keys, self.test.class_names, self.test.labels)
 
     def check_finite(self, features: Tensor) -> Tensor:
         """Return the features, or raise a UserError if one is not finite."""
-        from maect.evaluate.encoding import check_finite
-
         check_finite(features, self.job.run)
         return features
 
@@ -351,14 +170,15 @@ class Probe(ABC):
     groups: Mapping[str, HeadGroup]
     forms: tuple[str, ...] = ()
 
-    def __init__(self, task: ProbeTask, held_out: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, task: ProbeTask, settings: TrainsProbe, held_out: float = 0.0) -> None:
         """Begin with nothing scored; draw the part of the training images that is held out."""
         self.task = task
+        self.settings = settings
         self.record: dict[str, Any] = {}
         self.best_tensors: dict[str, Tensor] = {}
         self.scored = {"": task.test}
         if held_out:
-            self.scored[HELD_OUT] = task.draw_held_out(held_out, seed)
+            self.scored[HELD_OUT] = task.draw_held_out(held_out, settings.seed)
 
     @property
     def training_images(self) -> Index:
@@ -367,18 +187,40 @@ class Probe(ABC):
 
     def is_held_out(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which images are held out, bool [n]."""
-        import numpy as np
-
         return np.isin(ids, self.scored[HELD_OUT].rows[:, ID])
 
     def learners(self, ids: NDArray[np.int64]) -> Tensor:
         """Return which images of all ranks are not held out, bool [B], by this rank's ids [b]."""
-        import torch
-
-        from maect.core import distributed
-
         others = torch.from_numpy(~self.is_held_out(ids)).long()
         return distributed.gather_rows(others.to(self.task.encoding.device)) == 1
+
+    def batches(self, start: int, steps: int) -> Iterator[ProbeBatch]:
+        """Yield this rank's part of each batch: crops of the training images, flipped or not."""
+        task, settings = self.task, self.settings
+        assert isinstance(settings, OnCrops)
+        view = View(crop_scale=settings.crop_scale, flip=settings.flip)
+        encoder, device = task.encoding.settings, task.encoding.device
+        for batch in train_batches(
+            self.training_images,
+            global_batch=settings.batch_size,
+            rank=task.context.rank,
+            world_size=task.context.world_size,
+            seed=settings.seed,
+            views=[view],
+            image_size=encoder.image_size,
+            start_step=start,
+            steps=steps,
+            threads=task.context.cpus,
+        ):
+            images = distributed.to_device_async(batch.images[0][0], device)
+            x = augment(images, view, 0, settings.seed, batch.epochs, batch.ids, encoder.pixels)
+            targets = distributed.to_device_async(self.targets(batch.labels, images), device)
+            yield ProbeBatch(x, targets, batch.epochs, batch.ids)
+
+    @staticmethod
+    def rate(step: int, schedule: Schedule) -> float:
+        """Return the fraction of the peak learning rates in an update, from 0."""
+        return stage.schedule(step, schedule.steps, schedule.warmup)
 
     def read(self, images: Tensor) -> Tensor:
         """Encode normalized images, float32 [b, C, S, S], as this probe reads them."""
@@ -386,8 +228,6 @@ class Probe(ABC):
 
     def targets(self, labels: NDArray[np.int64], images: Tensor) -> Tensor:
         """Return the targets of images, uint8 [b, C, S, S]: their labels [b]."""
-        import torch
-
         return torch.from_numpy(labels)
 
     @abstractmethod
@@ -403,8 +243,6 @@ class Probe(ABC):
 
     def add_scores(self, name: str, scores: float | list[float]) -> bool:
         """Add scores to those after each epoch; return whether the best one so far is of them."""
-        import numpy as np
-
         history = self.record.setdefault(name, [])
         history.append(scores)
         return bool(np.max(scores) > np.max(history[:-1], initial=-1.0))
@@ -426,19 +264,17 @@ class Probe(ABC):
 class ProbeTrainer:
     """Trains a probe on a frozen encoder, on one rank."""
 
-    def __init__(self, task: ProbeTask, settings: TrainsProbe, probe: Probe, identity: str) -> None:
+    def __init__(self, probe: Probe, identity: str) -> None:
         """Resume from a saved state, if there is one of this very training.
 
         Raises:
             UserError: all epochs together are less than a batch.
         """
-        self.context = task.context
-        self.settings = settings
-        self.task = task
+        self.task = probe.task
+        self.context = probe.task.context
         self.probe, self.identity = probe, identity
-        self.file = task.job.state / STATE
-        self.run = task.job.run
-        self.schedule = settings.schedule(probe.training_images)
+        self.file = probe.task.job.state / STATE
+        self.schedule = probe.settings.schedule(probe.training_images)
         self.steps, self.ends = self.schedule.steps, self.schedule.ends
         self.step, self.done = 0, 0
         self._saved_at = monotonic()
@@ -452,14 +288,12 @@ class ProbeTrainer:
             Interrupted: asked to stop; the state is saved.
             UserError: heads that are no longer finite, on every rank; the state is not saved.
         """
-        from maect.core import distributed
-
         yield from self._complete_epochs()
         started = monotonic()
         first = self.step
         left = self.steps - self.step
-        for batch in self.settings.batches(self.task, self.probe, self.step, left):
-            rate = self.settings.rate(self.step, self.schedule)
+        for batch in self.probe.batches(self.step, left):
+            rate = self.probe.rate(self.step, self.schedule)
             loss = self.probe.step(self.probe.read(batch.images), batch, rate)
             self.step += 1
             stop = self.context.stop_requested()
@@ -471,7 +305,7 @@ class ProbeTrainer:
             yield from self._complete_epochs()
             if reported:
                 seconds = monotonic() - started
-                self._report(loss, (self.step - first) * self.settings.batch_size / seconds)
+                self._report(loss, (self.step - first) * self.probe.settings.batch_size / seconds)
             if save and self.step < self.steps:
                 self._save()
                 if distributed.any_rank(stop):
@@ -487,13 +321,11 @@ class ProbeTrainer:
 
     def _check_loss(self, loss: Tensor) -> None:
         """Refuse broken heads of any rank before they are scored or saved."""
-        from maect.core import distributed
-
         if distributed.any_rank(not bool(loss.isfinite().all())):
             raise UserError(
-                f"{self.run}: after {self.step} updates on {self.task.train.directory} the probe "
-                "is not finite; the encoder diverged or its weights are damaged, or the rate is "
-                "too high"
+                f"{self.task.job.run}: after {self.step} updates on {self.task.train.directory} "
+                "the probe is not finite; the encoder diverged or its weights are damaged, or the "
+                "rate is too high"
             )
 
     def _complete_epochs(self) -> Iterator[int]:
@@ -504,10 +336,11 @@ class ProbeTrainer:
 
     def _report(self, loss: Tensor, speed: float) -> None:
         images = self.probe.training_images.n
+        batch = self.probe.settings.batch_size
         self.context.report(
             {
-                "epoch": self.step * self.settings.batch_size // images,
-                "epochs": -(-self.steps * self.settings.batch_size // images),
+                "epoch": self.step * batch // images,
+                "epochs": -(-self.steps * batch // images),
                 "step": self.step,
                 "steps": self.steps,
                 "loss": float(loss.min()),
@@ -516,8 +349,6 @@ class ProbeTrainer:
         )
 
     def _save(self) -> None:
-        from maect.core.arrays import write_kept
-
         if self.context.rank:
             return
         started = monotonic()
@@ -534,11 +365,6 @@ class ProbeTrainer:
         self._save_took = self._saved_at - started
 
     def _load(self) -> None:
-        import torch
-
-        from maect.core import distributed
-        from maect.core.arrays import read_kept, seek_kept
-
         known = seek_kept(self.file)
         ours = known is not None and known[1].get("identity") == self.identity
         if not distributed.from_rank_0(ours):
@@ -559,6 +385,39 @@ class ProbeTrainer:
             group.load_state(tensors[name])
         record = json.loads(texts["record"])
         self.step, self.done, self.probe.record = record["step"], record["done"], record["own"]
+
+
+def train_probe(
+    settings: TrainsProbe,
+    context: Context,
+    job: EvaluationJob,
+    encoding: Encoding,
+    build: Callable[[ProbeTask, Any], Probe],
+) -> dict[str, Any]:
+    """Train a probe, write its best tensors beside the JSON, and return its metrics.
+
+    Args:
+        encoding: the encoder, read as the probe needs it.
+        build: from the inputs and the settings to the probe with its initial values, on every
+            rank; else a UserError says why.
+    """
+    train, test = open_index(job.path("train")), open_index(job.path("test"))
+    check_splits(train, test, labelled=settings.labelled)
+    sha256 = encoder_checksum(job.run)
+    task = ProbeTask(context, job, encoding, train, test, sha256)
+    with distributed.process_group(context):
+        probe = build(task, settings)
+        images = (train.digest, test.digest, str(job.resize))
+        labels = real_sha256(settings) if isinstance(settings, RealLabels) else None
+        more = [] if labels is None else [labels]
+        identity = digest(settings, sha256, *images, *probe.forms, *more)
+        for _ in ProbeTrainer(probe, identity).epochs():
+            probe.score()
+        metrics = probe.metrics()
+        if context.rank == 0:
+            job.check_current()
+            save_tensors(job.out.with_suffix(".safetensors"), probe.best_tensors, probe.metadata())
+    return metrics
 
 
 def check_splits(train: Index, test: Index, *, labelled: bool = True) -> None:

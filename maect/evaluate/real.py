@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.core.settings import ContentPath, Settings
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from maect.evaluate.protocols import RealLabels
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?:\.\w+)?$")
 
@@ -25,40 +22,29 @@ LEAST = 50.0
 the whole split 90 are."""
 
 
-class RealLabels(Settings):
-    """Settings of protocols that can also score by ImageNet-ReaL's labels."""
+def real_sha256(settings: RealLabels) -> str | None:
+    """Return the labels' sha256; None if they are not asked for; UserError: no such file."""
+    path = settings.labels_file
+    if path is None:
+        return None
+    if not path.is_file():
+        raise _missing(path, "no such file")
+    return sha256_file(path)
 
-    real_labels: ContentPath | None = None
-    """ReaL's `real.json`: a list of classes for each of ImageNet's 50,000 validation images."""
 
-    @property
-    def labels_file(self) -> Path | None:
-        """Return where the labels are; None if they are not asked for."""
-        return None if self.real_labels is None else _path(self.real_labels)
+def real_labels_of(
+    settings: RealLabels,
+    keys: Callable[[], Sequence[str]],
+    class_names: Sequence[str] = (),
+    labels: NDArray[np.int64] | None = None,
+) -> Real | None:
+    """Read ReaL's labels of the images of some keys; None if they are not asked for.
 
-    def real_sha256(self) -> str | None:
-        """Return the labels' sha256; None if they are not asked for; UserError: no such file."""
-        if self.real_labels is None:
-            return None
-        path = _path(self.real_labels)
-        if not path.is_file():
-            raise _missing(path, "no such file")
-        return sha256_file(path)
-
-    def real_labels_of(
-        self,
-        keys: Callable[[], Sequence[str]],
-        class_names: Sequence[str] = (),
-        labels: NDArray[np.int64] | None = None,
-    ) -> Real | None:
-        """Read ReaL's labels of the images of some keys; None if they are not asked for.
-
-        Keys end with `ILSVRC2012_val_` and a number. Without `class_names`, and without the images'
-        own `labels`, int64 [n], none are compared.
-        """
-        if self.real_labels is None:
-            return None
-        return Real(_path(self.real_labels), keys(), class_names, labels)
+    Keys end with `ILSVRC2012_val_` and a number. Without `class_names`, and without the images'
+    own `labels`, int64 [n], none are compared.
+    """
+    path = settings.labels_file
+    return None if path is None else Real(path, keys(), class_names, labels)
 
 
 def is_imagenets(key: str) -> bool:
@@ -77,8 +63,6 @@ class Real:
         labels: NDArray[np.int64] | None = None,
     ) -> None:
         """Find the labels by the images' names; raise UserError if they do not fit."""
-        import numpy as np
-
         given = read_real(path)
         classes = 1 + max((number for each in given for number in each), default=-1)
         if class_names and classes > len(class_names):
@@ -111,8 +95,6 @@ class Real:
 
     def right(self, predicted: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether each predicted class, int64 [n], is right: bool, of images with labels."""
-        import numpy as np
-
         columns = np.minimum(predicted, self._right.shape[1] - 1)
         found: NDArray[np.bool_] = self._right[np.arange(len(predicted)), columns]
         return found[self.counted]
@@ -120,10 +102,6 @@ class Real:
     def accuracy(self, predicted: NDArray[np.int64]) -> float:
         """Percent of the images with labels whose predicted class, int64 [n], is among them."""
         return 100 * float(self.right(predicted).mean())
-
-
-def _path(given: str) -> Path:
-    return Path(os.path.expandvars(given)).expanduser()
 
 
 def _missing(path: Path, why: str | None) -> UserError:

@@ -3,97 +3,61 @@
 Thumbnails are stored with the result, so that drawing needs no images.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
-from pydantic import Field
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from maect.core.context import Context
 from maect.core.errors import UserError, check_names
 from maect.data.index import HEIGHT, LABEL, WIDTH, Index, open_index
-from maect.evaluate.base import EvaluationJob, Input, OutputOf, ReadsFeatures, Shards, idle_cpus
+from maect.data.transforms import center_crops
+from maect.evaluate.base import EvaluationJob, idle_cpus
 from maect.evaluate.clustering import assign, contingency, origin, standardized
 from maect.evaluate.knn import nearest
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from maect.evaluate.store import FeatureFile
+from maect.evaluate.protocols import Retrieval
+from maect.evaluate.store import FeatureFile, check_images
 
 Ids: TypeAlias = "NDArray[np.int64]"
 
 
-class Retrieval(ReadsFeatures):
-    """Nearest images of some images and of cluster centres (paper, figures 7, 10 and 11)."""
+def evaluate(settings: Retrieval, context: Context, job: EvaluationJob) -> dict[str, Any]:
+    """Percent of neighbours of the right class: `query_precision`, `cluster_precision`.
 
-    name: ClassVar[str] = "retrieval"
-    title: ClassVar[str] = "nearest images"
-    writes_tensors: ClassVar[bool] = True
-    test_data: ClassVar[str | None] = (
-        "queries and neighbours are images of the test split, clusters those of its clustering"
-    )
-    headlines: ClassVar[dict[str, str]] = {"query_precision": f"{title} of the query's class, %"}
-
-    clustering: str = "clustering"
-    """Which evaluation's clusters."""
-    subset: str = ""
-    """Clusters of one of its subsets; empty: of the full split."""
-    clusters: int = Field(default=15, gt=0)
-    """Show at most this many clusters, the first ones."""
-    queries: int = Field(default=3, gt=0)
-    classes: tuple[str, ...] = ()
-    """Classes whose first image is a query; empty: `queries` classes that are spread evenly."""
-    neighbors: int = Field(default=10, gt=0)
-    side: int = Field(default=96, gt=0)
-    """Pixels of a stored thumbnail, at most the encoder's image size."""
-
-    def inputs(self) -> dict[str, Input]:
-        """Features and images of the test split, and its clusters."""
-        return {
-            "test": self.read(self.test_split),
-            "images": Shards(self.test_split),
-            "clusters": OutputOf(self.clustering),
-        }
-
-    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Percent of neighbours of the right class: `query_precision`, `cluster_precision`.
-
-        Writes `retrieval.safetensors` beside the JSON: `query_images` uint8 [q, S, S, 3],
-        `query_labels` and `query_ids` int64 [q], `neighbor_images` [q, n, S, S, 3],
-        `neighbor_labels` and `neighbor_ids` [q, n]; `cluster_images` [k, n, S, S, 3],
-        `cluster_labels` and `cluster_ids` [k, n], and `cluster_classes` [k], the class that a
-        cluster was matched to or -1.
-        """
-        from maect.evaluate.store import check_images
-
-        test = job.features("test")
-        index = open_index(job.path("images"))
-        check_images(test, index)
-        if test.n <= self.neighbors:
-            raise UserError(
-                f"retrieval: neighbors {self.neighbors} needs more than the {test.n} images "
-                f"of {test.path}"
-            )
-        queries = choose_queries(test, self.queries, self.classes)
-        neighbors = _neighbors(test, queries, self.neighbors, idle_cpus(context))
-        clusters, classes = _clusters(job.path("clusters"), test, self)
-        left: dict[str, NDArray[Any]] = {"cluster_classes": classes}
-        for name, ids in (("query", queries), ("neighbor", neighbors), ("cluster", clusters)):
-            left[f"{name}_ids"] = ids
-            left[f"{name}_labels"] = test.labels[ids]
-            left[f"{name}_images"] = thumbnails(index, ids, test, self.side)
-        job.write_tensors(left)
-        right = left["neighbor_labels"] == left["query_labels"][:, None]
-        matched = left["cluster_labels"] == classes[:, None]
-        return {
-            "query_precision": 100 * float(right.mean()),
-            "cluster_precision": 100 * float(matched.mean()),
-        }
+    Writes `retrieval.safetensors` beside the JSON: `query_images` uint8 [q, S, S, 3],
+    `query_labels` and `query_ids` int64 [q], `neighbor_images` [q, n, S, S, 3],
+    `neighbor_labels` and `neighbor_ids` [q, n]; `cluster_images` [k, n, S, S, 3],
+    `cluster_labels` and `cluster_ids` [k, n], and `cluster_classes` [k], the class that a
+    cluster was matched to or -1.
+    """
+    test = job.features("test")
+    index = open_index(job.path("images"))
+    check_images(test, index)
+    if test.n <= settings.neighbors:
+        raise UserError(
+            f"retrieval: neighbors {settings.neighbors} needs more than the {test.n} images "
+            f"of {test.path}"
+        )
+    queries = choose_queries(test, settings.queries, settings.classes)
+    neighbors = _neighbors(test, queries, settings.neighbors, idle_cpus(context))
+    clusters, classes = _clusters(job.path("clusters"), test, settings)
+    left: dict[str, NDArray[Any]] = {"cluster_classes": classes}
+    for name, ids in (("query", queries), ("neighbor", neighbors), ("cluster", clusters)):
+        left[f"{name}_ids"] = ids
+        left[f"{name}_labels"] = test.labels[ids]
+        left[f"{name}_images"] = thumbnails(index, ids, test, settings.side)
+    job.write_tensors(left)
+    right = left["neighbor_labels"] == left["query_labels"][:, None]
+    matched = left["cluster_labels"] == classes[:, None]
+    return {
+        "query_precision": 100 * float(right.mean()),
+        "cluster_precision": 100 * float(matched.mean()),
+    }
 
 
 def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> Ids:
@@ -101,8 +65,6 @@ def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> 
 
     Of `names`, or of `count` evenly spaced classes; a UserError if there is no image of one.
     """
-    import numpy as np
-
     classes, first = np.unique(test.labels, return_index=True)
     if names:
         known = test.record["class_names"]
@@ -118,8 +80,6 @@ def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> 
 
 def _neighbors(test: FeatureFile, queries: Ids, count: int, threads: int) -> Ids:
     """Ids of the nearest other images by cosine similarity, [q, n]."""
-    import numpy as np
-
     _, ids = nearest(test, test.take(queries), count + 1, threads=threads)
     # A copy with a smaller id may come before the query itself.
     others = [row[row != query][:count] for row, query in zip(ids, queries, strict=True)]
@@ -131,10 +91,6 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
 
     Euclidean distance between standardised features, those that were clustered.
     """
-    import numpy as np
-    from safetensors import safe_open
-    from safetensors.numpy import load_file
-
     if not path.exists():
         raise UserError(f"{path}: no such clusters; evaluate clustering first")
     with safe_open(path, framework="numpy") as file:
@@ -166,8 +122,6 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
 
 def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[np.uint8]:
     """Return small pictures of the encoder's inputs, uint8 [..., S, S, 3]."""
-    import numpy as np
-
     size = test.record["image_size"]
     side = min(side, size)
     resize = max(side, round(test.record["resize"] * side / size))
@@ -179,10 +133,6 @@ def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[
 
 def pictures(index: Index, ids: Ids, resize: int, side: int) -> NDArray[np.uint8]:
     """Return centre crops of some images of a split, uint8 [n, S, S, 3]; see `center_crops`."""
-    import numpy as np
-
-    from maect.data.transforms import center_crops
-
     record = np.asarray(index.rows[ids])
     geometries = center_crops(record[:, WIDTH], record[:, HEIGHT], resize, side)
     out = np.empty((len(ids), 1, index.channels, side, side), np.uint8)

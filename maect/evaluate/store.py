@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,8 +31,8 @@ _CHUNK = 16384
 CONTENTS = "crc32"
 """Tensor with the CRC-32 of each image's bytes."""
 
-Array: TypeAlias = "NDArray[np.float32]"
-Scale: TypeAlias = "tuple[NDArray[np.float64], NDArray[np.float64]]"
+Array: TypeAlias = NDArray[np.float32]
+Scale: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -39,47 +40,23 @@ class Rows:
     """Features of `n` samples that are read in ranges.
 
     Attributes:
-        rows: gives those from one sample up to another, float32 [stop - start, width].
+        read: gives those from one sample up to another, float32 [stop - start, width].
     """
 
     n: int
     width: int
-    rows: Callable[[int, int], Array]
+    read: Callable[[int, int], Array]
 
-
-def in_memory(values: Array) -> Rows:
-    """Wrap features in memory, float32 [n, width], to be read by ranges."""
-    return Rows(len(values), values.shape[1], lambda start, stop: values[start:stop])
-
-
-@dataclass(frozen=True)
-class FeatureFile:
-    """A features file: small parts in memory, the features themselves read when asked for.
-
-    Attributes:
-        labels: int64 [n], -1 where unlabelled.
-        record: what the file says about its making: `encoder_sha256`, `index_digest`, `pooling`,
-            `image_size`, `resize`, `precision`, `class_names`, ...
-    """
-
-    path: Path
-    n: int
-    width: int
-    labels: NDArray[np.int64]
-    record: dict[str, Any]
-
-    @property
-    def classes(self) -> int:
-        """Number of classes: those that the dataset names, used or not."""
-        return max(len(self.record["class_names"]), int(self.labels.max(initial=-1)) + 1)
-
-    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+    def rows(self, start: int, stop: int) -> Array:
         """Features of a range of samples, float32 [stop - start, width]."""
-        with safetensors.safe_open(self.path, framework="numpy") as file:
-            part: NDArray[np.float32] = file.get_slice("features")[start:stop]
-        return part
+        return self.read(start, stop)
 
-    def take(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    def chunks(self) -> Iterator[Array]:
+        """Yield all features, some thousand samples at a time."""
+        for start in range(0, self.n, _CHUNK):
+            yield self.read(start, min(start + _CHUNK, self.n))
+
+    def take(self, ids: NDArray[np.int64]) -> Array:
         """Features of some samples, float32 [len(ids), width], in the order of `ids`."""
         out = np.empty((len(ids), self.width), np.float32)
         order = np.argsort(ids, kind="stable")
@@ -90,9 +67,34 @@ class FeatureFile:
                 out[chosen] = self.rows(start, min(start + _CHUNK, self.n))[ids[chosen] - start]
         return out
 
-    def all(self) -> NDArray[np.float32]:
+    def all(self) -> Array:
         """All features, float32 [n, width]."""
         return self.rows(0, self.n)
+
+
+def in_memory(values: Array) -> Rows:
+    """Wrap features in memory, float32 [n, width], to be read by ranges."""
+    return Rows(len(values), values.shape[1], lambda start, stop: values[start:stop])
+
+
+@dataclass(frozen=True)
+class FeatureFile(Rows):
+    """A features file: small parts in memory, the features themselves read when asked for.
+
+    Attributes:
+        labels: int64 [n], -1 where unlabelled.
+        record: what the file says about its making: `encoder_sha256`, `index_digest`, `pooling`,
+            `image_size`, `resize`, `precision`, `class_names`, ...
+    """
+
+    path: Path
+    labels: NDArray[np.int64]
+    record: dict[str, Any]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes: those that the dataset names, used or not."""
+        return max(len(self.record["class_names"]), int(self.labels.max(initial=-1)) + 1)
 
     def names(self) -> list[str]:
         """Names of the samples, in order."""
@@ -124,17 +126,16 @@ def open_features(path: str | Path) -> FeatureFile:
         labels, names = file.get_tensor("labels"), file.get_tensor("keys")
         contents = file.get_tensor(CONTENTS) if CONTENTS in file.keys() else None  # noqa: SIM118
         n, width = file.get_slice("features").get_shape()
-    features = FeatureFile(path, n, width, labels, record)
-    parts = (features.rows(s, min(s + _CHUNK, n)) for s in range(0, n, _CHUNK))
-    actual = _digest(parts, labels, names, contents)
-    if actual != record["sha256"]:
+    features = FeatureFile(n, width, partial(_read_rows, path), path, labels, record)
+    if _digest(features.chunks(), labels, names, contents) != record["sha256"]:
         raise UserError(f"{path}: damaged (its checksum differs); delete it and extract it again")
     return features
 
 
-def own_name(path: Path) -> str | None:
-    """DATASET-SPLIT of features in a results folder, `features/RUN`; elsewhere names are free."""
-    return path.stem if path.absolute().parents[1].name == "features" else None
+def _read_rows(path: Path, start: int, stop: int) -> Array:
+    with safetensors.safe_open(path, framework="numpy") as file:
+        part: Array = file.get_slice("features")[start:stop]
+    return part
 
 
 def open_record(path: str | Path) -> dict[str, Any]:
@@ -163,10 +164,10 @@ def check_features(features: FeatureFile, *, labelled: bool = True) -> None:
     """Raise UserError for features that are empty, not finite or, if needed, unlabelled."""
     if features.n == 0:
         raise UserError(f"{features.path}: holds no samples")
-    for start in range(0, features.n, _CHUNK):
-        finite = np.isfinite(features.rows(start, min(start + _CHUNK, features.n))).all(axis=1)
+    for number, part in enumerate(features.chunks()):
+        finite = np.isfinite(part).all(axis=1)
         if not finite.all():
-            row = start + int(np.argmin(finite))
+            row = number * _CHUNK + int(np.argmin(finite))
             raise UserError(
                 f"{features.path}: the features of sample {row} are not finite; the encoder "
                 "diverged or its weights are damaged"
@@ -198,24 +199,27 @@ def check_images(features: FeatureFile, index: Index) -> None:
         )
 
 
-def moments(features: FeatureFile | Rows) -> Scale:
+def moments(features: Rows) -> Scale:
     """Compute mean and (biased) standard deviation of each feature in chunks, float64 [width].
 
     The standard deviation of a feature that does not vary is infinite: standardised it is 0.
     """
-    n = features.n
-    starts = range(0, features.n, _CHUNK)
+    mean = mean_of(features)
     total = np.zeros(features.width)
-    for start in starts:
-        total += features.rows(start, min(start + _CHUNK, n)).sum(axis=0, dtype=np.float64)
-    mean = total / n
-    total[:] = 0
-    for start in starts:
-        total += np.square(features.rows(start, min(start + _CHUNK, n)) - mean).sum(axis=0)
-    std = np.sqrt(total / n)
+    for part in features.chunks():
+        total += np.square(part - mean).sum(axis=0)
+    std = np.sqrt(total / features.n)
     # Rounding leaves a trace of a spread on a feature that is the same everywhere.
     std[std <= 1e-6 * np.abs(mean)] = np.inf
     return mean, std
+
+
+def mean_of(features: Rows) -> NDArray[np.float64]:
+    """Return the mean of each feature, float64 [width]."""
+    total = np.zeros(features.width)
+    for part in features.chunks():
+        total += part.sum(axis=0, dtype=np.float64)
+    return total / features.n
 
 
 def standardize(rows: Array, scale: Scale) -> Array:

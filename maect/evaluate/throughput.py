@@ -6,8 +6,6 @@ Compared methods are their encoder passes: views that learn, local views, and pa
 teacher.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time
@@ -17,23 +15,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from pydantic import Field
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from maect.core.context import Context
+from maect.core.distributed import memory_fault
 from maect.core.errors import UserError
-from maect.evaluate.base import EvaluationJob, Input, Protocol
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.protocols import Throughput
+from maect.models.precision import mixed_precision
+from maect.models.vit import build_encoder
+from maect.models.weights import load_encoder_weights
 from maect.paper import read_paper
 from maect.recipes import Encoder, visible_patches
+from maect.recipes.computing import Computing
 from maect.stages import Training, load_recipe
 from maect.stages.base import SelfSupervised
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from maect.train.objective import Objective
+from maect.train.engine import single_rank_group
+from maect.train.objective import Objective
+from maect.train.timing import step_seconds, unsaved_trainer
 
 CPU_BATCH = 16
 SMALLEST, LARGEST = 8, 1024
@@ -84,122 +87,99 @@ _PAPER = read_paper("published", _Measured)
 RECIPES, OWN, METHODS, PUBLISHED = _PAPER.recipes, _PAPER.own, _PAPER.methods, _PAPER.models
 
 
-class Throughput(Protocol):
-    """Training speed of each stage and of compared methods on one device (paper, B)."""
+def evaluate(settings: Throughput, context: Context, job: EvaluationJob) -> dict[str, Any]:
+    """Images per second, by stage (`pretrain`, `head`, `tune`, …) and method; device hours.
 
-    name: ClassVar[str] = "throughput"
-    title: ClassVar[str] = "training speed"
-    labelled: ClassVar[bool] = False
-    encoder_input: ClassVar[bool] = True
-    test_data: ClassVar[str | None] = "no images are read"
-    headlines: ClassVar[dict[str, str]] = {}  # it measures no encoder
-
-    size: str = "large"
-    """Column of the recipes that the stages are measured with."""
-    batch_size: int | None = Field(default=None, gt=0)
-    """Images in a step; none: the largest power of 2 that fits, on a CPU 16."""
-    warmup: int = Field(default=3, ge=0)
-    repeats: int = Field(default=10, gt=0)
-    images: int = Field(default=1_281_167, gt=0)
-    """Training images, for the extrapolation to hours."""
-
-    def inputs(self) -> dict[str, Input]:
-        """Nothing beside the encoder's shape."""
-        return {}
-
-    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Images per second, by stage (`pretrain`, `head`, `tune`, …) and method; device hours.
-
-        docs/reference/throughput.md lists the metrics.
-        """
-        import torch
-
-        from maect.models.weights import load_encoder_weights
-        from maect.train.engine import single_rank_group
-
-        file = job.run / "encoder.safetensors"
-        encoder = load_encoder_weights(file)[1]
-        stages = {name: load_recipe(recipe, self.size) for name, recipe in RECIPES.items()}
-        try:
-            for stage in stages.values():
-                stage.check_encoder(encoder)
-        except ValueError as error:
+    docs/reference/throughput.md lists the metrics.
+    """
+    file = job.encoder
+    encoder = load_encoder_weights(file)[1]
+    stages = {name: load_recipe(recipe, settings.size) for name, recipe in RECIPES.items()}
+    try:
+        for stage in stages.values():
+            stage.check_encoder(encoder)
+    except ValueError as error:
+        raise UserError(
+            f"throughput: recipes of size {settings.size} do not fit the encoder of {job.run} "
+            f"({error}); say which with settings.size=SIZE"
+        ) from None
+    for name, stage in stages.items():
+        head = stage.head if isinstance(stage, SelfSupervised) else None
+        if settings.batch_size and head and head.queue_size % settings.batch_size:
             raise UserError(
-                f"throughput: recipes of size {self.size} do not fit the encoder of {job.run} "
-                f"({error}); say which with settings.size=SIZE"
-            ) from None
-        for name, stage in stages.items():
-            head = stage.head if isinstance(stage, SelfSupervised) else None
-            if self.batch_size and head and head.queue_size % self.batch_size:
-                raise UserError(
-                    f"throughput: batch_size {self.batch_size} does not divide the queue_size "
-                    f"{head.queue_size} of {RECIPES[name]}; take a divisor"
-                )
-        published = PUBLISHED.get(self.size, ())
-        results = {}
-        with single_rank_group(context) as device:
-            for name, times in self._measured(encoder, file, published, device):
-                results[name] = measure(times, self, device)
-                context.report({"step": len(results)})
-        speed = {name: result["samples_per_second"] for name, result in results.items()}
+                f"throughput: batch_size {settings.batch_size} does not divide the queue_size "
+                f"{head.queue_size} of {RECIPES[name]}; take a divisor"
+            )
+    published = PUBLISHED.get(settings.size, ())
+    results = {}
+    with single_rank_group(context) as device:
+        for name, times in _measured(settings, encoder, file, published, device):
+            results[name] = measure(times, settings, device)
+            context.report({"step": len(results)})
+    speed = {name: result["samples_per_second"] for name, result in results.items()}
 
-        def hours(name: str, epochs: int) -> float:
-            return epochs * self.images / speed[name] / 3600
+    def hours(name: str, epochs: int) -> float:
+        return epochs * settings.images / speed[name] / 3600
 
-        own = {name: hours(name, stages[name].epochs) for name in RECIPES}
-        models: dict[str, dict[str, float]] = {
-            self.size: {model: sum(own[name] for name in names) for model, names in OWN.items()}
-        }
-        for model in published:
-            total = sum(hours(_key(method, model), n) for method, n in model.epochs.items())
-            models.setdefault(model.architecture, {})[model.method] = total
-        keys = ("samples_per_second", "fastest", "slowest", "batch_size")
-        metrics: dict[str, Any] = {k: {n: result[k] for n, result in results.items()} for k in keys}
-        metrics["flash_gain"] = 100 * (speed["pretrain"] / speed["pretrain_plain_attention"] - 1)
-        grafted = models[self.size].get("layer_grafting")
-        if grafted is not None:  # what follows its MAE
-            extra = grafted - models[self.size]["mae_public"]
-            metrics["grafting_ratio"] = extra / (own["head"] + own["tune"])
-        cuda = device.type == "cuda"
-        if cuda and self.batch_size is None:
-            for name in ("tune", "tune_masked"):
-                metrics[f"{name}_fits"] = results[name]["batch_size"] / stages["tune"].batch_size
-        return metrics | {
-            "device_hours": own | {"maect": models[self.size]["ct_min"]},
-            "model_hours": models,
-            "epochs": {name: stage.epochs for name, stage in stages.items()},
-            "device": torch.cuda.get_device_name(device) if cuda else "cpu",
-            "threads": None if cuda else torch.get_num_threads(),
-        }
+    own = {name: hours(name, stages[name].epochs) for name in RECIPES}
+    models: dict[str, dict[str, float]] = {
+        settings.size: {model: sum(own[name] for name in names) for model, names in OWN.items()}
+    }
+    for model in published:
+        total = sum(hours(_key(method, model), n) for method, n in model.epochs.items())
+        models.setdefault(model.architecture, {})[model.method] = total
+    keys = ("samples_per_second", "fastest", "slowest", "batch_size")
+    metrics: dict[str, Any] = {k: {n: result[k] for n, result in results.items()} for k in keys}
+    metrics["flash_gain"] = 100 * (speed["pretrain"] / speed["pretrain_plain_attention"] - 1)
+    grafted = models[settings.size].get("layer_grafting")
+    if grafted is not None:  # what follows its MAE
+        extra = grafted - models[settings.size]["mae_public"]
+        metrics["grafting_ratio"] = extra / (own["head"] + own["tune"])
+    cuda = device.type == "cuda"
+    if cuda and settings.batch_size is None:
+        for name in ("tune", "tune_masked"):
+            metrics[f"{name}_fits"] = results[name]["batch_size"] / stages["tune"].batch_size
+    return metrics | {
+        "device_hours": own | {"maect": models[settings.size]["ct_min"]},
+        "model_hours": models,
+        "epochs": {name: stage.epochs for name, stage in stages.items()},
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "threads": None if cuda else torch.get_num_threads(),
+    }
 
-    def _measured(
-        self, encoder: Encoder, file: Path, published: Sequence[Published], device: torch.device
-    ) -> Iterator[tuple[str, Times]]:
-        """Yield the name of each measurement and a function that times its steps."""
 
-        def times_of(stage: Training, **how: Any) -> Times:
-            # Kept by what is yielded alone: another model beside it would take its memory.
-            with TemporaryDirectory() as folder:  # the head beside it may be of another recipe
-                Path(folder, file.name).symlink_to(file.absolute())
-                objective = stage.build(encoder, 0, Path(folder))
-            return partial(stage_seconds, stage, objective, device, **how)
+def _measured(
+    settings: Throughput,
+    encoder: Encoder,
+    file: Path,
+    published: Sequence[Published],
+    device: torch.device,
+) -> Iterator[tuple[str, Times]]:
+    """Yield the name of each measurement and a function that times its steps."""
 
-        for name, recipe in RECIPES.items():
-            yield name, times_of(load_recipe(recipe, self.size))
-        plain = load_recipe("mae", self.size)
-        yield "pretrain_plain_attention", times_of(plain, plain_attention=True)
-        yield "tune_masked", times_of(load_recipe("ct_min", self.size, {"mask_ratio": MASKED}))
-        for method, passes in METHODS.items():
-            yield method, partial(method_seconds, passes, encoder, device)
-        others = {_key(method, one): (method, one) for one in published for method in one.epochs}
-        for key in [key for key in others if key not in METHODS]:
-            method, model = others[key]
-            shape = encoder.model_copy(update=dict(model.shape))
-            if method == "mae":
-                stage = load_recipe("mae", self.size, {"views": 1})
-                yield key, partial(stage_seconds, stage, stage.build(shape, 0, None), device)
-            else:
-                yield key, partial(method_seconds, METHODS[method], shape, device)
+    def times_of(stage: Training, **how: Any) -> Times:
+        # Kept by what is yielded alone: another model beside it would take its memory.
+        with TemporaryDirectory() as folder:  # the head beside it may be of another recipe
+            Path(folder, file.name).symlink_to(file.absolute())
+            objective = stage.build(encoder, 0, Path(folder))
+        return partial(stage_seconds, stage, objective, device, **how)
+
+    for name, recipe in RECIPES.items():
+        yield name, times_of(load_recipe(recipe, settings.size))
+    plain = load_recipe("mae", settings.size)
+    yield "pretrain_plain_attention", times_of(plain, plain_attention=True)
+    yield "tune_masked", times_of(load_recipe("ct_min", settings.size, {"mask_ratio": MASKED}))
+    for method, passes in METHODS.items():
+        yield method, partial(method_seconds, passes, encoder, device)
+    others = {_key(method, one): (method, one) for one in published for method in one.epochs}
+    for key in [key for key in others if key not in METHODS]:
+        method, model = others[key]
+        shape = encoder.model_copy(update=dict(model.shape))
+        if method == "mae":
+            stage = load_recipe("mae", settings.size, {"views": 1})
+            yield key, partial(stage_seconds, stage, stage.build(shape, 0, None), device)
+        else:
+            yield key, partial(method_seconds, METHODS[method], shape, device)
 
 
 def _key(method: str, model: Published) -> str:
@@ -234,10 +214,6 @@ def largest_batch(times: Times, device: torch.device) -> int:
 
 
 def _fits(times: Times, size: int) -> bool:
-    import torch
-
-    from maect.core.distributed import memory_fault
-
     try:
         times(size, 2)  # the second step has the batch of the next one beside it
     except RuntimeError as error:
@@ -263,11 +239,6 @@ def stage_seconds(
     `plain_attention`: by matrix products instead of one fused kernel. Blocks are not compiled, as
     those of compared methods; compiled ones would keep the kernel that they were compiled with.
     """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from maect.recipes.computing import Computing
-    from maect.train.timing import step_seconds, unsaved_trainer
-
     settings = stage.model_copy(update={"batch_size": batch})
     rank = Context(gpus=device.type == "cuda")
     with (
@@ -283,11 +254,6 @@ def method_seconds(
     passes: MethodPasses, encoder: Encoder, device: torch.device, batch: int, steps: int
 ) -> list[float]:
     """Seconds of updates with a method's passes through the encoder, without projection heads."""
-    import torch
-
-    from maect.models.precision import mixed_precision
-    from maect.models.vit import build_encoder
-
     student = build_encoder(encoder).to(device)
     teacher = None
     if passes.teacher:

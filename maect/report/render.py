@@ -22,7 +22,7 @@ from rich.text import Text
 
 from maect.core.errors import UserError, entry
 from maect.core.files import write_text
-from maect.evaluate.sampling import LEVEL, RESAMPLES
+from maect.evaluate.outcomes import LEVEL, RESAMPLES
 from maect.report.configs import Row, ShownConfig
 from maect.report.registry import TABLES, Detail, Metric
 from maect.report.tables import build_table, read_table, result_of, write_table

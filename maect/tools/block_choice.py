@@ -18,8 +18,7 @@ from maect.answers.encoder import ImageEncoder
 from maect.core.errors import counted
 from maect.evaluate.clusters import unit
 from maect.evaluate.encoding import LastBlocks
-from maect.evaluate.outcomes import Difference, difference
-from maect.evaluate.sampling import held_out_mask, held_out_share
+from maect.evaluate.outcomes import Difference, difference, held_out_mask, held_out_share
 from maect.measures import vote
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 from maect.tools.compare import ImageFolder, Matrix, vectors

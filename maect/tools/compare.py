@@ -16,14 +16,10 @@ from maect.answers.vectors import PART
 from maect.core.errors import UserError, counted
 from maect.core.settings import digest
 from maect.data.sources import open_source
-from maect.evaluate.comparison_scores import (
-    Score,
-    measure_corrections,
-    measure_with_labels,
-    measure_without_labels,
-)
-from maect.evaluate.real import Real, RealLabels, is_imagenets
-from maect.evaluate.sampling import held_out_mask
+from maect.evaluate.comparison_scores import Score, measure_with_labels, measure_without_labels
+from maect.evaluate.outcomes import held_out_mask
+from maect.evaluate.protocols import RealLabels
+from maect.evaluate.real import Real, is_imagenets, real_labels_of
 from maect.evaluate.store import Array
 from maect.tools.own_images import (
     Images,
@@ -164,13 +160,11 @@ def compare(
     device: str | None = None,
     threads: int | None = None,
     real_labels: Path | None = None,
-    geometry: bool = False,
     pixels: Mapping[str, Any] | None = None,
 ) -> Matrix:
     """Measure every encoder on every folder; vectors that are kept in `out` are used.
 
     Args:
-        geometry: also measure features behind corrections without training.
         pixels: how all of them read images, in place of what their data sets say.
 
     Raises:
@@ -206,7 +200,7 @@ def compare(
         for name, features in made.items():
             real = real_of(folder, good & folder.test, asked_real) if folder in of_real else None
             try:
-                known = measured(folder, features, good, cores, real, geometry)
+                known = measured(folder, features, good, cores, real)
             except UserError as error:
                 raise UserError(f"{folder.path}: {error}") from None
             scores[name, folder.name] = known
@@ -249,7 +243,7 @@ def _names(folder: ImageFolder, which: NDArray[np.bool_]) -> list[str]:
 def real_of(folder: ImageFolder, which: NDArray[np.bool_], labels: RealLabels) -> Real | None:
     """Return ReaL's labels of some images of a folder; UserError if these are not ImageNet's."""
     own = None if folder.labels is None else folder.labels[which]
-    return labels.real_labels_of(lambda: _names(folder, which), folder.parts[0].class_names, own)
+    return real_labels_of(labels, lambda: _names(folder, which), folder.parts[0].class_names, own)
 
 
 def measured(
@@ -258,7 +252,6 @@ def measured(
     good: NDArray[np.bool_],
     threads: int,
     real: Real | None = None,
-    geometry: bool = False,
 ) -> dict[str, Score]:
     """Measure one encoder on one folder, by the features of those images that are readable.
 
@@ -266,7 +259,6 @@ def measured(
         features: float32 [n, width].
         good: which can be read, bool [n].
         real: ReaL's labels of the readable test images, if they are asked for.
-        geometry: also behind corrections without training.
     """
     order = sorted(np.flatnonzero(good).tolist(), key=lambda row: folder.contents[row])
     spread = measure_without_labels(features[order])
@@ -276,8 +268,4 @@ def measured(
     test = good & folder.test
     contents = [folder.contents[row] for row in np.flatnonzero(train)]
     given = features[train], folder.labels[train], contents, features[test], folder.labels[test]
-    scores = measure_with_labels(*given, threads, real) | spread
-    if not geometry:
-        return scores
-    x, known, _, y, wanted = given
-    return scores | measure_corrections(x, known, y, wanted, threads)
+    return measure_with_labels(*given, threads, real) | spread

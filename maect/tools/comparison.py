@@ -10,7 +10,6 @@ import pandas as pd
 from maect.core.errors import counted
 from maect.core.files import write_table_text, write_text
 from maect.evaluate.comparison_scores import (
-    GEOMETRY,
     KNN_HELD_OUT,
     LABEL_SETS,
     LOGISTIC,
@@ -18,7 +17,7 @@ from maect.evaluate.comparison_scores import (
     RANK_ME,
     WITHOUT_LABELS,
 )
-from maect.evaluate.sampling import accuracy_intervals, intervals
+from maect.evaluate.outcomes import accuracy_intervals, intervals
 from maect.report.render import INTERVALS, matrices, render_page
 from maect.tools.compare import Matrix
 
@@ -38,7 +37,7 @@ def frame_of(matrix: Matrix) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for folder in matrix.folders:
         train, test = matrix.readable[folder.name]
-        for measure in MEASURES | GEOMETRY:
+        for measure in MEASURES:
             found = {
                 name: matrix.scores[name, folder.name][measure]
                 for name in matrix.encoders
@@ -98,7 +97,7 @@ def write_comparison(matrix: Matrix, out: Path, said: Sequence[str] = ()) -> pd.
     """
     frame = frame_of(matrix)
     write_table_text(out / "compare.csv", frame.to_csv(index=False, lineterminator="\n"))
-    shown = matrices(frame, MEASURES | GEOMETRY, "folder", _cell)
+    shown = matrices(frame, MEASURES, "folder", _cell)
     found = results(frame)
     write_text(
         out / "compare.md", render_page("matrix.md", tables=shown, notes=[*found, *said, *notes()])

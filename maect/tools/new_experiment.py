@@ -18,13 +18,7 @@ from maect.core.files import write_text
 from maect.core.templates import fill_template
 from maect.data.retrieve import CATALOGUE
 from maect.data.sources.base import UNLABELLED
-from maect.evaluate.clustering import Clustering
-from maect.evaluate.explore import Explore
-from maect.evaluate.knn import Knn
-from maect.evaluate.linear_probe import LinearProbe
-from maect.evaluate.low_shot import LowShot
-from maect.evaluate.retrieval import Retrieval
-from maect.evaluate.umap import Umap
+from maect.evaluate.protocols import Clustering, Explore, Knn, LinearProbe, LowShot, Retrieval, Umap
 from maect.experiment import Experiment, load
 from maect.experiment.schema import check_plain, fill_path
 from maect.launch.progress import rough

@@ -32,7 +32,7 @@ from maect.data.sources.base import (
     walk_images,
 )
 from maect.data.sources.image_files import Folder, Unlabelled
-from maect.evaluate import sampling
+from maect.evaluate import outcomes
 from maect.recipes import WHITE, Pixels
 
 log = logging.getLogger(__name__)
@@ -375,7 +375,7 @@ def held_out(images: Images) -> set[str]:
     for near in (True, False) if len(names) <= MOST_NEAR else (False,):
         contents = contents_of(images, near)
         for part in HELD_OUT:
-            chosen = set(compress(names, sampling.held_out_mask(labels, contents, part)))
+            chosen = set(compress(names, outcomes.held_out_mask(labels, contents, part)))
             if len(chosen) >= FEWEST_VAL:
                 return chosen
         if near:

@@ -139,7 +139,7 @@ def test_status_of_all_experiments_names_those_without_a_run(
         ("search a b c --count x", 'unable to convert "x" into int.'),
         ("cluster a", 'Command "cluster" parameter --out requires an argument.'),
         ("duplicates --out a", 'Command "duplicates" parameter WHAT requires an argument.'),
-        ("cluster a --out b --method x", 'Choose from: "graph", "kmeans", "hdbscan".'),
+        ("embed a b --precision x", 'Choose from: "fp32", "bf16".'),
         ("embedd a b", 'maect: Unknown command "embedd". Did you mean "embed"? See maect --help.'),
         ("xyzzy", 'maect: Unknown command "xyzzy". See maect --help.'),
     ],

@@ -170,10 +170,10 @@ def blobs(sizes: tuple[int, ...]) -> Vectors:
     return Vectors([f"{kind}-{i}" for i, kind in enumerate(truth)], values)
 
 
-@pytest.mark.parametrize("how", [{}, {"count": 4}, {"method": "hdbscan", "smallest": 8}])
-def test_clusters_are_found_largest_first(how: dict[str, object]) -> None:
+@pytest.mark.parametrize("how", [{}, {"count": 4}])
+def test_clusters_are_found_largest_first(how: dict[str, int]) -> None:
     vectors = blobs((10, 40, 20, 30))
-    clusters = cluster(vectors.values, **how)  # type: ignore[arg-type]
+    clusters = cluster(vectors.values, **how)
     assert clusters.count == 4
     for number, truth in enumerate("1320"):
         members = clusters.members(number)
@@ -241,16 +241,6 @@ def test_weights_of_the_graph_are_shared_neighbours() -> None:
 def test_identical_images_are_no_clusters() -> None:
     with pytest.raises(UserError, match="cannot form 2 clusters"):
         cluster(np.ones((3, 4), np.float32))
-
-
-def test_numbers_that_a_method_does_not_take_are_refused() -> None:
-    vectors = np.eye(40, dtype=np.float32)
-    with pytest.raises(UserError, match="hdbscan finds the number of groups itself"):
-        cluster(vectors, 12, "hdbscan")
-    with pytest.raises(UserError, match="k-means needs a number of groups"):
-        cluster(vectors, method="kmeans")
-    with pytest.raises(UserError, match="kmeans has no smallest group"):
-        cluster(vectors, 12, smallest=5)
 
 
 def test_the_page_shows_pictures_without_a_network(index: Path, tmp_path: Path) -> None:

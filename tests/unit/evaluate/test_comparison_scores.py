@@ -1,7 +1,5 @@
 """Held-out images, intervals and measures, compared with scipy's and scikit-learn's."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -17,8 +15,9 @@ from maect.evaluate.comparison_scores import (
     measure_with_labels,
     measure_without_labels,
 )
-from maect.evaluate.logistic import PENALTIES, Logistic, best_penalty, fit_logistic, try_penalties
-from maect.evaluate.sampling import held_out_mask, interval_metrics, intervals
+from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
+from maect.evaluate.outcomes import held_out_mask, interval_metrics, intervals
+from maect.evaluate.protocols import PENALTIES, Logistic
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 from .conftest import blobs, given, store
@@ -147,18 +146,3 @@ def test_a_choice_is_of_the_features_that_it_was_made_on(tmp_path, rank) -> None
     found = Logistic().evaluate(rank, given(job, train=second, test=test))
     alone = EvaluationJob(tmp_path / "run", tmp_path / "alone.json", inputs)
     assert found == Logistic().evaluate(rank, given(alone, train=second, test=test))
-
-
-def test_all_penalties_share_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64 it is twice the features: eight of them at once did not fit where one does."""
-    seen, fit = [], LogisticRegression.fit
-
-    def watched(model: LogisticRegression, known: Any, wanted: Any) -> Any:
-        seen.append(known)
-        return fit(model, known, wanted)
-
-    monkeypatch.setattr(LogisticRegression, "fit", watched)
-    features, labels = blobs(60, 8, 3, 0)
-    held = np.arange(60) % 10 == 0
-    try_penalties(features, labels, held, PENALTIES[:3], 100, threads=2)
-    assert len(seen) == 3 and all(one is seen[0] for one in seen)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -19,19 +18,21 @@ from maect.core.files import read_record
 from maect.data.bundled import draw, write_shapes
 from maect.data.index import WIDTH, Index, open_index
 from maect.data.shards import shard
+from maect.evaluate import patch_classifiers
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.dense import MaskSplit, miou
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.knn import nearest
 from maect.evaluate.patch_classifiers import (
-    PatchClassifier,
     Patches,
-    PatchKnn,
-    PatchLogistic,
+    choose_and_score,
     most_frequent,
+    predict_by_neighbours,
+    predict_by_regression,
+    training_patches,
 )
-from maect.evaluate.patch_linear import PatchLinear
-from maect.evaluate.segments import picture
+from maect.evaluate.patch_linear import picture
+from maect.evaluate.protocols import PatchKnn, PatchLinear, PatchLogistic
 from maect.evaluate.store import in_memory
 from maect.recipes import Pixels
 
@@ -125,10 +126,10 @@ def test_pixels_vote_one_by_one():
     """A patch takes the most frequent class of each of its pixels."""
     features = np.array([[1, 0], [1, 0.1], [1, -0.1], [0, 1]], np.float32)
     classes = np.array([[1, 2], [1, 3], [4, 3], [5, 5]], np.uint8)
-    protocol = PatchKnn(neighbours=(1, 3))
-    queries, settings = np.array([[1, 0.01]], np.float32), protocol.settings()[:2]
-    assert [setting["k"] for setting in settings] == [1, 3]
-    votes = protocol.predicted((features, classes), queries, settings, 1)
+    queries = np.array([[1, 0.01]], np.float32)
+    choices = [{"k": k, "distance": "cosine"} for k in (1, 3)]
+    settings = PatchKnn(neighbours=(1, 3))
+    votes = predict_by_neighbours(settings, (features, classes), queries, choices, 1)
     assert [values.tolist() for values in votes] == [[[1, 2]], [[1, 3]]]
 
 
@@ -140,7 +141,7 @@ def test_regression_gives_every_pixel_the_class_of_its_patch():
     classes[:, :, 0] = 7  # one pixel of four is of another class
     patches = Patches(features.astype(np.float32), classes)
     known = patches.rows(), patches.pixels()
-    (predicted,) = PatchLogistic().predicted(known, patches.rows(), [{"c": 10.0}], 1)
+    (predicted,) = predict_by_regression(PatchLogistic(), known, patches.rows(), [{"c": 10.0}], 1)
     assert (predicted == labels.reshape(-1, 1)).all()
 
 
@@ -152,48 +153,44 @@ def test_most_frequent_of_several_is_the_smallest():
 def test_ignored_patches_teach_nothing():
     features = np.arange(8, dtype=np.float32).reshape(1, 4, 2)
     classes = np.array([[[0, 0], [1, 1], [255, 255], [2, 0]]], np.uint8)
-    rows, pixels = PatchKnn(ignore=(0, 255)).training_patches(Patches(features, classes))
+    patches = Patches(features, classes)
+    rows, pixels = training_patches(PatchKnn(ignore=(0, 255)), patches)
     assert rows.tolist() == [[2, 3]]  # of 2 and 0 the smaller is the patch's
     assert pixels.tolist() == [[1, 1]]
-    assert len(PatchKnn(ignore=(255,)).training_patches(Patches(features, classes))[0]) == 3
+    assert len(training_patches(PatchKnn(ignore=(255,)), patches)[0]) == 3
     half = PatchKnn(ignore=(255,), patches_one_in=2)
-    assert half.training_patches(Patches(features, classes))[0].tolist() == [[0, 1]]
-
-
-class Fixed(PatchClassifier):
-    """Right with k from 3 on, whatever it is shown; notes what it was to learn from."""
-
-    name = "fixed"
-    seen: ClassVar[list] = []
-
-    def settings(self):
-        return [{"k": 1}, {"k": 3}, {"k": 10}]
-
-    def patches(self, context, job):
-        one = Patches(np.zeros((1, 2, 1), np.float32), np.array([[[1], [2]]], np.uint8))
-        return dict.fromkeys(("train", "held", "test"), one)
-
-    def predicted(self, known, queries, settings, threads):
-        self.seen.append((len(known[0]), settings))
-        if len(self.seen) == 2:
-            raise MemoryError
-        return [np.array([[1], [2 if s["k"] > 1 else 1]], np.uint8) for s in settings]
+    assert training_patches(half, patches)[0].tolist() == [[0, 1]]
 
 
 def test_of_equal_settings_the_first_is_chosen_and_a_killed_job_does_not_choose_again(
-    drawn, tmp_path
+    drawn, tmp_path, monkeypatch
 ):
-    job = job_of(drawn, tmp_path / "fixed.json")
+    """Right with k from 3 on, whatever is shown; it notes what was to be learnt from."""
+    one = Patches(np.zeros((1, 2, 1), np.float32), np.array([[[1], [2]]], np.uint8))
+    parts = dict.fromkeys(("train", "held", "test"), one)
+    monkeypatch.setattr(patch_classifiers, "encode_splits", lambda *_: parts)
+    choices = [{"k": 1}, {"k": 3}, {"k": 10}]
+    seen = []
+
+    def predict(settings, known, queries, some, threads):
+        seen.append((len(known[0]), some))
+        if len(seen) == 2:
+            raise MemoryError
+        return [np.array([[1], [2 if one["k"] > 1 else 1]], np.uint8) for one in some]
+
+    def scored(seed=0):
+        job = job_of(drawn, tmp_path / "fixed.json")
+        return choose_and_score(PatchKnn(seed=seed), Rank(), job, choices, predict)
+
     with pytest.raises(MemoryError):
-        Fixed().evaluate(Rank(), job)
-    metrics = Fixed().evaluate(Rank(), job)
-    assert (metrics["k"], metrics["fixed"]) == (3, 100)
+        scored()
+    metrics = scored()
+    assert (metrics["k"], metrics["patch_knn"]) == (3, 100)
     assert [row["miou"] for row in metrics["held_out"]] == [25, 100, 100]
     # The choice made, held-out images are learnt from as well.
     last = (4, [{"k": 3}])
-    assert Fixed.seen == [(2, Fixed().settings()), last, last]
-    again = Fixed(seed=1).evaluate(Rank(), job)  # other settings choose for themselves
-    assert again == metrics and Fixed.seen[3:] == [(2, Fixed().settings()), last]
+    assert seen == [(2, choices), last, last]
+    assert scored(seed=1) == metrics and seen[3:] == [(2, choices), last]
 
 
 def test_patches_lie_where_their_pixels_do(drawn):

@@ -8,15 +8,14 @@ from safetensors.torch import load_file
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.transforms import normalize
-from maect.evaluate import probe_training
-from maect.evaluate.base import Interrupted
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.lars_probes import EfficientProbe, MultiQueryHead, adapt_gradient
+from maect.evaluate.lars_probes import MultiQueryHead, adapt_gradient
+from maect.evaluate.protocols import EfficientProbe
 
 from .by_hand import Plain, all_images, blocks_of, crops
 from .conftest import Rank
 from .margins import clear
-from .test_linear_probe import job_of, refuses_broken_features
+from .test_linear_probe import job_of
 
 SETTINGS = EfficientProbe(
     queries=4,
@@ -150,27 +149,7 @@ def test_it_learns_digits(images: Path) -> None:
     assert float(right.float().mean()) > 0.4  # chance is 0.1
 
 
-@pytest.mark.parametrize("patience", [0, 6, 16])
-def test_a_restart_ends_with_the_same_bits(
-    images: Path, tmp_path: Path, rank: Rank, patience: int
-) -> None:
-    whole = SETTINGS.evaluate(rank, job_of(images, tmp_path / "whole.json"))
-    job = job_of(images, tmp_path / "efficient_probe.json")
-    with pytest.raises(Interrupted):
-        SETTINGS.evaluate(Rank(patience=patience), job)
-    again = Rank()
-    assert SETTINGS.evaluate(again, job) == whole
-    kept = [tmp_path / f"{name}.safetensors" for name in ("whole", "efficient_probe")]
-    assert kept[0].read_bytes() == kept[1].read_bytes()
-    states = [tmp_path / f".{n}.state" / probe_training.STATE for n in ("whole", "efficient_probe")]
-    assert states[0].read_bytes() == states[1].read_bytes()
-    assert all(report["step"] > patience for report in again.reports)
-
-
-def test_what_does_not_work_is_one_line(
-    images: Path, tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_work_is_one_line(images: Path, tmp_path: Path, rank: Rank) -> None:
     job = job_of(images, tmp_path / "efficient_probe.json")
     with pytest.raises(UserError, match="queries 5 do not divide the encoder's width 16"):
         SETTINGS.model_copy(update={"queries": 5}).evaluate(rank, job)
-    refuses_broken_features(job, SETTINGS, monkeypatch)

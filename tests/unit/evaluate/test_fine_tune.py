@@ -12,10 +12,11 @@ from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.data.index import ID, Index, open_index
 from maect.data.subsets import class_view, fraction_rows, fraction_rows_of, subset_record
-from maect.evaluate.accuracy import Accuracy, FineTuned
+from maect.evaluate.accuracy import FineTuned
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.features import extract
-from maect.evaluate.low_shot import LowShot, as_split, choose_samples
+from maect.evaluate.low_shot import as_split, choose_samples
+from maect.evaluate.protocols import Accuracy, LowShot
 from maect.evaluate.store import open_features
 from maect.recipes.computing import Computing, separate
 from maect.records import RunRecord
@@ -227,9 +228,9 @@ def test_twins_leave_out_a_part_of_every_class_and_choose_the_epoch(
         about = {"index_digest": "", "resize": None}
         record["scores"] = about | {"accuracies": [10.0, 30.0, 30.0]}
         write_record(RunRecord.path(folders[suffix]), record)
-    inputs = {"test": images / "shards" / "val"}
+    inputs = {"test": images / "shards" / "val", "trained": list(folders.values())}
     job = EvaluationJob(tmp_path, tmp_path / "x.json", inputs)
-    metrics = settings.score(Rank(), job, folders)
+    metrics = settings.evaluate(Rank(), job)
     # Of equals the first: the second epoch.
     assert metrics["low_shot_2_held_out"] == metrics["low_shot_5_held_out"] == 60.0
     assert (metrics["low_shot_2"], metrics["low_shot_2_last"]) == (70.0, 40.0)

@@ -18,10 +18,11 @@ from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_json, write_record
 from maect.data.index import open_index
-from maect.evaluate.accuracy import Accuracy, FineTuned
+from maect.evaluate.accuracy import FineTuned
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
+from maect.evaluate.protocols import Accuracy
 from maect.models.weights import load_encoder_weights
 from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune
@@ -255,8 +256,9 @@ def test_the_last_epoch_is_scored_by_reals_labels(
     write_json(tmp_path / "real.json", labels)
     settings = settings.model_copy(update={"real_labels": str(tmp_path / "real.json")})
     folders = {suffix: whole / suffix for suffix in settings.trainings()}
-    job = EvaluationJob(images / "runs" / "mae", tmp_path / "x.json", {"test": imagenet_val}, 16)
-    metrics = settings.score(Rank(), job, folders)
+    inputs = {"test": imagenet_val, "trained": list(folders.values())}
+    job = EvaluationJob(images / "runs" / "mae", tmp_path / "x.json", inputs, 16)
+    metrics = settings.evaluate(Rank(), job)
     stage, seed = settings.trainings()["seed0"]
     run = FineTuned(folders["seed0"], stage, seed, index, torch.device("cpu"))
     found = run.predicted(Rank(), index, 16)

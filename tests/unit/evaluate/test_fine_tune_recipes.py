@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 import maect.paper
 from maect.evaluate import load_evaluation
-from maect.evaluate.accuracy import Accuracy as FineTune
+from maect.evaluate.protocols import Accuracy as FineTune
 from maect.recipes import load_encoder, sizes
 from maect.report.registry import TABLES
 

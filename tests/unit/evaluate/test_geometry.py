@@ -10,9 +10,9 @@ from sklearn.metrics import normalized_mutual_info_score
 
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.geometry import Geometry, corrections, mean_and_covariance
-from maect.evaluate.knn import Knn
-from maect.evaluate.low_shot import LowShot, choose_samples
+from maect.evaluate.geometry import corrections, mean_and_covariance
+from maect.evaluate.low_shot import choose_samples
+from maect.evaluate.protocols import Geometry, Knn, LowShot
 from maect.evaluate.store import Rows, in_memory, open_features
 
 from .conftest import Rank, given, store
@@ -155,7 +155,7 @@ def test_test_images_fit_nothing() -> None:
 def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, _ = hidden_classes(240, 0)
     whole = mean_and_covariance(in_memory(rows))
-    monkeypatch.setattr("maect.evaluate.geometry._CHUNK", 7)
+    monkeypatch.setattr("maect.evaluate.store._CHUNK", 7)
     parts = mean_and_covariance(Rows(240, WIDTH, lambda start, stop: rows[start:stop]))
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-9)

@@ -9,8 +9,8 @@ from maect.core.errors import UserError
 from maect.evaluate import knn
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.comparison_scores import measure_with_labels
-from maect.evaluate.knn import Knn
-from maect.evaluate.sampling import held_out_mask, intervals
+from maect.evaluate.outcomes import held_out_mask, intervals
+from maect.evaluate.protocols import Knn
 from maect.evaluate.store import moments, open_features, standardize
 from maect.measures import vote
 
@@ -98,18 +98,6 @@ def test_neighbours_are_exact(job: EvaluationJob, small_blocks, k: int) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_copies_are_all_there(tmp_path: Path, small_blocks) -> None:
-    """Every sample is there five times, far apart, some of them scaled: equal similarities."""
-    rows, _ = blobs(60, 8, 3, 0)
-    copies = np.concatenate([rows, 2 * rows, rows, 4 * rows, rows])
-    train = open_features(store(tmp_path / "a.safetensors", copies, np.zeros(300)))
-    queries, _ = blobs(40, 8, 3, 1)
-    _, ids = knn.nearest(train, queries, 7)
-    clear(cosines(rows, queries), 1e-6, chosen=3)
-    assert np.array_equal(ids % 60, exact(copies, queries, 7)[1] % 60)
-    assert all(len(set(row)) == 7 for row in ids.tolist())
-
-
 def test_threads_and_blocks_do_not_matter(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,15 +131,6 @@ def test_samples_that_are_equally_near(tmp_path: Path, kind: str) -> None:
     assert all(len(set(row)) == 10 for row in ids.tolist())
 
 
-def test_order_of_the_train_set_is_no_worst_case(tmp_path: Path, small_blocks) -> None:
-    """Ever nearer samples: every chunk replaces all candidates."""
-    angle = np.linspace(2, 0.1, 300)
-    rows = np.stack([np.cos(angle), np.sin(angle)], 1)
-    train = open_features(store(tmp_path / "a.safetensors", rows, np.zeros(300)))
-    _, ids = knn.nearest(train, np.array([[1, 0], [1, 0.01]], np.float32), 9)
-    assert np.array_equal(ids, np.tile(np.arange(299, 290, -1), (2, 1)))
-
-
 def test_moments_are_those_of_standard_scaler(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,17 +154,6 @@ def test_constant_and_zero_features_are_defined(tmp_path: Path, rank: Rank) -> N
         assert metrics["knn"] == metrics["knn_standardized"] == 25.0  # the largest class
         scale = moments(open_features(train))
         assert not standardize(rows.astype(np.float32), scale).any()
-
-
-def test_one_class(tmp_path: Path, rank: Rank) -> None:
-    train = store(tmp_path / "a.safetensors", blobs(30, 4, 2, 0)[0], np.full(30, 3))
-    test = store(tmp_path / "b.safetensors", blobs(8, 4, 2, 1)[0], [3] * 6 + [1] * 2)
-    assert (
-        Knn().evaluate(
-            rank, EvaluationJob(tmp_path, tmp_path / "o", {"train": train, "test": test})
-        )["knn"]
-        == 75.0
-    )
 
 
 def test_more_neighbours_than_samples(job: EvaluationJob, rank: Rank) -> None:

@@ -14,8 +14,8 @@ from sklearn.preprocessing import StandardScaler
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.knn import KnnPerBlock, evenly
-from maect.evaluate.sampling import held_out_mask
+from maect.evaluate.outcomes import held_out_mask
+from maect.evaluate.protocols import KnnPerBlock
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import load_encoder
 from maect.recipes.cost import encode_flops
@@ -126,9 +126,9 @@ def test_any_encoder_of_timm(
 
 
 def test_training_images_are_evenly_spaced() -> None:
-    assert evenly(150, 80) == range(0, 150, 2)
-    assert evenly(80, 80) == range(80)
-    assert len(evenly(1281167, 131072)) == 128117
+    assert KnnPerBlock(train_images=80).compared(150) == range(0, 150, 2)
+    assert KnnPerBlock(train_images=80).compared(80) == range(80)
+    assert len(KnnPerBlock().compared(1281167)) == 128117
 
 
 def test_each_image_is_encoded_once() -> None:

@@ -9,7 +9,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from maect.answers.classes import read_classifier
-from maect.core import distributed
 from maect.core.errors import UserError
 from maect.data.index import ID, open_index
 from maect.data.transforms import normalize
@@ -17,9 +16,9 @@ from maect.evaluate import load_evaluation, probe_training
 from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.linear_probe import LinearProbe, refiner_forms, representations
-from maect.evaluate.probe_training import ProbeTask, epoch_ends
-from maect.evaluate.stacked_heads import Heads
+from maect.evaluate.linear_probe import Heads, refiner_forms, representations
+from maect.evaluate.probe_training import ProbeTask
+from maect.evaluate.protocols import LinearProbe, epoch_ends
 from maect.train.stage import schedule
 
 from .by_hand import all_images, blocks_of, crops
@@ -88,26 +87,6 @@ def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> No
     assert read_classifier(tmp_path / "linear_probe.safetensors").resize == 16
 
 
-@pytest.mark.parametrize("patience", [0, 3, 9, 16])
-def test_a_restart_ends_with_the_same_numbers(
-    images: Path, tmp_path: Path, rank: Rank, patience: int
-) -> None:
-    whole = SETTINGS.evaluate(rank, job_of(images, tmp_path / "whole.json"))
-    job = job_of(images, tmp_path / "linear_probe.json")
-    with pytest.raises(Interrupted):
-        SETTINGS.evaluate(Rank(patience=patience), job)
-    again = Rank()
-    assert SETTINGS.evaluate(again, job) == whole
-    kept = [tmp_path / f"{name}.safetensors" for name in ("whole", "linear_probe")]
-    assert kept[0].read_bytes() == kept[1].read_bytes()
-    first, second = (
-        tmp_path / f".{name}.state" / probe_training.STATE for name in ("whole", "linear_probe")
-    )
-    assert first.read_bytes() == second.read_bytes()
-    steps = [report["step"] for report in again.reports]
-    assert all(step > patience for step in steps)
-
-
 @pytest.mark.parametrize(
     ("images", "batch", "epochs"),
     [
@@ -165,51 +144,6 @@ def test_a_kill_loses_what_follows_the_last_save(
     assert len(steps) == 18 - kept
     files = [tmp_path / f"{name}.safetensors" for name in ("whole", "linear_probe")]
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def refuses_broken_features(job: EvaluationJob, settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second training batch on one image's features are not finite: nothing is saved."""
-    with pytest.raises(Interrupted):
-        settings.evaluate(Rank(patience=6), job)
-    state = job.state / probe_training.STATE
-    saved, seen = state.read_bytes(), []
-
-    def broken(plain):
-        def encoded(self, images, *how):
-            given = plain(self, images, *how)
-            x = (given if isinstance(given, torch.Tensor) else given.tokens).clone()
-            if images.dtype == torch.float32:  # augmented; those of the test split are bytes
-                seen.append(images)
-                x[3] = torch.nan if len(seen) > 1 else x[3]
-            return x if isinstance(given, torch.Tensor) else given._replace(tokens=x)
-
-        return encoded
-
-    for name in ("__call__", "output"):
-        monkeypatch.setattr(Encoding, name, broken(getattr(Encoding, name)))
-    # At the end of the epoch, and by one that is told to stop before.
-    for patience in (10**9, 1):
-        with pytest.raises(UserError, match=r"mae: after \d+ updates on .*train the probe is not"):
-            settings.evaluate(Rank(patience=patience), job)
-        assert state.read_bytes() == saved
-
-
-def test_a_broken_feature_in_training_is_no_result(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what is not a number the first class is the largest: an accuracy as if by chance."""
-    job = job_of(images, tmp_path / "linear_probe.json")
-    refuses_broken_features(job, SETTINGS, monkeypatch)
-
-
-def test_every_rank_refuses_what_one_finds(
-    images: Path, tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(distributed, "any_rank", lambda flag: asked.append(flag) or len(asked) == 6)
-    with pytest.raises(UserError, match=r"mae: after 5 updates"):
-        SETTINGS.evaluate(rank, job_of(images, tmp_path / "linear_probe.json"))
-    assert not any(asked)
 
 
 def test_another_probes_state_is_not_taken(
@@ -302,13 +236,6 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
     clear(logits, 1e-5)
     accuracy = 100 * float(np.mean(logits.argmax(1) == test.labels))
     assert metrics["concat_2_last_by_rate"]["8.0"] == pytest.approx(accuracy, abs=1e-6)
-    # Killed in between: the same bits.
-    again = job_of(images, tmp_path / "again.json")
-    with pytest.raises(Interrupted):
-        together.evaluate(Rank(patience=7), again)
-    assert together.evaluate(rank, again) == metrics
-    files = [tmp_path / f"{name}.safetensors" for name in ("linear_probe_concat", "again")]
-    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
@@ -402,11 +329,6 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
     assert metrics["held_out_accuracy"] == own[f"{form}.held_out"][epoch][number] == best
     assert metrics["linear_probe_held_out"] == own[form][epoch][number]
     assert metrics["linear_probe_held_out"] <= metrics["linear_probe"]
-    # Killed in between: the same numbers.
-    again = job_of(images, tmp_path / "again.json")
-    with pytest.raises(Interrupted):
-        settings.evaluate(Rank(patience=7), again)
-    assert settings.evaluate(rank, again) == metrics
 
 
 def test_refiners_probes_have_the_authors_settings() -> None:
@@ -424,3 +346,64 @@ def test_refiners_probes_have_the_authors_settings() -> None:
     assert list(refiner_forms(encoding)) == ["output_mean", "last_mean"]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="concat and refiner are two choices"):
         LinearProbe(concat=True, refiner=True)
+
+
+def modules_of(heads: Heads, rates: list[float], batches, factors, momentum: float):
+    """Each head as its own modules under autograd and torch's SGD."""
+    _, classes, width = heads.weight.shape
+    models = []
+    for number, rate in enumerate(rates):
+        linear = torch.nn.Linear(width, classes)
+        linear.weight.data = heads.weight[number].detach().clone()
+        torch.nn.init.zeros_(linear.bias)
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(width, affine=False), linear).double()
+        optimizer = torch.optim.SGD(linear.parameters(), rate, momentum)
+        for (features, labels), factor in zip(batches, factors, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * factor
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(features.double()), labels).backward()
+            optimizer.step()
+        models.append(model.eval())
+    return models
+
+
+def test_heads_train_like_separate_modules() -> None:
+    torch.manual_seed(0)
+    rates, momentum = [2.0, 0.5, 0.01], 0.9
+    heads = Heads(7, 5, rates, momentum, 3, torch.device("cpu"))
+    batches = [(3 * torch.randn(32, 7) + 1, torch.randint(5, (32,))) for _ in range(25)]
+    factors = [schedule(step, 25, 4) for step in range(25)]
+    models = modules_of(heads, rates, batches, factors, momentum)
+    for (features, labels), factor in zip(batches, factors, strict=True):
+        heads.step(features, labels, factor)
+    for number, model in enumerate(models):
+        norm, linear = model
+        torch.testing.assert_close(
+            heads.weight[number].double(), linear.weight, rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(heads.bias[number].double(), linear.bias, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(heads.mean.double(), norm.running_mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(heads.var.double(), norm.running_var, rtol=1e-5, atol=1e-6)
+        features = torch.randn(200, 7)
+        expected = model(features.double())
+        clear(expected.detach(), 1e-5)
+        assert torch.equal(heads.predict(features)[:, number], expected.argmax(1))
+
+
+def test_loss_is_the_cross_entropy_before_the_update() -> None:
+    heads = Heads(4, 3, [0.1, 0.2], 0.9, 0, torch.device("cpu"))
+    features, labels = torch.randn(16, 4), torch.randint(3, (16,))
+    normal = (features - features.mean(0)) / (features.var(0, correction=0) + 1e-5).sqrt()
+    expected = [
+        torch.nn.functional.cross_entropy(normal @ weight.T, labels)
+        for weight in heads.weight.detach()
+    ]
+    torch.testing.assert_close(heads.step(features, labels, 1.0), torch.stack(expected))
+
+
+def test_constant_features_stay_finite() -> None:
+    heads = Heads(4, 3, [4.0], 0.9, 0, torch.device("cpu"))
+    for _ in range(20):
+        heads.step(torch.full((8, 4), 0.1), torch.zeros(8, dtype=torch.int64), 1.0)
+    assert torch.isfinite(heads.weight).all()
+    assert heads.predict(torch.full((2, 4), 0.1)).unique().tolist() == [0]

@@ -11,9 +11,8 @@ import yaml
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig
-from maect.evaluate.accuracy import Accuracy
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.low_shot import LowShot
+from maect.evaluate.protocols import Accuracy, LowShot
 from maect.experiment import resolve
 from maect.experiment.load import Experiment, load
 from maect.experiment.start import missing_lists

@@ -1,16 +1,14 @@
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
-from threadpoolctl import threadpool_info, threadpool_limits
 
 from maect.core.errors import UserError
 from maect.data.subsets import fraction_rows
 from maect.evaluate import low_shot
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.low_shot import LowShot
+from maect.evaluate.protocols import LowShot
 from maect.evaluate.store import open_features
 
 from .conftest import Rank, blobs, given, store
@@ -63,14 +61,6 @@ def test_test_rows_may_stay_as_they_are() -> None:
     assert np.array_equal(low_shot.predict(plain, weights), low_shot.predict(prepared, weights))
 
 
-def test_objective_by_hand() -> None:
-    features = np.array([[1.0, 0.0], [0.0, 2.0]])
-    weights = np.array([[1.0, -1.0], [0.5, 0.0]])
-    expected = (np.log(np.e + np.exp(-1)) - 1 + np.log(np.e + 1) - 0) / 2 + 0.3 / 2 * 2.25
-    found = objective(features, np.array([0, 1]), weights, 0.3)
-    assert found == pytest.approx(expected, rel=1e-12)
-
-
 def test_two_classes_with_gaps_between() -> None:
     features, labels = problem(classes=2)
     weights, _ = low_shot.fit(features, 3 * labels + 1, 6, 1e-3)
@@ -93,11 +83,6 @@ def test_duplicates_and_constant_features_are_no_problem() -> None:
     twice, _ = low_shot.fit(np.tile(features, (2, 1)), np.tile(labels, 2), 4, 1e-2)
     value = [objective(features, labels, w, 1e-2) for w in (once, twice)]
     assert value[1] == pytest.approx(value[0], rel=1e-3)
-
-
-def test_one_class_is_refused() -> None:
-    with pytest.raises(UserError, match="at least two classes"):
-        low_shot.fit(np.ones((3, 2)), np.zeros(3, np.int64), 5, 1.0)
 
 
 def test_rows_are_centred_and_of_length_1() -> None:
@@ -149,20 +134,6 @@ def test_fractions_of_the_labels(job: EvaluationJob, rank: Rank) -> None:
 def test_threads_do_not_matter(job: EvaluationJob) -> None:
     runs = [LowShot().evaluate(Rank(cpus=n), job) for n in (1, 4)]
     assert runs[0] == runs[1]
-
-
-def test_a_fit_has_one_thread_of_blas(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several fits at once, each with a team of its own, took ten times as long, in other bits."""
-    seen, fit = [], low_shot.fit
-
-    def watched(*given):  # type: ignore[no-untyped-def]
-        seen.extend(one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas")
-        return fit(*given)
-
-    monkeypatch.setattr(low_shot, "fit", watched)
-    with threadpool_limits(2, user_api="blas"):
-        LowShot().evaluate(Rank(cpus=1), job)
-    assert seen and set(seen) == {1}
 
 
 def test_seeded_subsets(job: EvaluationJob) -> None:
@@ -229,18 +200,3 @@ def test_lists_name_the_samples(tmp_path: Path, job: EvaluationJob, rank: Rank) 
         low_shot.choose_samples(open_features(train), 1, 1, settings)
     with pytest.raises(UserError, match=r"split2\.txt: No such file"):
         low_shot.choose_samples(open_features(train), 1, 2, settings)
-
-
-@pytest.mark.skipif("MAECT_TEST_DATA" not in os.environ, reason="MAECT_TEST_DATA is not set")
-def test_official_lists_fit_imagenets_names(tmp_path: Path) -> None:
-    folder = Path(os.environ["MAECT_TEST_DATA"]) / "imagenet_subsets"
-    names = sorted({line for path in folder.glob("msn*") for line in path.read_text().split()})
-    classes = sorted({name.split("_")[0] for name in names})
-    keys = [f"{name.split('_')[0]}/{name.removesuffix('.JPEG')}" for name in names]
-    labels = [classes.index(key.split("/")[0]) for key in keys]
-    path = store(tmp_path / "a.safetensors", np.zeros((len(keys), 4)), labels, keys)
-    train = open_features(path)
-    for shots in (1, 2, 5):
-        for split in (1, 2, 3):
-            ids = low_shot.choose_samples(train, shots, split, LowShot(subsets=str(folder)))
-            assert np.array_equal(np.bincount(train.labels[ids]), np.full(1000, shots))

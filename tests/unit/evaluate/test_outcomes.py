@@ -10,11 +10,7 @@ import pytest
 
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.clustering import Clustering
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.knn import Knn
-from maect.evaluate.logistic import Logistic
-from maect.evaluate.low_shot import LowShot
 from maect.evaluate.outcomes import (
     compare_results,
     difference,
@@ -24,6 +20,7 @@ from maect.evaluate.outcomes import (
     sign_flips,
     unpack,
 )
+from maect.evaluate.protocols import Clustering, Knn, Logistic, LowShot
 from maect.records import EvaluationRecord, Outcome
 
 from .conftest import Rank, blobs, given, resolved, store

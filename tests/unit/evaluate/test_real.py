@@ -10,10 +10,8 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate.base import EvaluationJob, Interrupted, Protocol
 from maect.evaluate.evaluation import Completion, evaluate
-from maect.evaluate.knn import Knn
-from maect.evaluate.logistic import Logistic
-from maect.evaluate.low_shot import LowShot
-from maect.evaluate.real import RealLabels, read_real
+from maect.evaluate.protocols import Knn, Logistic, LowShot, RealLabels
+from maect.evaluate.real import read_real, real_labels_of, real_sha256
 
 from .conftest import Rank, blobs, given, resolved, store
 from .test_attentive_probe import SETTINGS as ATTENTIVE
@@ -34,30 +32,30 @@ def test_any_of_the_labels_is_right_and_none_does_not_count(tmp_path):
     settings = write(tmp_path / "real.json", [[1, 2], [], [0], [5], [2]])
     keys = [f"ILSVRC2012_val_{number:08d}" for number in (4, 1, 2, 3)]
     # 5 is right, 2 is right, the third has no label, 1 is wrong.
-    real = settings.real_labels_of(lambda: keys)
+    real = real_labels_of(settings, lambda: keys)
     assert real is not None and real.accuracy(np.array([5, 2, 0, 1])) == pytest.approx(200 / 3)
-    assert RealLabels().real_labels_of(lambda: ["x"]) is None
+    assert real_labels_of(RealLabels(), lambda: ["x"]) is None
 
 
 def test_what_does_not_fit_is_said(tmp_path):
     settings = write(tmp_path / "real.json", [[1]])
     with pytest.raises(UserError, match="'b/c' is none of the 1 images"):
-        settings.real_labels_of(lambda: ["b/c"])
+        real_labels_of(settings, lambda: ["b/c"])
     with pytest.raises(UserError, match="is none of the 1 images"):
-        settings.real_labels_of(lambda: ["ILSVRC2012_val_00000002"])
+        real_labels_of(settings, lambda: ["ILSVRC2012_val_00000002"])
     settings = write(tmp_path / "real.json", [[]])
     with pytest.raises(UserError, match="gives no label"):
-        settings.real_labels_of(lambda: ["ILSVRC2012_val_00000001"])
+        real_labels_of(settings, lambda: ["ILSVRC2012_val_00000001"])
     with pytest.raises(UserError, match="maect retrieve imagenet_real"):
         read_real(tmp_path / "none.json")
     with pytest.raises(UserError, match="labels of 8 classes, the images have 2"):
-        write(tmp_path / "real.json", [[7]]).real_labels_of(lambda: KEYS[:1], ["a", "b"])
+        real_labels_of(write(tmp_path / "real.json", [[7]]), lambda: KEYS[:1], ["a", "b"])
     settings = write(tmp_path / "real.json", [[0], [1], [2]])
     own = np.array([2, 0, 1])  # classes in another order
     with pytest.raises(UserError, match="only 0 % of the images' own labels are among ReaL's"):
-        settings.real_labels_of(lambda: KEYS[:3], ["bird", "cat", "ant"], own)
+        real_labels_of(settings, lambda: KEYS[:3], ["bird", "cat", "ant"], own)
     assert (
-        settings.real_labels_of(lambda: KEYS[:3], ["n00", "n01", "n02"], np.arange(3)) is not None
+        real_labels_of(settings, lambda: KEYS[:3], ["n00", "n01", "n02"], np.arange(3)) is not None
     )
     for text in ("[[1], 2]", "{}", "no", '[["a"]]', "[[-1]]"):
         (tmp_path / "bad.json").write_text(text)
@@ -151,7 +149,7 @@ def test_a_result_is_of_the_labels_that_it_was_scored_by(
     assert evaluate(Rank(), config=config) == "done"
     assert Completion(config).is_there()
     result = json.loads(job.out.read_text())
-    assert result["provenance"]["inputs"]["real_labels"] == settings.real_sha256()
+    assert result["provenance"]["inputs"]["real_labels"] == real_sha256(settings)
     # An interrupted training does not go on by other labels.
     with pytest.raises(Interrupted):
         settings.evaluate(Rank(patience=6), job)

@@ -12,9 +12,8 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate import clustering, retrieval
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.clustering import Clustering
 from maect.evaluate.features import extract
-from maect.evaluate.retrieval import Retrieval
+from maect.evaluate.protocols import Clustering, Retrieval
 from maect.evaluate.store import open_features
 
 from .conftest import Rank, given, store

@@ -1,4 +1,3 @@
-from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -8,14 +7,8 @@ import torch
 from maect.core.errors import UserError
 from maect.evaluate import throughput
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.throughput import (
-    METHODS,
-    PUBLISHED,
-    MethodPasses,
-    Published,
-    Throughput,
-    method_seconds,
-)
+from maect.evaluate.protocols import Throughput
+from maect.evaluate.throughput import METHODS, PUBLISHED, MethodPasses, Published, method_seconds
 from maect.models.vit import VisionEncoder, build_encoder
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, Pixels
@@ -133,10 +126,10 @@ def test_a_gpu_tells_how_much_of_a_batch_fits(
         keys = ("samples_per_second", "fastest", "slowest")
         return dict.fromkeys(keys, 1.0) | {"batch_size": batches.get(name, 8)}
 
-    monkeypatch.setattr(Throughput, "_measured", measured)
+    monkeypatch.setattr(throughput, "_measured", measured)
     monkeypatch.setattr(throughput, "measure", fitting)
     monkeypatch.setattr(
-        engine, "single_rank_group", lambda context: nullcontext(torch.device("cuda"))
+        throughput, "single_rank_group", lambda context: nullcontext(torch.device("cuda"))
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
@@ -162,7 +155,7 @@ def test_plain_attention_is_used_where_it_is_asked_for(
         used.append(backend)
         return kernel(backend)
 
-    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", noted)
+    monkeypatch.setattr(throughput, "sdpa_kernel", noted)
     for plain in (False, True):
         objective = stage.objective(SMALL, 0)
         with engine.single_rank_group(rank) as device:
@@ -184,40 +177,6 @@ def test_steps_train_what_the_stage_trains(rank: Rank) -> None:
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert "encoder.blocks.3.attn.qkv.weight" in moved and "head.predictor.0.weight" in moved
     assert not any(name.startswith(("encoder.blocks.0", "encoder.patch_embed")) for name in moved)
-
-
-def test_the_trainers_own_steps_are_timed(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Augmentation, both passes, update, averages and the embedding's check, once a step each."""
-    stage = load_recipe("ct_aug", "tiny")
-    objective = stage.objective(SMALL, 0)
-    calls: Counter[str] = Counter()
-    for owner, name in (
-        (type(objective), "prepare"), (engine.Engine, "squared_norm"),
-        (engine.Engine, "backward"), (engine.Engine, "step"),
-        (engine.Engine, "update_average"), (type(objective), "health"),
-    ):  # fmt: skip
-        plain = getattr(owner, name)
-
-        def counted(self, *args, plain=plain, name=name, **kwargs):
-            calls[name] += 1
-            return plain(self, *args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counted)
-    with engine.single_rank_group(rank) as device:
-        seconds = throughput.stage_seconds(stage, objective, device, 4, 11)
-    assert len(seconds) == 11 and min(seconds) > 0
-    every = ("prepare", "squared_norm", "backward", "step", "update_average")
-    assert calls == dict.fromkeys(every, 11) | {"health": 1}
-
-
-def test_steps_on_noise_go_on_though_embeddings_collapse(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("maect.stages.objectives.collapse", lambda spread: "all are the same")
-    stage = load_recipe("ct_min", "tiny")
-    objective = stage.objective(SMALL, 0)
-    with engine.single_rank_group(rank) as device:
-        assert len(throughput.stage_seconds(stage, objective, device, 4, 12)) == 12
 
 
 def test_a_method_passes_the_views_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,8 @@ import pytest
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import extract
-from maect.evaluate.knn import Knn, KnnPerBlock
+from maect.evaluate.protocols import EffectiveInvariance, Knn, KnnPerBlock, Robustness
 from maect.evaluate.store import open_features
-from maect.evaluate.trained_probe import EffectiveInvariance, Robustness
 
 from .conftest import Rank, resolved
 from .test_attentive_probe import SETTINGS as ATTENTIVE

@@ -9,7 +9,7 @@ import maect
 from maect.core.errors import UserError
 from maect.core.files import read_record
 from maect.evaluate import EvaluationConfig
-from maect.evaluate.knn import KnnPerBlock
+from maect.evaluate.protocols import KnnPerBlock
 from maect.records import RunRecord
 from maect.stages.pretrain import Pretrain
 from maect.stages.run import RunConfig
