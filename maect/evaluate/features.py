@@ -7,14 +7,11 @@ any number of ranks, and the world size does not change a bit of the result.
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from maect.core import distributed
 from maect.core.arrays import read_kept, seek_kept, write_kept
@@ -150,11 +147,17 @@ def _encode(
     ours = sum(len(rows) for _, _, rows in pieces)
     started = time.monotonic()
     done = 0
-    encoded = _features(context, index, model, resize, [rows for _, _, rows in pieces])
-    for (number, start, rows), features in zip(pieces, encoded, strict=True):
+    batches = evaluation_parts(
+        index,
+        image_size=model.settings.image_size,
+        parts=[rows for _, _, rows in pieces],
+        threads=context.cpus,
+        resize=resize,
+    )
+    for (number, start, rows), (images, _, _) in zip(pieces, batches, strict=True):
         if start == 0:
             out = np.empty((len(ranges[number]), model.width), np.float32)
-        out[start : start + len(rows)] = features
+        out[start : start + len(rows)] = model(images).cpu().numpy()
         done += len(rows)
         speed = context.world_size * done / max(time.monotonic() - started, 1e-9)
         # Parts of earlier attempts count: what grows from attempt to attempt is progress.
@@ -173,39 +176,3 @@ def _encode(
         write_kept(files[number], {"features": out})
         context.saved(step)
     return True
-
-
-def _features(
-    context: Context, index: Index, model: Encoding, resize: int, parts: list[range]
-) -> Iterator[NDArray[np.float32]]:
-    """Yield features of every part, one part behind the device."""
-    previous = None
-    for images, _, _ in evaluation_parts(
-        index,
-        image_size=model.settings.image_size,
-        parts=parts,
-        threads=context.cpus,
-        resize=resize,
-    ):
-        copied = copy_ahead(model(images.pin_memory() if model.device.type == "cuda" else images))
-        if previous is not None:
-            yield previous()
-        previous = copied
-    if previous is not None:
-        yield previous()
-
-
-def copy_ahead(values: Tensor) -> Callable[[], NDArray[np.float32]]:
-    """Begin to copy a tensor to the CPU; return a function that waits and returns its numbers."""
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    copy.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event() if values.is_cuda else None
-    if copied is not None:
-        copied.record()
-
-    def wait() -> NDArray[np.float32]:
-        if copied is not None:
-            copied.synchronize()
-        return copy.numpy()
-
-    return wait
