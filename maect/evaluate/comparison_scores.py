@@ -21,11 +21,12 @@ from threadpoolctl import threadpool_limits
 from maect.core.errors import UserError, counted
 from maect.data.subsets import balanced_rows
 from maect.evaluate.clusters import unit
+from maect.evaluate.geometry import RAW, FeatureTask, corrections
 from maect.evaluate.knn import sweep_settings
 from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
 from maect.evaluate.low_shot import center_and_scale, classify
 from maect.evaluate.outcomes import held_out_mask, held_out_share
-from maect.evaluate.protocols import Knn, LowShot
+from maect.evaluate.protocols import REMOVED, SHRINKAGES, Knn, LowShot
 from maect.evaluate.real import Real
 from maect.evaluate.store import Array, in_memory
 from maect.measures import rank_me, uniformity
@@ -48,6 +49,24 @@ MEASURES = {
     UNIFORMITY: "uniformity (0: all alike; more negative: more spread out)",
 }
 """Measures, and how tables call them. All but the last two are accuracies in percent."""
+CORRECTIONS = {
+    RAW: "as they are",
+    "centred": "centred",
+    "standardized": "standardised",
+    **{f"whitened_{s:g}": f"whitened with shrinkage {s:g}" for s in SHRINKAGES},
+    **{f"without_{n}": f"without the first {counted(n, 'component')}" for n in REMOVED},
+}
+"""What features are corrected by, and how tables call it."""
+GEOMETRY = {
+    f"{measure}_{name}": f"{title}, features {text}"
+    for measure, title in (
+        ("knn", f"k-NN (k {KNN_K}, T {KNN_TEMPERATURE})"),
+        ("shots_1", "1 label per class, logistic regression"),
+        ("clusters", "k-means, cluster accuracy, mean of 10 runs"),
+    )
+    for name, text in CORRECTIONS.items()
+}
+"""Further measures, where they are asked for: accuracies behind corrections without training."""
 WITHOUT_LABELS = (RANK_ME, UNIFORMITY)
 _PAIRS_OF = 2048
 
@@ -121,6 +140,36 @@ def measure_with_labels(
     if real is not None:
         for name, predicted in ((KNN, voted[own.k, own.temperature]), (LOGISTIC, classes)):
             scores[name + REAL] = Score(100 * real.right(predicted).astype(np.float64))
+    return scores
+
+
+def measure_corrections(
+    train: Array,
+    labels: NDArray[np.int64],
+    test: Array,
+    test_labels: NDArray[np.int64],
+    threads: int = 1,
+) -> dict[str, Score]:
+    """Measure `GEOMETRY`; corrections of more components than there are features are left out.
+
+    Raises:
+        UserError: features or labels that can be neither classified nor clustered.
+    """
+    present, dense = np.unique(labels, return_inverse=True)
+    names = [str(x) for x in present]
+    sets = [balanced_rows(dense, 1, number, names) for number in range(1, LABEL_SETS + 1)]
+    task = FeatureTask(labels, test_labels, {1: sets})
+    try:
+        task.check(test)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    scores: dict[str, Score] = {}
+    for name, correct in corrections(in_memory(train)).items():
+        right = task.measure(in_memory(train), test, correct, threads).right
+        for measure, key in (("knn", "knn"), ("shots_1", "low_shot_1"), ("clusters", "accuracy")):
+            percent = 100.0 * right[key]
+            means = tuple(percent.mean(axis=1).tolist()) if measure == "shots_1" else ()
+            scores[f"{measure}_{name}"] = Score(percent.mean(axis=0), sets=means)
     return scores
 
 

@@ -182,6 +182,7 @@ def compare(
     device: Device = None,
     threads: Positive | None = None,
     real_labels: Annotated[Path | None, Parameter(metavar="FILE")] = None,
+    geometry: bool = False,
     blocks: bool = False,
     pixels: StatedPixels = None,
 ) -> None:
@@ -195,6 +196,8 @@ def compare(
         out: folder of the tables, the page and the vectors, which are kept (default compared).
         threads: to compute with (default: one for each core that it may use).
         real_labels: ImageNet-ReaL's real.json: score ImageNet's validation images by it, too.
+        geometry: also measure features that are centred, standardised or whitened, and without
+            their first components.
         blocks: also recommend which block of each encoder to read, and how to pool it, chosen on
             held-out training images.
     """
@@ -203,7 +206,7 @@ def compare(
     from maect.tools.compare import named
 
     folders = named(encoders, "encoders"), named(images, "folders")
-    matrix = measure(*folders, out, device, threads, real_labels, pixels)
+    matrix = measure(*folders, out, device, threads, real_labels, geometry, pixels)
     said = block_choice.recommended(matrix, out / "blocks") if blocks else []
     frame = comparison.write_comparison(matrix, out, said)
     print(comparison.summary(frame), *said, sep="\n")

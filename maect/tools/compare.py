@@ -16,7 +16,12 @@ from maect.answers.vectors import PART
 from maect.core.errors import UserError, counted
 from maect.core.settings import digest
 from maect.data.sources import open_source
-from maect.evaluate.comparison_scores import Score, measure_with_labels, measure_without_labels
+from maect.evaluate.comparison_scores import (
+    Score,
+    measure_corrections,
+    measure_with_labels,
+    measure_without_labels,
+)
 from maect.evaluate.outcomes import held_out_mask
 from maect.evaluate.protocols import RealLabels
 from maect.evaluate.real import Real, is_imagenets, real_labels_of
@@ -160,11 +165,13 @@ def compare(
     device: str | None = None,
     threads: int | None = None,
     real_labels: Path | None = None,
+    geometry: bool = False,
     pixels: Mapping[str, Any] | None = None,
 ) -> Matrix:
     """Measure every encoder on every folder; vectors that are kept in `out` are used.
 
     Args:
+        geometry: also measure features behind corrections without training.
         pixels: how all of them read images, in place of what their data sets say.
 
     Raises:
@@ -200,7 +207,7 @@ def compare(
         for name, features in made.items():
             real = real_of(folder, good & folder.test, asked_real) if folder in of_real else None
             try:
-                known = measured(folder, features, good, cores, real)
+                known = measured(folder, features, good, cores, real, geometry)
             except UserError as error:
                 raise UserError(f"{folder.path}: {error}") from None
             scores[name, folder.name] = known
@@ -252,6 +259,7 @@ def measured(
     good: NDArray[np.bool_],
     threads: int,
     real: Real | None = None,
+    geometry: bool = False,
 ) -> dict[str, Score]:
     """Measure one encoder on one folder, by the features of those images that are readable.
 
@@ -259,6 +267,7 @@ def measured(
         features: float32 [n, width].
         good: which can be read, bool [n].
         real: ReaL's labels of the readable test images, if they are asked for.
+        geometry: also behind corrections without training.
     """
     order = sorted(np.flatnonzero(good).tolist(), key=lambda row: folder.contents[row])
     spread = measure_without_labels(features[order])
@@ -268,4 +277,8 @@ def measured(
     test = good & folder.test
     contents = [folder.contents[row] for row in np.flatnonzero(train)]
     given = features[train], folder.labels[train], contents, features[test], folder.labels[test]
-    return measure_with_labels(*given, threads, real) | spread
+    scores = measure_with_labels(*given, threads, real) | spread
+    if not geometry:
+        return scores
+    x, known, _, y, wanted = given
+    return scores | measure_corrections(x, known, y, wanted, threads)

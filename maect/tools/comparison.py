@@ -10,6 +10,7 @@ import pandas as pd
 from maect.core.errors import counted
 from maect.core.files import write_table_text, write_text
 from maect.evaluate.comparison_scores import (
+    GEOMETRY,
     KNN_HELD_OUT,
     LABEL_SETS,
     LOGISTIC,
@@ -37,7 +38,7 @@ def frame_of(matrix: Matrix) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for folder in matrix.folders:
         train, test = matrix.readable[folder.name]
-        for measure in MEASURES:
+        for measure in MEASURES | GEOMETRY:
             found = {
                 name: matrix.scores[name, folder.name][measure]
                 for name in matrix.encoders
@@ -97,7 +98,7 @@ def write_comparison(matrix: Matrix, out: Path, said: Sequence[str] = ()) -> pd.
     """
     frame = frame_of(matrix)
     write_table_text(out / "compare.csv", frame.to_csv(index=False, lineterminator="\n"))
-    shown = matrices(frame, MEASURES, "folder", _cell)
+    shown = matrices(frame, MEASURES | GEOMETRY, "folder", _cell)
     found = results(frame)
     write_text(
         out / "compare.md", render_page("matrix.md", tables=shown, notes=[*found, *said, *notes()])

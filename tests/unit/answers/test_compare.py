@@ -14,6 +14,7 @@ from maect.answers.encoder import ImageEncoder
 from maect.cli import main
 from maect.core.arrays import read_arrays, write_kept
 from maect.core.files import sha256_file
+from maect.evaluate.comparison_scores import GEOMETRY
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.records import RunRecord
 from maect.tools.compare import named, open_folder
@@ -105,6 +106,30 @@ def test_encoders_and_folders_make_a_table(
     assert main([*words[: words.index("--images") + 1], f"split={moved}"]) == 0
     again = pd.read_csv(out / "compare.csv")
     pd.testing.assert_frame_equal(again, split.reset_index(drop=True), check_dtype=False)
+
+
+def test_geometry_adds_corrections(
+    run: Path, other: Path, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The measures without it stay as they are."""
+    out = tmp_path / "out"
+    words = ["compare", str(run), str(other), "--images", str(folders / "split"), "--threads", "1"]
+    words += ["--out", str(out)]
+    assert main(words) == 0
+    before = pd.read_csv(out / "compare.csv")
+    assert main([*words, "--geometry"]) == 0
+    after = pd.read_csv(out / "compare.csv")
+    more = after[after["measure"].isin(GEOMETRY)]
+    pd.testing.assert_frame_equal(
+        after[~after["measure"].isin(GEOMETRY)].reset_index(drop=True), before, check_dtype=False
+    )
+    assert set(GEOMETRY) == set(more["measure"])
+    both = after.pivot(index="encoder", columns="measure", values="value")
+    for kept, raw in (("knn", "knn_raw"), ("shots_1", "shots_1_raw")):
+        np.testing.assert_allclose(both[kept], both[raw], rtol=1e-12)
+    assert more.groupby("measure")["best"].any().all()
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert "k-NN (k 10, T 0.07), features whitened with shrinkage 0.01" in page
 
 
 def test_an_interrupted_comparison_resumes_and_a_damaged_file_is_made_again(
