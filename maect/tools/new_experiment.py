@@ -34,8 +34,6 @@ TEMPLATE = Path(__file__).with_name("experiment.yaml.j2")
 SHARD_BYTES = 300_000_000
 FEW = 10_000  # images, below which a public encoder is worth a try before anything is trained
 FIRST = "dinov2_small"  # of the public ones: small, and good at photographs
-AVERAGED = 2.5
-"""Steps of tuning over those that its average spans: as in the paper, 25,000 over 10,000."""
 
 
 def about(number: int) -> str:
@@ -243,15 +241,13 @@ def _trained(chosen: Chosen, n: int) -> dict[str, Any]:
     size = chosen.size
     steps = chosen.epochs["ct_min"] * n // chosen.batch
     recipe = cast(Tune, load_recipe("ct_min", size))
-    queue = min(recipe.head.queue_size, power_of_two(n))
-    average = min(recipe.encoder_ema, round(max(0.0, 1 - AVERAGED / max(1, steps)), 4))
+    average = own_training.average_for(recipe.encoder_ema, steps)
     own = load_encoder(size).image_size == chosen.pixels
     return {
         "at": f"size: {size}" + ("" if own else f", image_size: {chosen.pixels}"),
         "first_batch": min(load_recipe("mae", size).batch_size, power_of_two(n / 4)),
         "shown": about(chosen.epochs.get("mae", 0) * n) if n < own_training.ENOUGH else None,
-        "queue": queue,
-        "topk": min(recipe.head.topk, max(1, queue // 50)),
+        "head": own_training.queue_for(recipe.head, n),
         "average": average if average < recipe.encoder_ema else None,
         "steps": steps,
         "too_few_steps": steps < own_training.FEWEST_STEPS,

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import Protocol
 from maect.evaluate.protocols import LinearProbe
-from maect.recipes import OnlineEvaluation, load_encoder
+from maect.recipes import HeadSettings, OnlineEvaluation, load_encoder
 from maect.recipes.cost import encoder_weights
 from maect.stages import load_recipe
 from maect.stages.tune import Tune
@@ -27,6 +27,8 @@ PROBES, FEWEST_PROBED = 600.0, 10  # of it seconds of linear probes at most; epo
 SMALLEST_BATCH = 16  # of tuning, where a larger one leaves no time for enough steps
 SMALLER = (("small", 64), ("small", 32), ("tiny", 32), ("tiny", 16))
 """Encoders and pixels that are tried in turn until the time is enough for some epochs."""
+AVERAGED = 2.5
+"""Steps of tuning over those that its average spans: as in the paper, 25,000 over 10,000."""
 FEWEST_STEPS = 100  # with which tuning changes an encoder at all
 FEWEST_EPOCHS, FEWEST_SHOWN = 40, 1_000_000  # of pre-training: one of the two has to fit in
 
@@ -57,6 +59,17 @@ def weights(size: str) -> str:
 def power_of_two(number: float) -> int:
     """Return the largest power of two up to a number of at least 1."""
     return 1 << (int(number).bit_length() - 1)
+
+
+def queue_for(head: HeadSettings, n: int) -> dict[str, int]:
+    """Return the settings of a head's queue for `n` images: no larger than what they fill."""
+    queue = min(head.queue_size, power_of_two(n))
+    return {"queue_size": queue, "topk": min(head.topk, max(1, queue // 50))}
+
+
+def average_for(momentum: float, steps: int) -> float:
+    """Return the momentum of an encoder's average for a tuning of so many steps."""
+    return min(momentum, round(max(0.0, 1 - AVERAGED / max(1, steps)), 4))
 
 
 def lengths(size: str, n: int) -> dict[str, int]:

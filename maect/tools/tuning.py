@@ -21,7 +21,7 @@ from maect.stages import load_recipe
 from maect.stages.refine import Refine
 from maect.stages.tune import Tune
 from maect.tools import own_training
-from maect.tools.new_experiment import AVERAGED, Written, flow, read_folder, write_all
+from maect.tools.new_experiment import Written, flow, read_folder, write_all
 from maect.tools.own_training import FEWEST_STEPS, SMALLEST_BATCH, power_of_two
 from maect.tools.plan import Device, PlannedJob, all_jobs, make_plan, wall
 from maect.tools.tuned_encoder import Start
@@ -172,12 +172,12 @@ class Continuation:
         if self.by == "diet":
             return {"images": self.n}
         head = cast(HeadSettings, cast(Any, stage).head)
-        queue = min(head.queue_size, power_of_two(self.n))
-        changed: dict[str, Any] = {"head": {"queue_size": queue}}
+        queue = own_training.queue_for(head, self.n)
+        changed: dict[str, Any] = {"head": {"queue_size": queue["queue_size"]}}
         if run == AFTER:
-            changed["head"]["topk"] = min(head.topk, max(1, queue // 50))
-            average = round(max(0.0, 1 - AVERAGED / max(1, steps)), 4)
-            changed["encoder_ema"] = min(cast(Tune | Refine, stage).encoder_ema, average)
+            changed["head"] = queue
+            momentum = cast(Tune | Refine, stage).encoder_ema
+            changed["encoder_ema"] = own_training.average_for(momentum, steps)
         if self.by == "refine":
             patch = self.start.encoder.patch_size
             changed["local_size"] = max(1, round(LOCAL * plan.pixels / patch)) * patch

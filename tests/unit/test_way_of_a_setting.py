@@ -115,11 +115,11 @@ def test_few_modules_know_a_setting(tmp_path: Path) -> None:
         "stages/objectives.py",  # draws which of the neighbours
         "models/heads.py",
         "models/refiner.py",
-        "tools/new_experiment.py",  # chooses it for a folder of images
+        "tools/own_training.py",  # chooses it for a folder of images
     }
     passed_on = passing(lambda: from_yaml_to_the_kernel(tmp_path))
     # The other kind of head, and tools beside this way.
-    beside = {"models/refiner.py", "tools/new_experiment.py"}
+    beside = {"models/refiner.py", "tools/own_training.py"}
     assert {"models/heads.py", "data/random.py"} < passed_on
     assert len(passed_on | (namers - beside)) <= 9, sorted(passed_on)
 
