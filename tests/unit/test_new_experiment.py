@@ -660,7 +660,6 @@ def test_lists_of_somebody_else_are_not_written_over(own, tmp_path):
 @pytest.mark.parametrize("name", [b"x.\nstorage: elsewhere\n#", b"notes.caf\xe9"])
 def test_files_that_are_left_out_may_have_any_name(own, tmp_path, name):
     Path(os.fsdecode(os.path.join(os.fsencode(own), name))).write_bytes(b"")
-    os.symlink("loop", own / "loop")  # leads to itself
     new_experiment(own, tmp_path / "mine.yaml")
     told = yaml.safe_load((tmp_path / "mine.yaml").read_text())
     assert "storage" not in told
