@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from submitit.core.utils import JobPaths
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from maect.core.owners import SAFE_PATH
@@ -57,6 +58,15 @@ def submit(folder: Path, job: Job, resources: Resources) -> str:
     executor.environment = environment(job.name, job.cpus)
     executor.update_parameters(**parameters(resources, job.name, folder))
     return str(executor.submit(worker.run, str(folder), job.name).job_id)
+
+
+def end_submission(folder: Path, job: Job) -> None:
+    """Move what a job calls to where it looks for it: its launcher died before it knew the id."""
+    jobs = record.job_folder(folder, job.name)
+    submitted = JobPaths(jobs, job_id=str(job.id)).submitted_pickle
+    for file in jobs.glob("*.pkl"):
+        if not submitted.exists():
+            file.rename(submitted)
 
 
 def parameters(resources: Resources, name: str, folder: Path) -> dict[str, Any]:

@@ -80,6 +80,10 @@ class Slurm(Cluster):
             code, job.id = _find_id(job.name)
             if code:
                 return NO_ANSWER
+            if job.id is not None:
+                from maect.launch import sbatch
+
+                sbatch.end_submission(folder, job)
         known = {} if job.id is None else _show_job(job)
         if known is None:
             return NO_ANSWER

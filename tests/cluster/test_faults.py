@@ -1,6 +1,8 @@
 """What can happen to processes and people; in the end the result is the undisturbed one."""
 
+import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,11 +73,20 @@ def test_killed_snakemake_is_followed_by_one_that_reattaches(run, tmp_path, kill
     assert len(run.jobs()) == 1 and "re-attached to slurm job" in (tmp_path / "log").read_text()
 
 
-def test_launcher_killed_while_it_submits(run):
-    launcher = run.start(steps=50)
-    wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())
+def test_launcher_killed_while_it_submits(run, tmp_path, monkeypatch):
+    sbatch = tmp_path / "sbatch"  # SLURM has the job, and the answer is late
+    sbatch.write_text(f'#!/bin/sh\n{shutil.which("sbatch")} "$@"\nsleep 3\n')
+    sbatch.chmod(0o755)
+    run.resources["sbatch"] = ["begin=now+1hour"]
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        launcher = run.start(steps=50)
+    wait_for(run.jobs)
+    assert run.read("job.json")["state"] == "submitting"
     run.kill(launcher)
-    finish(run.start(steps=50))
+    launcher = run.start(steps=50)
+    wait_for(lambda: run.read("job.json")["id"])
+    run.wait(launcher)
     run.undisturbed(
         50, "kill -9 of a launcher while it submits", "the submission went through and was found"
     )

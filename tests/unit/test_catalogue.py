@@ -99,7 +99,8 @@ main()
 """
 
 
-@pytest.mark.parametrize("hidden", ["maect", "isal"])  # the latter: a clone that is not installed
+# Without pydantic: a clone that is not installed.
+@pytest.mark.parametrize("hidden", ["maect", "pydantic"])
 def test_without_maect_a_line_says_what_to_install(hidden: str, tmp_path: Path) -> None:
     script = WITHOUT.replace("{hidden}", hidden)
     command = [sys.executable, "-P", "-c", script, "--snakefile", SNAKEFILE, "--dry-run"]
