@@ -7,7 +7,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
@@ -15,7 +17,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
 from maect import __version__
 from maect.answers import commands as answers
 from maect.core.errors import UserError, reason
-from maect.core.log import command_log
+from maect.core.log import command_log, is_watched
 from maect.data import commands as data
 from maect.tools import commands as tools
 from maect.tools import job_commands as jobs
@@ -54,6 +56,10 @@ GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
     ),
 }  # fmt: skip
 """Commands by what they are for."""
+QUIET_SECONDS = 1.0
+"""Time after which a command says what it does: imports alone may take several seconds."""
+BEGINS_WITH_A_LINE = ("demo", "train", "features", "evaluate")
+"""Commands that say so themselves."""
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -141,7 +147,7 @@ def run(arguments: Sequence[str] | None) -> int:
     except CycloptsError as error:
         print(f"maect {name}: {error} See maect {name} --help.", file=sys.stderr)
         return 2
-    with command_log(_log_file(bound)):
+    with command_log(_log_file(bound)), _announced(name):
         try:
             return command(*bound.args, **bound.kwargs) or 0
         except UserError as error:
@@ -165,6 +171,25 @@ def run(arguments: Sequence[str] | None) -> int:
         except KeyboardInterrupt:
             log.error("maect %s: interrupted", name)
             return 130
+
+
+@contextmanager
+def _announced(name: str) -> Iterator[None]:
+    """Tell whoever watches what a command does, if it takes longer than `QUIET_SECONDS`."""
+    functions = {name_of(function): function for group in GROUPS.values() for function in group}
+    about = inspect.getdoc(functions[name]) if name in functions else None
+    if about is None or not is_watched() or name in BEGINS_WITH_A_LINE:
+        yield
+        return
+    first, _, _ = about.partition(".")
+    message = f"maect {name}: {first[0].lower()}{first[1:]}"
+    timer = threading.Timer(QUIET_SECONDS, log.info, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _log_file(bound: inspect.BoundArguments) -> Any:

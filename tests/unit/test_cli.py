@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,22 @@ def test_messages_also_go_to_a_log(words: list[str], tmp_path: Path) -> None:
     file = tmp_path / "logs/one.log"
     assert cli.main([*words, "--log", str(file)]) == 2
     assert file.read_text().startswith(f"maect {words[0]}: /no")
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.0, True), (60.0, False)])
+def test_a_command_that_takes_its_time_says_what_it_does(
+    seconds: float, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("maect.cli.is_watched", lambda: True)
+    monkeypatch.setattr("maect.cli.QUIET_SECONDS", seconds)
+    told = threading.Event()
+    monkeypatch.setattr("maect.cli.log.info", lambda message: (print(message), told.set()))
+    monkeypatch.setattr(
+        "maect.experiment.schema.json_schema", lambda: told.wait(60 if said else 0) and None
+    )
+    assert cli.main(["schema"]) == 0
+    line = "maect schema: print the JSON schema of experiment files, for editors"
+    assert (line in capsys.readouterr().out) == said
 
 
 CTRL_C_COUNTS = (
