@@ -21,7 +21,7 @@ TICK = 0.5  # seconds between two reads of the files
 ATTEMPTS = 3  # attempts without progress before giving up
 LONGEST_WAIT = 600.0  # seconds between two submissions that SLURM refuses for now
 REFUSAL_PATIENCE = 3600.0  # seconds for which a refusal that is not the job's fault may last
-STOP_PATIENCE = 180.0  # seconds that a job has after Ctrl-C until it has saved
+STOP_PATIENCE = 900.0  # seconds that a job has after Ctrl-C until it has saved: a slow disk
 
 
 def launch(
@@ -156,6 +156,7 @@ class _Launch:
         if not job.computes(self.task.identity):
             self.line.say("it computes what the settings were before they changed")
             self.watch(job, is_wanted=False)
+            self.asked_at = None  # meant that job alone, also if it was dead already
         return job
 
     def wait_before_submission(self) -> None:
@@ -267,6 +268,7 @@ class _Launch:
             self.next_poll = now + self.clusters[job.cluster].interval
             self.notice = notice_of(self.folder, job, self.clusters)
             if job.id is not None and job.state == "submitting":
+                self.clusters[job.cluster].end_submission(self.folder, job)
                 job.state = "submitted"
                 record.write_job(self.folder, job)
         return self.notice

@@ -67,7 +67,9 @@ class Local(Cluster):
         jobs = folder / "jobs"
         if jobs.exists() and not os.access(jobs, os.R_OK, effective_ids=True):
             return Notice("unknown", "only the user who started its job can see whether it runs")
-        if job.id is None:
+        if not job.pids:  # its launcher died before it noted them, or is of an earlier revision
+            if find_processes(job.name):
+                return Notice("running")
             return Notice("ended", "never started")
         alive = [_find_process(pid, job.name) is not None for pid in job.pids]
         reports = record.ranks(folder, job)

@@ -116,7 +116,10 @@ class RankReport:
     def read(cls, path: Path) -> Self | None:
         """Read a rank's file; None if it is missing or damaged."""
         value = seek_record(path)
-        known = {one.name: value[one.name] for one in fields(cls) if one.name in value}
+        # Of an earlier revision a report may have no value for a key.
+        known = {
+            one.name: value[one.name] for one in fields(cls) if value.get(one.name) is not None
+        }
         return cls(**known) if "rank" in known else None
 
 
@@ -166,6 +169,7 @@ def read_job(folder: Path) -> Job | None:
     path = folder / "job.json"
     try:
         value = verified(parsed(with_retries(read_text, path)))
+        value = value.get("request", {}) | value  # of version 0.2.0
         job = Job(**{one.name: value[one.name] for one in fields(Job) if one.name in value})
         if not (isinstance(job.name, str) and job.state in STATES and isinstance(job.step, int)):
             raise ValueError("it has no name, state or step")

@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def end_submission(folder: Path, job: Job) -> None:
     submitted = JobPaths(jobs, job_id=str(job.id)).submitted_pickle
     for file in jobs.glob("*.pkl"):
         if not submitted.exists():
-            file.rename(submitted)
+            with suppress(FileNotFoundError):  # renamed just now, by a launcher that is ending
+                file.rename(submitted)
 
 
 def parameters(resources: Resources, name: str, folder: Path) -> dict[str, Any]:

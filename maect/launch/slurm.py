@@ -71,6 +71,12 @@ class Slurm(Cluster):
 
         job.id = sbatch.submit(folder, job, resources)
 
+    def end_submission(self, folder: Path, job: Job) -> None:
+        """Give the job what it calls."""
+        from maect.launch import sbatch
+
+        sbatch.end_submission(folder, job)
+
     def poll(self, folder: Path, job: Job) -> Notice:
         """Ask the controller about a job, and accounting if the controller has forgotten it."""
         if job.id is None:
@@ -80,10 +86,6 @@ class Slurm(Cluster):
             code, job.id = _find_id(job.name)
             if code:
                 return NO_ANSWER
-            if job.id is not None:
-                from maect.launch import sbatch
-
-                sbatch.end_submission(folder, job)
         known = {} if job.id is None else _show_job(job)
         if known is None:
             return NO_ANSWER

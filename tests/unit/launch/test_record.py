@@ -125,3 +125,17 @@ def test_a_damaged_report_is_none(tmp_path: Path, job: Job) -> None:
     write_record(rank_file(tmp_path, job.name, 1), {"rank": 1, "time": 7.0})
     write_json(rank_file(tmp_path, job.name, 2), {"rank": 2})
     assert ranks(tmp_path, job) == {1: RankReport(1, 7.0)}
+
+
+def test_a_job_of_an_earlier_revision_is_read(tmp_path):
+    """Its function was in `request`, and a rank that had no progress said null."""
+    job = asdict(Job("slurm", "maect-a-1", 2, id="7", state="submitted", place=str(tmp_path)))
+    request = {name: job.pop(name) for name in ("function", "arguments", "identity", "cpus")}
+    request |= {"function": "maect.stages.run.train", "identity": "abc"}
+    write_record(tmp_path / "job.json", job | {"request": request, "host": "a", "held": 1.0})
+    found = read_job(tmp_path)
+    assert found.function == "maect.stages.run.train" and not found.computes("other")
+    report = rank_file(tmp_path, found.name, 0)
+    report.parent.mkdir(parents=True)
+    write_record(report, {"rank": 0, "progress": None})
+    assert progress(tmp_path, found) == {}
