@@ -1,20 +1,12 @@
-"""What a training step asks of a GPU, counted without one.
-
-    python benchmarks/fake_gpu.py memory [--sizes base,large] [--images 64]
-    python benchmarks/fake_gpu.py kernels [--sizes large] [--images 64]
-    python benchmarks/fake_gpu.py time [--sizes large] [--images 64]
+"""What a training step asks of a GPU, counted without one; tests compare plans of memory with it.
 
 Tensors without data go through the objectives as on a GPU: in bfloat16, with the fused attention
 that keeps bfloat16. Every operation that makes or changes a tensor is a kernel, every storage an
 allocation in blocks of 512 bytes, as PyTorch's allocator rounds. They pretend to be on the CPU,
 because autograd asks a driver for the streams of tensors on `cuda`. The engine is not in it: its
 shards and buckets are plain arithmetic (`maect.recipes.memory`).
-
-`time` is a roofline: a kernel takes as long as its arithmetic or its bytes, and at least 3 us. What
-part of its data sheet a GPU reaches is assumed (`GPUS`).
 """
 
-import argparse
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -29,15 +21,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from maect.data import transforms
 from maect.data.loader import Batch
 from maect.models import attention, precision, vit
-from maect.recipes import Encoder, load_encoder, views_by_size
+from maect.recipes import Encoder, views_by_size
 from maect.recipes.computing import PLAIN, Computing
-from maect.recipes.memory import GIB
-from maect.stages import load_recipe
 from maect.stages.base import WithoutLabels
 from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune
@@ -49,70 +38,6 @@ BLOCK = 512  # bytes: PyTorch's allocator rounds up to it
 FREE = ("aten.empty", "aten.new_empty", "aten.detach", "aten.lift", "prim.")
 
 
-LEAST = 3e-6  # seconds of a kernel
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, and what part of its data sheet's rates is assumed to be reached.
-
-    Attributes:
-        peak: FLOP/s in bfloat16.
-        products, single: FLOP/s of matrix products that are reached, in bfloat16 and float32;
-            attention has half of that.
-        bandwidth: bytes/s of its own memory that are reached.
-    """
-
-    peak: float
-    products: float
-    single: float
-    bandwidth: float
-
-
-GPUS = {
-    "A100": Gpu(312e12, 0.72 * 312e12, 0.8 * 19.5e12, 0.85 * 1.555e12),
-    "H100": Gpu(989e12, 0.62 * 989e12, 0.7 * 67e12, 0.88 * 3.35e12),
-    "H200": Gpu(989e12, 0.62 * 989e12, 0.7 * 67e12, 0.88 * 4.8e12),
-}
-
-
-@dataclass
-class Work:
-    """What a kernel does.
-
-    Attributes:
-        name: of the operation.
-        bytes: that it reads and writes.
-        flops: of matrix products.
-        single: in float32.
-    """
-
-    name: str
-    bytes: float
-    flops: float
-    single: bool
-
-    def seconds(self, gpu: Gpu) -> float:
-        """By the slower of arithmetic and memory."""
-        rate = gpu.single if self.single else gpu.products
-        rate *= 0.5 if "attention" in self.name else 1.0
-        return max(self.flops / rate, self.bytes / gpu.bandwidth, LEAST)
-
-
-def work_of(function: Any, out: Any, args: Any, kwargs: Any) -> Work:
-    """Bytes and operations of a call."""
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-    tensors = {id(t): t for t in [*given, *made]}.values()
-    total = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)
-    written = {id(t) for t in made} & {id(t) for t in given}  # in place: read, and written
-    total += sum(t.nbytes for t in made if id(t) in written)
-    packet = function._overloadpacket
-    flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
-    kinds = [t.dtype for t in given if t.is_floating_point()]
-    return Work(str(function), total, flops, bool(kinds) and kinds[0] == torch.float32)
-
-
 class Counting(TorchDispatchMode):
     """Bytes that are allocated, and kernels by name, since the last `reset`.
 
@@ -120,21 +45,18 @@ class Counting(TorchDispatchMode):
         now: bytes that are alive.
         peak: the most so far.
         kernels: how often each operation that makes or changes a tensor was called.
-        work: of each of them, in their order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.kernels: Counter[str] = Counter()
-        self.work: list[Work] = []
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def reset(self) -> None:
         """Count kernels, and look for the peak, from here on."""
         self.peak = self.now
         self.kernels.clear()
-        self.work.clear()
 
     def hold(self, tensors: Any) -> None:
         """Count tensors that were there before."""
@@ -163,7 +85,6 @@ class Counting(TorchDispatchMode):
         writes = any(a.alias_info and a.alias_info.is_write for a in function._schema.arguments)
         if (any(made) or writes) and not str(function).startswith(FREE):
             self.kernels[str(function)] += 1
-            self.work.append(work_of(function, out, args, kwargs or {}))
         return out
 
 
@@ -224,7 +145,6 @@ class Step:
     prepare: Counter[str]
     forward: Counter[str]
     backward: Counter[str]
-    work: list[Work]
 
 
 def count(
@@ -259,13 +179,13 @@ def count(
         del batch, pixels
         if computing.captures_passes:
             peak = captured_peak(objective, inputs, gpu)
-            return Step(peak, prepared, prepare, Counter(), Counter(), [])
+            return Step(peak, prepared, prepare, Counter(), Counter())
         gpu.reset()
         loss, _ = objective(inputs)
         forward = gpu.kernels.copy()
         gpu.kernels.clear()
         loss.backward()
-        return Step(gpu.peak, prepared, prepare, forward, gpu.kernels.copy(), [*gpu.work])
+        return Step(gpu.peak, prepared, prepare, forward, gpu.kernels.copy())
 
 
 def captured_peak(objective: Any, inputs: Any, gpu: Counting) -> int:
@@ -300,61 +220,3 @@ def build(stage: Training, encoder: Encoder, classes: int) -> Any:
         return stage.objective(encoder, 0)
     assert isinstance(stage, FineTune)
     return Classifier(stage, vit.build_encoder(encoder), classes, "mean", 0)
-
-
-def sizes_of(
-    step: Step, stage: Training, encoder: Encoder, images: int, computing: Computing
-) -> str:
-    """Peak as counted and as planned."""
-    planned = stage.footprint(encoder, images, computing).passes
-    return f"{step.peak / GIB:.2f} GiB, planned {planned / GIB:.2f} ({planned / step.peak:.3f})"
-
-
-def kernels_of(step: Step) -> str:
-    """Kernels of each part of a step."""
-    parts = {"prepare": step.prepare, "forward": step.forward, "backward": step.backward}
-    return ", ".join(f"{part} {kernels.total()}" for part, kernels in parts.items())
-
-
-def times_of(step: Step) -> str:
-    """Gigabytes of products, attention and the rest, and milliseconds on each GPU."""
-    parts: dict[str, list[Work]] = {"products": [], "attention": [], "memory": []}
-    for work in step.work:
-        kind = "attention" if "attention" in work.name else "products" if work.flops else "memory"
-        parts[kind].append(work)
-    flops = sum(work.flops for work in step.work)
-    found = [", ".join(f"{k} {sum(w.bytes for w in v) / 1e9:.1f} GB" for k, v in parts.items())]
-    for name, gpu in GPUS.items():
-        ms = {k: 1000 * sum(w.seconds(gpu) for w in v) for k, v in parts.items()}
-        total = sum(ms.values())
-        shown = " / ".join(f"{value:.1f}" for value in ms.values())
-        found.append(f"{name} {shown} = {total:.1f} ms, MFU {1e3 * flops / total / gpu.peak:.1%}")
-    return "; ".join(found)
-
-
-def main() -> None:
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("what", choices=["memory", "kernels", "time"])
-    arguments.add_argument("--sizes", default="base,large,huge,huge14")
-    arguments.add_argument("--recipes", default="mae,head_min,ct_min,ct_aug,fine_tune")
-    arguments.add_argument("--images", type=int, default=64, help="of a rank")
-    options = arguments.parse_args()
-    for size in options.sizes.split(","):
-        for recipe in options.recipes.split(","):
-            for checkpointing in (False, True)[: 2 if options.what == "memory" else 1]:
-                how = Computing(activation_checkpointing=checkpointing)
-                stage = FineTune() if recipe == "fine_tune" else load_recipe(recipe, size)
-                encoder = load_encoder(size)
-                step = count(stage, encoder, options.images, computing=how)
-                if options.what == "time":
-                    text = times_of(step)
-                elif options.what == "memory":
-                    text = sizes_of(step, stage, encoder, options.images, how)
-                else:
-                    text = kernels_of(step)
-                name = f"{size} {recipe}{' checkpointing' if checkpointing else ''}"
-                print(f"{name:<32} {text}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

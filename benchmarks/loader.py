@@ -24,9 +24,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from photographs import write_folder
+from PIL import Image
 
 from maect.core.files import write_json
-from maect.data import native
+from maect.data import loader, native
 from maect.data.decode import decoder_name, render
 from maect.data.index import ID, Index, open_index
 from maect.data.loader import train_batches
@@ -172,6 +173,28 @@ def compare(slow: Callable[[], None], fast: Callable[[], None], rounds: int) -> 
     )
 
 
+def small_index(folder: Path, count: int = 1000) -> Index:
+    """Shards of images of 32 x 32 pixels, with the array of decoded images beside the tars."""
+    random = np.random.default_rng(0)
+    for number in range(count):
+        path = folder / "small" / str(number % 10) / f"{number:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        coarse = Image.fromarray(random.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+        coarse.resize((32, 32), Image.Resampling.BICUBIC).save(path, quality=92)
+    shard(folder / "small", folder / "small_shards", "folder", 1)
+    return open_index(folder / "small_shards")
+
+
+def small_images(index: Index) -> None:
+    """The training loader on one thread."""
+    steps = index.n // BATCH
+    batches = train_batches(
+        index, global_batch=BATCH, rank=0, world_size=1, seed=0, views=(VIEW,), image_size=32,
+        start_step=0, steps=steps, threads=1,
+    )  # fmt: skip
+    assert sum(len(batch.ids) for batch in batches) == steps * BATCH
+
+
 def overhead(index: Index, count: int) -> float:
     """Microseconds a sample for everything but decoding: order, crops and reading.
 
@@ -255,6 +278,14 @@ def measure(options: argparse.Namespace, scratch: Path) -> int:
         found = compare(entropy_floor(scratch, samples), samples.one_view, options.rounds)
         name = "native decode, crop and resize : Huffman decoding alone"
         add(name, found.ratio, ">=", 0.7, *found.quartiles)
+    small = small_index(scratch)
+
+    def from_tars() -> None:
+        with mock.patch.object(loader, "open_pixels", lambda index: None):
+            small_images(small)
+
+    found = compare(from_tars, lambda: small_images(small), options.rounds)
+    add("images of 32 x 32: from the tars : from the array", found.ratio, ">=", 1, *found.quartiles)
     add("order, crops and reading, microseconds a sample", overhead(index, count), "<=", 20)
     if options.out:
         names = ("name", "value", "sense", "target")

@@ -3,12 +3,10 @@
     python benchmarks/orchestration.py waiting [LAUNCHERS] [SECONDS]
     python benchmarks/orchestration.py jobs [JOBS] [SECONDS EACH]
     python benchmarks/orchestration.py latency SHARDS
-    python benchmarks/orchestration.py juwels [KEY=VALUE ...]
 
-waiting   launchers wait at once for jobs that do not start: memory, processor time, questions
+waiting   launchers wait at once for jobs that do not start: memory and processor time
 jobs      short jobs on four nodes through Snakemake: wall time against the sum of their own
 latency   from a rule that could start to the first step of its training, in parts
-juwels    `digits` through the unchanged profile, --config as given; Snakemake is killed once
 """
 
 import json
@@ -51,12 +49,6 @@ def launcher(folder: Path, arguments: dict, resources: dict) -> list[str]:
     return [*start, json.dumps(arguments), json.dumps(resources)]
 
 
-def questions() -> int:
-    """How often the launchers have asked squeue."""
-    caches = (PLACE / "cache" / "maect").glob("squeue-*.json")
-    return sum(json.loads(file.read_text())["queries"] for file in caches)
-
-
 def spent(process: psutil.Process) -> float:
     """Processor seconds of a launcher and of the commands that it has run."""
     return sum(process.cpu_times()[:4])
@@ -77,7 +69,7 @@ def waiting(cluster: Cluster, count: int = 64, seconds: int = 300) -> None:
 
     until(submitted, 900)
     time.sleep(35)  # the first questions are asked
-    asked, used = questions(), sum(spent(process) for process in launchers)
+    used = sum(spent(process) for process in launchers)
     start = time.monotonic()
     time.sleep(seconds)
     wall = time.monotonic() - start
@@ -89,7 +81,6 @@ def waiting(cluster: Cluster, count: int = 64, seconds: int = 300) -> None:
     maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in launchers]
     print(f"  with torch: {sum('torch' in text for text in maps)}")
     print(f"  processor time: {used:.1f} s ({100 * used / wall / count:.2f} % of a core each)")
-    print(f"  questions to squeue: {questions() - asked}")
     for process in launchers:
         process.kill()
 
@@ -115,7 +106,6 @@ def jobs(cluster: Cluster, count: int = 300, seconds: float = 5) -> None:
     print(f"  SLURM's jobs: {len(elapsed)}, states {states}, {sum(elapsed)} s together")
     print(f"  their own work: {count * seconds:.0f} s, {count * seconds / 4:.0f} s on four nodes")
     print(f"  wall time over work on four nodes: {wall / (count * seconds / 4):.2f}")
-    print(f"  questions to squeue: {questions()}")
 
 
 def latency(cluster: Cluster, shards: str) -> None:
@@ -166,45 +156,9 @@ def latency(cluster: Cluster, shards: str) -> None:
         before = moment
 
 
-def juwels(cluster: Cluster, *config: str) -> None:
-    place = PLACE / "juwels"
-    place.mkdir()
-    (place / "envs").symlink_to(ROOT / "envs")
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
-    command += ["--profile", str(ROOT / "cluster_profiles/juwels"), "--directory", str(place)]
-    command += ["--config", "experiment=digits", *config]
-    # Its jobs ask squeue every half minute as anywhere; evaluations here last seconds.
-    environment = {**os.environ, "MAECT_ACCOUNT": ACCOUNT, "MAECT_SQUEUE_SECONDS": "5"}
-    start = time.monotonic()
-
-    def snakemake() -> "subprocess.Popen[bytes]":
-        with (place / "log").open("ab") as log:
-            return subprocess.Popen(command, cwd=place, stdout=log, stderr=log, env=environment)
-
-    first = snakemake()
-    run = place / "results/digits/runs/mae_tiny"
-    until(lambda: record.progress(run, record.read_job(run)) or first.poll() is not None, 600)
-    first.kill()
-    first.wait()
-    status = snakemake().wait()
-    wall = time.monotonic() - start
-    rows = cluster.run("sacct", "-X", "-n", "-P", "-o", "JobName,State,ElapsedRaw,AllocNodes")
-    mine = [row.split("|") for row in rows.splitlines() if row.startswith("maect-")]
-    states = {state: sum(row[1] == state for row in mine) for state in {row[1] for row in mine}}
-    root = place / "results/digits"
-    noted = [json.loads(file.read_text()) for file in root.glob("**/job.json")]
-    jobs = [job for file in noted for job in (file["id"], *file["earlier"]) if job]
-    tables, figures = len(list(root.glob("tables/*.csv"))), len(list(root.glob("figures/*.png")))
-    print(f"Snakemake ended with {status} after {wall:.0f} s, killed once on the way")
-    print(f"  SLURM's jobs: {len(mine)} {states}; noted in job.json: {len(jobs)}")
-    print(f"  {tables} tables, {figures} figures, report: {(root / 'report.html').exists()}")
-    print(f"  left in the queue: {cluster.run('squeue', '-h').strip() or 'nothing'}")
-    subprocess.run([sys.executable, "-m", "maect", "show", str(root)], check=False)
-
-
 def main() -> None:
     """Start a cluster, measure, stop it."""
-    known = {"waiting": waiting, "jobs": jobs, "latency": latency, "juwels": juwels}
+    known = {"waiting": waiting, "jobs": jobs, "latency": latency}
     what = known.get((sys.argv[1:] or [""])[0])
     if what is None:
         sys.exit(__doc__)
@@ -213,12 +167,12 @@ def main() -> None:
     shutil.rmtree(PLACE, ignore_errors=True)
     (PLACE / "runs").mkdir(parents=True)
     cluster = Cluster(PLACE / "cluster", nodes=4, port=27900)
-    os.environ |= {"SLURM_CONF": str(cluster.conf), "XDG_CACHE_HOME": str(PLACE / "cache")}
+    os.environ["SLURM_CONF"] = str(cluster.conf)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests/unit/launch"), str(ROOT)])
     print(f"load of the machine: {os.getloadavg()}, {os.cpu_count()} cores")
     try:
         cluster.start()
-        arguments = sys.argv[2:] if what in (latency, juwels) else map(int, sys.argv[2:])
+        arguments = sys.argv[2:] if what is latency else map(int, sys.argv[2:])
         what(cluster, *arguments)
     finally:
         cluster.stop()
