@@ -13,6 +13,7 @@ import yaml
 from PIL import Image
 from stamping import outdated, stamp_finished
 
+from maect import cli
 from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.core.stamps import stamped
@@ -140,6 +141,7 @@ def test_what_is_said_otherwise_is_named(
 def test_other_images_of_which_there_are_too_many_to_look_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Their folders are; of ImageNet all classes are known, whichever are there."""
     monkeypatch.setattr(changes, "MOST", 3)
     make(experiment())
     fruit(Path("other"), "abc")
@@ -147,19 +149,12 @@ def test_other_images_of_which_there_are_too_many_to_look_at(
     (note,) = other_shards(experiment(images="other"), [PAIR])
     assert "1 file added (c/)" in note
     assert changed_images(experiment(images="same")) == []
-
-
-def test_other_folders_of_imagenet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All its classes are known, whichever are there."""
-    monkeypatch.setattr(changes, "MOST", 3)
     ids, given = imagenet_classes(), {"kind": "imagenet", "only": None, "shards": 1}
     for folder, classes in (("some", ids[:2]), ("all", ids[:4])):
         for name in classes:
             shutil.copytree("fruit/a", f"{folder}/{name}")
-    make(experiment(images="some", **given))
-    shutil.copytree("some", "same")
-    assert changed_images(experiment(images="same", **given)) == []
-    (note,) = other_shards(experiment(images="all", **given), [PAIR])
+    make(experiment("theirs", images="some", **given))
+    (note,) = other_shards(experiment("theirs", images="all", **given), [PAIR])
     assert f"2 files added ({ids[2]}/ …)" in note
 
 
@@ -180,49 +175,43 @@ def test_other_validation_images_of_imagenet() -> None:
         shard(Path("images"), Path("unlabelled"), "imagenet_val", 1)
 
 
-@pytest.mark.parametrize("edit", ["", "moved", "list moved", "skip", "no record", "list gone"])
-def test_what_stays_the_same_is_silent(edit: str) -> None:
+@pytest.mark.parametrize(
+    ("edit", "changed"),
+    [
+        (None, {}),
+        (lambda: shutil.move("fruit", "elsewhere"), {"images": "elsewhere"}),
+        (lambda: shutil.move("train.txt", "t.txt"), {"only": "t.txt"}),
+        (None, {"skip_unreadable": True}),  # nothing was unreadable
+        (lambda: Path("train.txt").unlink(), {}),
+    ],
+)
+def test_what_stays_the_same_is_silent(
+    edit: Callable[[], Any] | None, changed: dict[str, Any]
+) -> None:
     folder = make(experiment())
-    changed: dict[str, Any] = {}
-    if edit == "moved":
-        shutil.move("fruit", "elsewhere")
-        changed = {"images": "elsewhere"}
-    elif edit == "list moved":
-        shutil.move("train.txt", "t.txt")
-        changed = {"only": "t.txt"}
-    elif edit == "skip":  # nothing was unreadable
-        changed = {"skip_unreadable": True}
-    elif edit == "no record":  # of before it was kept
-        (folder / CONFIG).unlink()
-        shutil.rmtree(folder / "parts")
-    elif edit == "list gone":
-        Path("train.txt").unlink()
+    if edit:
+        edit()
     found = experiment(**changed)
     assert found.shards(*PAIR) == folder
     assert changed_images(found) == other_shards(found, found.splits) == []
 
 
-def test_labels_may_be_a_folder() -> None:
-    """The devkit of ImageNet, unpacked."""
-    labels = Path("devkit/data/ILSVRC2012_validation_ground_truth.txt")
-    labels.parent.mkdir(parents=True)
-    labels.write_text("490\n")
-    found = experiment(kind="imagenet_val", labels="devkit", only=None)
-    before = found.shards_config(*PAIR).content
-    assert found.shards_config(*PAIR).content == before
-    labels.write_text("361\n")
-    assert found.shards_config(*PAIR).content != before
-
-
-def test_an_archive_may_be_called_otherwise() -> None:
+def test_an_archive_may_be_called_otherwise_and_labels_may_be_a_folder() -> None:
     with_archive = {"kind": "archive", "only": None, "shards": 1}
     shutil.make_archive("a", "zip", "fruit")
     make(experiment(images="a.zip", **with_archive))
     shutil.move("a.zip", "b.zip")
     assert changed_images(experiment(images="b.zip", **with_archive)) == []
-    fruit(Path("other"), "c")
-    shutil.make_archive("c", "zip", "other")
+    shutil.make_archive("c", "zip", "fruit/a")
     assert "1 file changed" in changed_images(experiment(images="c.zip", **with_archive))[0]
+    labels = Path("devkit/data/ILSVRC2012_validation_ground_truth.txt")  # of ImageNet, unpacked
+    labels.parent.mkdir(parents=True)
+    found = experiment(kind="imagenet_val", labels="devkit", only=None)
+    contents = []
+    for text in ("490\n", "490\n", "361\n"):
+        labels.write_text(text)
+        contents.append(found.shards_config(*PAIR).content)
+    assert contents[0] == contents[1] != contents[2]
 
 
 def test_images_that_are_added_are_a_warning_and_refuse_nothing() -> None:
@@ -255,7 +244,6 @@ def start(*words: str) -> "subprocess.CompletedProcess[str]":
 def test_a_job_that_would_read_them_is_refused() -> None:
     found = experiment()
     made = [make(found, split) for split in ("train", "val")]
-    assert start("shards").stderr.count("maect:") == 0
     move_names()
     nothing = start("shards")
     said = "only (other content)"
@@ -314,27 +302,24 @@ def test_bundled_images_of_another_kind() -> None:
 
 def test_a_plan_that_was_not_finished_is_not_gone_on_with() -> None:
     folder = make(experiment(), finish=False)
-    make(experiment(), "val")
     move_names()
-    done = start("shards")
-    assert done.returncode == 0, done.stderr
+    job = {"dataset": "fruit", "split": "train"}
+    prepare(experiment(), [PendingJob("write_shards", job, [], None, False)])
+    assert cli.main(["shard", str(folder / CONFIG)]) == 0
     assert open_index(folder).n == len(Path("train.txt").read_text().splitlines()) == 5
-
-
-def test_an_image_that_was_edited_and_kept_its_size_is_noticed() -> None:
-    first = make(experiment("d1"))
-    assert experiment("d2").shards(*PAIR) == first
-    path = Path("fruit/a/0.ppm")
-    path.write_bytes(path.read_bytes().replace(b"\t", b"\xf6"))
-    later = (first / "files.json").stat().st_mtime + 1
-    os.utime(path, (later, later))
-    assert experiment("d2").shards(*PAIR) != first
-    assert str(experiment("d1").changes(*PAIR)) == "1 file changed (a/0.ppm)"
 
 
 def test_shards_of_images_that_were_edited_in_place_are_not_taken() -> None:
     first = make(experiment("d1"))
     assert experiment("d2").shards(*PAIR) == first
+    path = Path("fruit/a/0.ppm")  # which keeps its size
+    kept = path.read_bytes()
+    path.write_bytes(kept.replace(b"\t", b"\xf6"))
+    later = (first / "files.json").stat().st_mtime + 1
+    os.utime(path, (later, later))
+    assert experiment("d2").shards(*PAIR) != first
+    assert str(experiment("d1").changes(*PAIR)) == "1 file changed (a/0.ppm)"
+    path.write_bytes(kept)
     note_taken(experiment("d2").own_shards(*PAIR), first)  # as when it starts
     for path in Path("fruit").glob("*/*.ppm"):
         path.write_bytes(path.read_bytes().replace(b"\t", b"\xf6") + b"\n")

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cyclopts import UnknownOptionError
 
 from maect.cli import build_app
 from maect.data.retrieve import CATALOGUE
@@ -24,13 +23,9 @@ PAGES = [
 ]
 
 
-def build(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    return subprocess.run([*command, *words], capture_output=True, text=True, cwd=ROOT)
-
-
 def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
-    done = build(tmp_path / "site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     start = (tmp_path / "site/index.html").read_text(encoding="utf-8")
     for page in ("experiments", "cluster", "report", "method", "data", "evaluation"):
@@ -45,46 +40,6 @@ def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     assert "ImageEncoder" in python and "batch_sampler" in python
     tables = (tmp_path / "site/results/digits/all_tables/index.html").read_text(encoding="utf-8")
     assert tables.count("<table>") > 10 and "MAE-CT min" in tables
-
-
-def test_a_broken_link_would_be_found(tmp_path: Path) -> None:
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    (docs / "index.md").write_text("[gone](gone.md) [nowhere](#nowhere)")
-    settings = re.sub(r"(?s)\nnav:.*", "\n", (ROOT / "mkdocs.yml").read_text())
-    settings = re.sub(r"\nhooks:.*", "", settings)
-    (tmp_path / "mkdocs.yml").write_text(settings)
-    done = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
-    assert done.returncode != 0
-    assert "gone.md" in done.stderr and "#nowhere" in done.stderr
-
-
-def test_the_files_that_the_readme_links_to_are_there() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")):
-        if badge := re.match(r"\.\./\.\./actions(/workflows/\w+\.yml)", target):
-            target = f".github{badge[1]}"
-        assert (ROOT / target).exists(), target
-
-
-def test_the_readmes_first_screen_says_what_to_type() -> None:
-    """A catalogue of workflows lists a project only if its README has these two words."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    first = " ".join(text.partition("\n## ")[0].split())
-    assert "Snakemake workflow" in first
-    for command in ("make demo", "make test", "snakemake --profile cluster_profiles/juwels"):
-        assert command in first
-    assert "each set everything up on a fresh machine" in first
-    assert "about four points on the digits" in first
-    assert (ROOT / "cluster_profiles/juwels/config.yaml").exists()
-
-
-def test_the_picture_of_the_rules_has_all_of_them() -> None:
-    """`make docs` draws it."""
-    words = ["-m", "snakemake", "--config", "experiment=digits", "--rulegraph", "dot"]
-    drawn = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
-    rules = set(re.findall(r'label = "(\w+)"', drawn.stdout))
-    picture = (ROOT / "docs/images/pipeline.svg").read_text(encoding="utf-8")
-    assert rules and rules == set(re.findall(r"<text[^>]*>(\w+)</text>", picture))
 
 
 def test_the_index_of_results_names_every_page() -> None:
@@ -106,25 +61,26 @@ def commands(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_on_a_page_are_understood(page: Path) -> None:
-    for words in commands(page.read_text(encoding="utf-8")):
-        build_app().parse_args(words, exit_on_error=False, print_error=False)
-
-
-def test_a_command_with_an_unknown_option_would_be_found(tmp_path: Path) -> None:
-    text = "    maect clean results --removed  # no\n\nmaect shard a \\\n    b --shards 2\n"
-    assert commands(text) == [
-        ["clean", "results", "--removed"], ["shard", "a", "b", "--shards", "2"],
-    ]  # fmt: skip
-    with pytest.raises(UnknownOptionError, match="--removed"):
-        build_app().parse_args(commands(text)[0], exit_on_error=False, print_error=False)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_is_fetched_is_in_the_catalogue_and_what_is_imported_was_fetched(page: Path) -> None:
-    """`maect retrieve NAME FOLDER`, then `maect import FOLDER/FILE RUN`."""
+    """What is retrieved is in the catalogue, and what is imported then was retrieved."""
     fetched: set[str] = set()
+    app = build_app()
     for words in commands(page.read_text(encoding="utf-8")):
+        app.parse_args(words, exit_on_error=False, print_error=False)
         if words[0] == "retrieve" and re.fullmatch(r"[a-z0-9_]+", words[1]):
             fetched |= {os.path.join(words[2], remote.name) for remote in CATALOGUE[words[1]]}
         elif words[0] == "import" and fetched:
             assert words[1] in fetched
+
+
+def test_the_readme_says_what_to_type_and_links_to_files_that_are_there() -> None:
+    """A catalogue of workflows lists a project only if its README has these two words."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = " ".join(text.partition("\n## ")[0].split())
+    assert "Snakemake workflow" in first
+    for command in ("make demo", "make test", "snakemake --profile cluster_profiles/juwels"):
+        assert command in first
+    assert (ROOT / "cluster_profiles/juwels/config.yaml").exists()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        if badge := re.match(r"\.\./\.\./actions(/workflows/\w+\.yml)", target):
+            target = f".github{badge[1]}"
+        assert (ROOT / target).exists(), target

@@ -42,27 +42,17 @@ def test_a_healthy_site() -> None:
     assert "ok   NVIDIA driver 580.95.05" in text
 
 
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
+def test_what_the_ranks_saw() -> None:
+    """Also where srun shows every rank only its own device."""
+    for changes, fault in (
         ({"sum": 3.0}, "NCCL all-reduce gives a wrong sum"),
         ({"files": 2}, "files written on one node are not seen on another"),
-    ],
-)
-def test_what_the_ranks_saw(changes: dict[str, Any], fault: str) -> None:
-    assert failures(judge(report(**changes))) == [fault]
-
-
-def test_a_device_bound_to_each_rank() -> None:
-    """srun may show every rank only its own device."""
+    ):
+        assert failures(judge(report(**changes))) == [fault]
     seen = report()
     for number, rank in enumerate(seen["ranks"]):
         rank["devices"] = [f"device {number % 2}"]
     assert failures(judge(seen)) == []
-
-
-def test_ranks_that_trained_apart() -> None:
-    seen = report()
     seen["ranks"][3]["trained"] = 0.25
     assert failures(judge(seen)) == ["weights differ between ranks after a step"]
 

@@ -4,11 +4,8 @@ import copy
 import functools
 import itertools
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +18,28 @@ from maect.core.files import write_record
 from maect.core.yaml_files import read_yaml
 from maect.evaluate import EvaluationConfig, FeaturesConfig
 from maect.experiment import Experiment, load, pages, resolve, start
-from maect.experiment.chosen_shards import last_changes, note_own, note_taken
-from maect.experiment.expand import names
+from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.load import EXPERIMENTS
 from maect.experiment.resolve import run_config
 from maect.experiment.schema import one_of
-from maect.experiment.start import missing_images
 from maect.records import seedless
 from maect.report.configs import Row
 from maect.stages import Training, load_recipe
 from maect.stages.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
-DATASET = {"splits": {"train": {"images": "/images/train"}, "val": {"images": "/images/val"}}}
-TINY: dict[str, Any] = {
-    "datasets": {"mine": DATASET},
-    "runs": {
-        "mae_tiny": {"recipe": "mae", "size": "tiny"},
-        "head_{aug}_tiny": {
-            "recipe": "head_{aug}",
-            "size": "tiny",
-            "from": "mae_tiny",
-            "each": {"aug": ["min", "aug"]},
-        },
-        "ct_{aug}_tiny": {
-            "recipe": "ct_{aug}",
-            "size": "tiny",
-            "from": "head_{aug}_tiny",
-            "each": {"aug": ["min", "aug"]},
-        },
-    },
-    "evaluate": [{"runs": ["mae_tiny", "ct_*"], "protocols": ["knn", "linear_probe"]}],
-}
+bundled = functools.cache(load)
+TINY: dict[str, Any] = yaml.safe_load("""
+datasets: {mine: {splits: {train: {images: /images/train}, val: {images: /images/val}}}}
+runs:
+  mae_tiny: {recipe: mae, size: tiny}
+  "head_{aug}_tiny":
+    {recipe: "head_{aug}", size: tiny, from: mae_tiny, each: {aug: [min, aug]}}
+  "ct_{aug}_tiny":
+    {recipe: "ct_{aug}", size: tiny, from: "head_{aug}_tiny", each: {aug: [min, aug]}}
+evaluate: [{runs: [mae_tiny, ct_*], protocols: [knn, linear_probe]}]
+""")
+DATASET = TINY["datasets"]["mine"]
 
 
 def write(folder: Path, **changes: Any) -> str:
@@ -62,20 +49,13 @@ def write(folder: Path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("stated", "tiny", "base"),
-    [
-        ({}, "fp32", "tf32"),
-        ({"features": "fp32"}, "fp32", "fp32"),
-        ({"features": "bf16"},) + 2 * ("bf16",),
-    ],
+    ("stated", "expected"), [(None, "fp32 tf32"), ("fp32", "fp32 fp32"), ("bf16", "bf16 bf16")]
 )
-def test_precision_of_features(
-    stated: dict[str, str], tiny: str, base: str, tmp_path: Path
-) -> None:
+def test_precision_of_features(stated: str | None, expected: str, tmp_path: Path) -> None:
     runs = TINY["runs"] | {"mae_base": {"recipe": "mae", "size": "base"}}
-    experiment = load(write(tmp_path, runs=runs, **stated))
-    assert resolve.precision(experiment, "mae_tiny") == tiny
-    assert resolve.precision(experiment, "mae_base") == base
+    found = load(write(tmp_path, runs=runs, **({"features": stated} if stated else {})))
+    names = ("mae_tiny", "mae_base")
+    assert [resolve.precision(found, name) for name in names] == expected.split()
 
 
 def test_a_run_has_a_shape_of_its_own(tmp_path: Path) -> None:
@@ -146,7 +126,8 @@ def test_a_wrong_recipe_of_ones_own_is_named(
 
 
 def test_expansion_and_links(tmp_path: Path) -> None:
-    experiment = load(write(tmp_path, seeds=2, tables=["low_shot"]))
+    storage = str(tmp_path / "results")
+    experiment = load(write(tmp_path, seeds=2, tables=["low_shot"], storage=storage))
     assert len(experiment.runs) == 10
     assert experiment.runs["ct_aug_tiny-s1"].source == "head_aug_tiny-s1"
     assert experiment.runs["head_min_tiny"].source == "mae_tiny"
@@ -161,33 +142,24 @@ def test_expansion_and_links(tmp_path: Path) -> None:
     ]
     assert ("mae_tiny-s1", "knn") in experiment.evaluations
     assert experiment.runs["mae_tiny"].settings.outputs == ("encoder.safetensors",)
-
-
-def test_values_of_each_are_filled_in_and_typed(tmp_path: Path) -> None:
-    runs = dict(TINY["runs"])
-    runs["ct_k{k}_tiny"] = {
-        "recipe": "ct_min",
-        "size": "tiny",
-        "from": "head_min_tiny",
-        "set": {"epochs": 7, "crop_scale": [0.3, 1.0], "head": {"topk": "{k}", "lookup": "none"}},
-        "each": {"k": [1, 10]},
-    }
-    run = load(write(tmp_path, runs=runs)).runs["ct_k10_tiny"]
-    changes = {"epochs": 7, "crop_scale": [0.3, 1.0], "head": {"topk": 10, "lookup": "none"}}
-    assert run.settings == load_recipe("ct_min", "tiny", changes)
-
-
-def test_a_resolved_run_says_what_the_file_says(tmp_path: Path) -> None:
-    found = load(write(tmp_path, storage=str(tmp_path / "results"), seeds=2))
-    told = run_config(found, "ct_aug_tiny-s1")
+    told = run_config(experiment, "ct_aug_tiny-s1")
     assert (told.stage, told.recipe, told.size, told.seed) == ("tune", "ct_aug", "tiny", 1)
     assert told.settings == load_recipe("ct_aug", "tiny")
     assert told.shards == tmp_path / "results/shards/mine/train"
     assert told.source == tmp_path / "results/runs/head_aug_tiny-s1"
 
 
+def test_values_of_each_are_filled_in_and_typed(tmp_path: Path) -> None:
+    changes = {"epochs": 7, "crop_scale": [0.3, 1.0], "head": {"topk": "{k}", "lookup": "none"}}
+    run = {"recipe": "ct_min", "size": "tiny", "from": "head_min_tiny", "set": changes}
+    runs = TINY["runs"] | {"ct_k{k}_tiny": run | {"each": {"k": [1, 10]}}}
+    found = load(write(tmp_path, runs=runs)).runs["ct_k10_tiny"]
+    changes["head"] = {"topk": 10, "lookup": "none"}
+    assert found.settings == load_recipe("ct_min", "tiny", changes)
+
+
 def test_every_resolved_file_is_read_back_as_it_was(tmp_path: Path) -> None:
-    found = load("digits")
+    found = bundled("digits")
     for path, told in resolve.files(found):
         file = tmp_path / path.relative_to(found.root)
         told.write(file)
@@ -269,19 +241,16 @@ def test_a_public_encoder_is_trained_on_none_of_the_data_sets(tmp_path: Path) ->
     asked = [{"runs": ["dino"], "protocols": ["knn"], "datasets": ["wide"]}]
     values = {"datasets": datasets, "runs": {"dino": runs["dino"]}, "storage": "r"}
     assert run_config(load(write(tmp_path, evaluate=asked, **values)), "dino").resize is None
-    assert run_config(load(write(tmp_path, evaluate=[], **values)), "dino").resize is None
     asked[0]["datasets"] = ["tiny"]
     with pytest.raises(UserError, match="tiny: resize 32 is smaller than the 224 pixels that dino"):
         load(write(tmp_path, evaluate=asked, **values))
-    values["runs"] = {"mae": {"recipe": "mae", "size": "base"}}
-    with pytest.raises(UserError, match="tiny: resize 32 is smaller than the 224 pixels that mae"):
-        load(write(tmp_path, evaluate=[], **values))
 
 
 @pytest.mark.parametrize("page", ["claims", "datasets", "images"])
 def test_a_page_without_anything_to_show_is_refused(tmp_path: Path, page: str) -> None:
     """Each is a target by its name, whatever the file asks for."""
-    found = load(write(tmp_path, storage="r", compare_with_paper=False))
+    more = {"compare_with_paper": False, "tables": ["low_shot"]}
+    found = load(write(tmp_path, storage="r", **more))
     config = found.root / f"{page}.yaml"
     job = start.PendingJob(page, {}, [], config, False)
     (fault,) = start.faults(found, [job])
@@ -290,34 +259,7 @@ def test_a_page_without_anything_to_show_is_refused(tmp_path: Path, page: str) -
     )
     asked = [start.PendingJob("report_html", {}, [], found.root / "report.yaml", False)]
     assert start.faults(found, asked) == []
-
-
-def test_images_of_an_import_may_lie_in_a_split_of_any_name(tmp_path: Path) -> None:
-    """Its report shows how to embed them."""
-    found = load(
-        write(
-            tmp_path,
-            datasets={
-                "mine": {"splits": {"pictures": {"images": "/images", "kind": "unlabelled"}}}
-            },
-            runs={"mae": {"weights": "/w.pth", "layout": "mae", "size": "base"}},
-            protocols={"explore": {"splits": ["pictures"]}},
-            evaluate=[{"runs": ["mae"], "protocols": ["explore"]}],
-            compare_with_paper=False,
-        )
-    )
-    (report,) = (config for path, config in resolve.files(found) if path.stem == "report")
-    assert report.folder == Path("/images")
-
-
-def test_weights_are_named_by_variables_and_by_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MAECT_TEST_WEIGHTS", "/w")
-    weights = "${MAECT_TEST_WEIGHTS}/${MAECT_TEST_NONE}/{size}.pth"
-    run = {"weights": weights, "layout": "mae", "size": "{size}", "each": {"size": ["base"]}}
-    found = load(write(tmp_path, runs={"mae_{size}": run}, evaluate=[]))
-    assert str(found.runs["mae_base"].weights) == "/w/${MAECT_TEST_NONE}/base.pth"
+    assert pages.shown_config(found, "low_shot", figure=False).compare_with_paper is False
 
 
 def test_what_a_job_reads(tmp_path: Path) -> None:
@@ -341,8 +283,7 @@ def test_what_a_job_reads(tmp_path: Path) -> None:
 
 def test_images_smaller_than_the_encoders_are_refused_at_once(tmp_path: Path) -> None:
     def sized(**resize: int) -> dict:
-        made = {name: {**TINY["datasets"]["mine"], "resize": n} for name, n in resize.items()}
-        return {"datasets": made}
+        return {"datasets": {name: DATASET | {"resize": n} for name, n in resize.items()}}
 
     load(write(tmp_path, **sized(mine=16)))
     with pytest.raises(UserError, match="mine: resize 15 is smaller than the 16 pixels that mae"):
@@ -367,129 +308,91 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"run": {}}, "unknown key 'run'; did you mean 'runs'?"),
-        (
-            {"runs": {"m": {"recipe": "mea", "size": "tiny"}}},
-            "unknown recipe 'mea'; did you mean 'mae'?",
-        ),
-        ({"runs": {"m": {"recipe": "mae", "size": "giant"}}}, "unknown encoder size 'giant'"),
-        (
-            {"runs": {"m": {"recipe": "mae", "size": "tiny", "set": {"epoch": 1}}}},
-            "unknown key 'epoch'; did you mean 'epochs'?",
-        ),
-        (
-            {"runs": {"m": {"recipe": "ct_min", "size": "tiny", "from": "x"}}},
-            "starts from unknown run 'x'",
-        ),
-        ({"runs": {"m": {"recipe": "head_min", "size": "tiny"}}}, "stage head needs `from`"),
-        (
-            {"runs": {"m": {"recipe": "ct_aug", "size": "tiny", "set": {"from_scratch": True}}}},
-            "from_scratch: frozen_blocks 2 would stay random; set it to 0",
-        ),
-        (
-            {
-                "runs": {
-                    "mae": {"recipe": "mae", "size": "tiny"},
-                    "m": {
-                        "recipe": "ct_aug",
-                        "size": "tiny",
-                        "from": "mae",
-                        "set": {"from_scratch": True, "frozen_blocks": 0},
-                    },
-                }
-            },
-            "stage tune starts from nothing, but mae is a pretrain run",
-        ),
-        (
-            {"runs": {**TINY["runs"], "n": {"recipe": "mae", "size": "tiny", "from": "mae_tiny"}}},
-            "stage pretrain starts from nothing",
-        ),
-        (
-            {
-                "runs": {
-                    **TINY["runs"],
-                    "n": {
-                        "recipe": "ct_min",
-                        "size": "tiny",
-                        "from": "head_min_tiny",
-                        "set": {"batch_size": 300},
-                    },
-                }
-            },
-            "batch_size 300 does not divide queue_size 1024",
-        ),
-        (
-            {
-                "runs": {
-                    **TINY["runs"],
-                    "n": {
-                        "recipe": "ct_min",
-                        "size": "tiny",
-                        "from": "head_min_tiny",
-                        "set": {"head": {"embedding": 32}},
-                    },
-                }
-            },
-            "head.embedding 32 differs from 64",
-        ),
-        ({"evaluate": [{"runs": ["nobody"], "protocols": ["knn"]}]}, "no run is named 'nobody'"),
-        ({"evaluate": [{"runs": ["ct_*"], "protocols": ["kn"]}]}, "did you mean 'knn'?"),
-        ({"protocols": {"knn": {"kk": 3}}}, "unknown key 'kk'"),
-        ({"protocols": {"knn": {"test_split": "test"}}}, "splits: unknown 'test'"),
-        ({"tables": ["lowshot"]}, "did you mean 'low_shot'?"),
-        ({"storage": "$MAECT_NO_SUCH_VARIABLE/x"}, "MAECT_NO_SUCH_VARIABLE"),
-        ({"storage": "/my results"}, "storage: '/my results' has ' '; choose one without blanks"),
-        ({"storage": "/a;b"}, "storage: '/a;b' has ';'"),
-        ({"datasets": {"$(reboot)": DATASET}}, "datasets: '$(reboot)' is not a name"),
-        ({"datasets": {"..": DATASET}}, "datasets: '..' is not a name"),
-        ({"datasets": {"m": {"splits": {"a/b": {"images": "/i"}}}}}, "splits: 'a/b' is not a name"),
-        ({"datasets": {"m": {"splits": {"a b": {"images": "/i"}}}}}, "splits: 'a b' is not a name"),
-        (
-            {
-                "datasets": {
-                    "a-b": {"splits": {"c": {"images": "/i"}}},
-                    "a": {"splits": {"b-c": {"images": "/i"}}},
-                }
-            },
-            "datasets: features of a-b: c and of a: b-c would both be called a-b-c",
-        ),
-        (
-            {"evaluate": [{"runs": ["ct_*"], "protocols": ["knn"], "datasets": ["mein"]}]},
-            "evaluate: datasets: unknown 'mein'; did you mean 'mine'?",
-        ),
-        ({"protocols": {"knn.on.x": {"protocol": "knn"}}}, "knn.on.x: '.on.' is for data sets"),
-        ({"runs": {"m;ls": {"recipe": "mae", "size": "tiny"}}}, "runs: 'm;ls' is not a name"),
-        (
-            {"runs": {"vit-s16": {"recipe": "mae", "size": "tiny"}}},
-            "vit-s16: an end such as -s16 is for",
-        ),
-        (
-            {"datasets": {"mine": {"splits": {"training": {"images": "/i"}}}}, "evaluate": []},
-            "runs: mae_tiny: datasets: mine: splits: unknown 'train'; did you mean 'training'?",
-        ),
+        ("runs: [unclosed", "not valid YAML ("),
+        ("run: {}", "unknown key 'run'; did you mean 'runs'?"),
+        ("runs: {m: {recipe: mea, size: tiny}}", "unknown recipe 'mea'; did you mean 'mae'?"),
+        ("runs: {m: {recipe: mae, size: giant}}", "unknown encoder size 'giant'"),
+        ("runs: {m: {recipe: mae, size: tiny, set: {epoch: 1}}}",
+         "unknown key 'epoch'; did you mean 'epochs'?"),
+        ("runs: {m: {recipe: ct_min, size: tiny, from: x}}", "starts from unknown run 'x'"),
+        ("runs: {m: {recipe: head_min, size: tiny}}", "stage head needs `from`"),
+        ("runs: {m: {recipe: ct_aug, size: tiny, set: {from_scratch: true}}}",
+         "from_scratch: frozen_blocks 2 would stay random; set it to 0"),
+        ("more: {m: {recipe: ct_aug, size: tiny, from: mae_tiny, set: {from_scratch: true,"
+         " frozen_blocks: 0}}}", "stage tune starts from nothing, but mae_tiny is a pretrain run"),
+        ("more: {n: {recipe: mae, size: tiny, from: mae_tiny}}",
+         "stage pretrain starts from nothing"),
+        ("more: {n: {recipe: ct_min, size: tiny, from: head_min_tiny, set: {batch_size: 300}}}",
+         "batch_size 300 does not divide queue_size 1024"),
+        ("more: {n: {recipe: ct_min, size: tiny, from: head_min_tiny,"
+         " set: {head: {embedding: 32}}}}", "head.embedding 32 differs from 64"),
+        ("runs: {a: {recipe: head_min, size: tiny, from: b},"
+         " b: {recipe: ct_min, size: tiny, from: a}}", "is a circle"),
+        ("runs: {m;ls: {recipe: mae, size: tiny}}", "runs: 'm;ls' is not a name"),
+        ("runs: {vit-s16: {recipe: mae, size: tiny}}", "vit-s16: an end such as -s16 is for"),
+        ("runs: {m: {recipe: mae, size: tiny, computing: {zero: 1}}}", "unknown key 'zero'"),
+        ("evaluate: [{runs: [ct_*], protocols: [kn]}]", "did you mean 'knn'?"),
+        ("evaluate: [{runs: [ct_*], protocols: [knn], datasets: [mein]}]",
+         "evaluate: datasets: unknown 'mein'; did you mean 'mine'?"),
+        ("evaluate: [{runs: [mae_tiny.fine_tune.seed9], protocols: [knn]}]",
+         "no run is named 'mae_tiny.fine_tune.seed9'"),
+        ("evaluate: [{runs: [mae_tiny, mae_tiny.fine_tune.seed0], protocols: [fine_tune]}]",
+         "fine_tune of mae_tiny.fine_tune.seed0, which is fine-tuned already"),
+        ("{more: {mae_tiny.fine_tune.seed0: {recipe: mae, size: tiny}},"
+         " evaluate: [{runs: [mae_tiny], protocols: [fine_tune]}]}",
+         "mae_tiny.fine_tune.seed0: an evaluation trains a run of this name; choose another"),
+        ("protocols: {knn: {kk: 3}}", "unknown key 'kk'"),
+        ("protocols: {knn: {compile: true}}", "knn trains no run"),
+        ("protocols: {knn: {test_split: test}}", "splits: unknown 'test'"),
+        ("protocols: {knn.on.x: {protocol: knn}}", "knn.on.x: '.on.' is for data sets"),
+        ("{protocols: {p: {epochs: 3}}, evaluate: [{runs: [mae_tiny], protocols: [p]}]}",
+         "unknown 'p'"),
+        ("{protocols: {p: {protocol: linear_prob}},"
+         " evaluate: [{runs: [mae_tiny], protocols: [p]}]}", "did you mean 'linear_probe'?"),
+        ("tables: [lowshot]", "did you mean 'low_shot'?"),
+        ("tables: {low_shot: [ct_mni]}", "tables: low_shot: no evaluated run is named 'ct_mni'"),
+        ("tables: {low_shot: [{ct: ct_*}]}",
+         "ct_min_tiny and ct_aug_tiny are both tiny ct; give one another name"),
+        ("storage: $MAECT_NO_SUCH_VARIABLE/x", "MAECT_NO_SUCH_VARIABLE"),
+        ("storage: /my results", "storage: '/my results' has ' '; choose one without blanks"),
+        ("datasets: {$(reboot): {splits: {}}}", "datasets: '$(reboot)' is not a name"),
+        ("datasets: {m: {splits: {a/b: {images: /i}}}}", "splits: 'a/b' is not a name"),
+        ("datasets: {a-b: {splits: {c: {images: /i}}}, a: {splits: {b-c: {images: /i}}}}",
+         "datasets: features of a-b: c and of a: b-c would both be called a-b-c"),
+        ("{datasets: {mine: {splits: {training: {images: /i}}}}, evaluate: []}",
+         "runs: mae_tiny: datasets: mine: splits: unknown 'train'; did you mean 'training'?"),
     ],
-)
-def test_mistakes_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+)  # fmt: skip
+def test_mistakes_are_named(tmp_path: Path, change: str, message: str) -> None:
+    """In one line, with the file; `more:` are runs beside those of TINY."""
+    file = tmp_path / "mine.yaml"
+    if change == "runs: [unclosed":
+        file.write_text(change)
+    else:
+        told = yaml.safe_load(change)
+        if more := told.pop("more", None):
+            told["runs"] = TINY["runs"] | more
+        write(tmp_path, **told)
     with pytest.raises(UserError) as caught:
-        load(write(tmp_path, **change))
+        load(str(file))
     assert message in str(caught.value)
     assert "mine.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_circle_is_named(tmp_path: Path) -> None:
-    runs = {
-        "a": {"recipe": "head_min", "size": "tiny", "from": "b"},
-        "b": {"recipe": "ct_min", "size": "tiny", "from": "a"},
-    }
-    with pytest.raises(UserError, match="is a circle"):
-        load(write(tmp_path, runs=runs))
-
-
-def test_missing_images_are_named(tmp_path: Path) -> None:
-    missing = missing_images(load(write(tmp_path)))
-    assert len(missing) == 2
-    assert "/images/train" in missing[0]
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"table": "low_shot"}, "--config: unknown 'table'; did you mean 'tables'?"),
+        ({"tables": "lowshot"}, "--config tables: unknown 'lowshot'; did you mean 'low_shot'?"),
+        ({"protocols": "umap"}, "--config protocols: unknown 'umap'; known: knn, linear_probe"),
+        ({"seeds": 0}, "seeds"),
+    ],
+)
+def test_a_wrong_config_is_named(tmp_path: Path, change: dict, words: str) -> None:
+    file = write(tmp_path, tables=["low_shot", "extended"])
+    with pytest.raises(UserError, match=re.escape(words)):
+        load(file, **change)
 
 
 def test_features_of_a_kind_have_a_file_of_their_own(tmp_path: Path) -> None:
@@ -510,49 +413,24 @@ def test_features_of_a_kind_have_a_file_of_their_own(tmp_path: Path) -> None:
         )
 
 
-HEAVY = {"torch", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "PIL", "matplotlib"}
-
-
-@pytest.mark.parametrize(
-    "module", ["maect.experiment", "maect.cli", "maect.recipes", "maect.launch"]
-)
-def test_a_dry_run_imports_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; sys.exit(bool({HEAVY} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_reading_an_experiment_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from maect.experiment import load, resolve, start; found = load('digits');"
-        "[resolve.run_config(found, run) for run in found.runs];"
-        f"print(sorted({HEAVY} & set(sys.modules)))"
-    )
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "[]\n", done.stderr
+def test_augmentations_are_taken_apart_and_replaced() -> None:
+    plain, minimal = (load_recipe(name, "tiny").view_settings() for name in ("ct_aug", "ct_min"))
+    alone = load_recipe("ct_aug", "tiny", {"jitter": 0.0, "blur": 0.0, "solarize": 0.0})
+    assert [view.gray for view in alone.view_settings()] == [0.2, 0.2]
+    assert tuple(v.model_copy(update={"gray": 0.0}) for v in alone.view_settings()) == minimal
+    changes = {"flip": 0.0, "blur": 0.0, "crop_scale": [0.3, 1.0]}
+    changed = load_recipe("ct_aug", "tiny", changes).view_settings()
+    assert [view.blur for view in plain] == [1.0, 0.1]
+    for view, before in zip(changed, plain, strict=True):
+        assert (view.flip, view.blur, view.crop_scale) == (0.0, 0.0, (0.3, 1.0))
+        assert (view.jitter, view.solarize) == (before.jitter, before.solarize)
 
 
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in (ROOT / "workflow/experiments").glob("*.yaml"))
 )
 def test_bundled_experiments_are_valid(name: str) -> None:
-    assert load(name).evaluations
-
-
-def test_an_augmentation_is_taken_apart() -> None:
-    alone = load_recipe("ct_aug", "tiny", {"jitter": 0.0, "blur": 0.0, "solarize": 0.0})
-    minimal = load_recipe("ct_min", "tiny").view_settings()
-    assert [view.gray for view in alone.view_settings()] == [0.2, 0.2]
-    assert tuple(v.model_copy(update={"gray": 0.0}) for v in alone.view_settings()) == minimal
-
-
-def test_flip_and_blur_replace_those_of_both_views() -> None:
-    plain = load_recipe("ct_aug", "tiny")
-    changed = load_recipe("ct_aug", "tiny", {"flip": 0.0, "blur": 0.0, "crop_scale": [0.3, 1.0]})
-    assert [view.blur for view in plain.view_settings()] == [1.0, 0.1]
-    for view, before in zip(changed.view_settings(), plain.view_settings(), strict=True):
-        assert (view.flip, view.blur, view.crop_scale) == (0.0, 0.0, (0.3, 1.0))
-        assert (view.jitter, view.solarize) == (before.jitter, before.solarize)
+    assert bundled(name).evaluations
 
 
 def test_seeds_of_one_run_and_of_one_entry(tmp_path: Path) -> None:
@@ -572,49 +450,13 @@ def test_seeds_of_one_run_and_of_one_entry(tmp_path: Path) -> None:
     assert len(load(write(tmp_path, runs=runs, evaluate=asked), seeds=1).evaluations) == 3
 
 
-def test_cifar10_repeats_the_method_alone() -> None:
-    experiment = load("cifar10")
-    repeated = {name.removesuffix("-s2") for name in experiment.runs if name.endswith("-s2")}
-    method = {"mae", "head_min", "head_aug", "ct_min", "ct_aug"}
-    assert repeated == {f"{one}_micro" for one in method}
-    splits = experiment.datasets["cifar10"].splits
-    for run, name in experiment.evaluations:
-        assert set(experiment.evaluation(run, name).split_names) <= set(splits)
-    shown = experiment.tables, experiment.figures
-    assert all(experiment.rows(name) for names in shown for name in names)
-
-
-def test_cifar10_with_the_larger_encoder(tmp_path: Path) -> None:
-    text = (EXPERIMENTS / "cifar10.yaml").read_text(encoding="utf-8")
-    (tmp_path / "larger.yaml").write_text(text.replace("micro", "small"))
-    larger, own = load(str(tmp_path / "larger.yaml")), load("cifar10")
-    trained = [name for name in larger.runs if ".fine_tune" not in name]  # those have more seeds
-    expected = [name.replace("micro", "small") for name in own.runs if ".fine_tune" not in name]
-    assert trained == expected
-    assert larger.runs["mae_small"].settings.epochs == 400
-
-
 def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path: Path) -> None:
     variant = {"probe_short": {"protocol": "linear_probe", "epochs": 3}}
     asked = [{"runs": ["mae_tiny"], "protocols": ["probe_short", "linear_probe"]}]
     found = load(write(tmp_path, protocols=variant, evaluate=asked))
     assert found.protocols == {"probe_short": "linear_probe", "linear_probe": "linear_probe"}
-    assert found.evaluation("mae_tiny", "probe_short").epochs == 3
-    assert found.evaluation("mae_tiny", "linear_probe").epochs == 50
-
-
-@pytest.mark.parametrize(
-    ("protocols", "words"),
-    [
-        ({"probe": {"epochs": 3}}, "unknown 'probe'"),
-        ({"probe": {"protocol": "linear_prob"}}, "did you mean 'linear_probe'?"),
-        ({"knn": {"kk": 3}}, "unknown key 'kk'"),
-    ],
-)
-def test_a_wrong_variant_is_named(tmp_path: Path, protocols: dict, words: str) -> None:
-    asked = [{"runs": ["mae_tiny"], "protocols": list(protocols)}]
-    with pytest.raises(UserError, match=words):
-        load(write(tmp_path, protocols=protocols, evaluate=asked))
+    epochs = [found.evaluation("mae_tiny", name).epochs for name in found.protocols]
+    assert epochs == [3, 50]
 
 
 def test_rows_in_their_order_and_under_other_names(tmp_path: Path) -> None:
@@ -629,17 +471,25 @@ def test_rows_in_their_order_and_under_other_names(tmp_path: Path) -> None:
     assert [row.method for row in shown.rows("low_shot")] == ["mae", "ct_min", "ct_aug"]
 
 
+# Figures of the runs themselves.
+RUNS_ALONE = {"training_curves", "pipeline", "reconstructions", "neighbors_in_training"}
+
+
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("asked", "shown"),
     [
-        (["ct_mni_*"], "tables: low_shot: no evaluated run is named 'ct_mni_*'"),
-        (["head_*"], "no evaluated run is named 'head_*'"),
-        ([{"ct": "ct_*"}], "ct_min_tiny and ct_aug_tiny are both tiny ct; give one another name"),
+        ({"protocols": "umap"}, {"umap", "cluster_formation", *RUNS_ALONE}),
+        ({"protocols": "fine_tune", "tables": "oracle,low_shot",
+          "figures": ["umap", "label_efficiency"]},
+         {"label_efficiency", "oracle"}),  # its full recipe is `fine_tune`
+        ({"protocols": "color_histogram"}, {"color_histogram", *RUNS_ALONE}),
+        ({"tables": "", "figures": "pipeline,"}, {"pipeline"}),
+        ({"tables": None, "figures": []}, set()),
     ],
-)
-def test_wrong_rows_are_named(tmp_path: Path, rows: list, words: str) -> None:
-    with pytest.raises(UserError, match=re.escape(words)):
-        load(write(tmp_path, tables={"low_shot": rows}))
+)  # fmt: skip
+def test_only_what_the_asked_protocols_can_show(asked: dict[str, Any], shown: set[str]) -> None:
+    found = load("digits", **asked)
+    assert {*pages.tables(found), *pages.figures(found)} == shown
 
 
 def test_config_asks_for_less(tmp_path: Path) -> None:
@@ -653,17 +503,6 @@ def test_config_asks_for_less(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("a, b", ["a", "b"]), (["a", "b"], ["a", "b"]), ("a,", ["a"]), ("", []), (None, []),
-        ([], []), (3, ["3"]),
-    ],
-)  # fmt: skip
-def test_names_as_the_command_line_gives_them(value: Any, expected: list[str]) -> None:
-    assert names(value) == expected
-
-
 def test_lines_without_an_evaluation_that_is_asked_for_are_left_out(tmp_path: Path) -> None:
     asked = [
         {"runs": ["mae_tiny", "ct_*"], "protocols": ["knn"]},
@@ -674,65 +513,9 @@ def test_lines_without_an_evaluation_that_is_asked_for_are_left_out(tmp_path: Pa
     less = load(file, protocols="umap")
     assert [row.method for row in less.rows("training_curves")] == ["mae"]
     assert less.figures == ["umap", "training_curves"]
-    assert load(file, tables=None, figures="").tables == []
     wrong = write(tmp_path, evaluate=asked, figures={"umap": ["ma_tiny"]})
     with pytest.raises(UserError, match="no evaluated run is named 'ma_tiny'"):
         load(wrong, protocols="umap")
-
-
-# Figures of the runs themselves.
-RUNS_ALONE = {"training_curves", "pipeline", "reconstructions", "neighbors_in_training"}
-
-
-def asked_of_digits(folder: Path, *words: str) -> set[str]:
-    """The tables and figures of a dry run of the digits with `--config`, where there is nothing."""
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "-n"]
-    command += ["--directory", str(folder), "--config", "experiment=digits", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return set(re.findall(r"(?m): (?:Table|Figure) (\w+)$", done.stdout))
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["protocols=umap"], {"umap", "cluster_formation", *RUNS_ALONE}),
-        (["protocols=fine_tune", "tables=oracle,low_shot", "figures=umap,label_efficiency"],
-         {"label_efficiency", "oracle"}),  # its full recipe is `fine_tune`
-        (["protocols=color_histogram"], {"color_histogram", *RUNS_ALONE}),
-        (["tables=", "figures=pipeline"], {"pipeline"}),
-        pytest.param(["tables=", "figures="], set(), marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_only_what_the_asked_protocols_can_show(
-    tmp_path: Path, words: list[str], shown: set[str]
-) -> None:
-    assert asked_of_digits(tmp_path, *words) == shown
-
-
-@pytest.mark.parametrize("compared", [False, True])
-def test_other_images_than_the_papers_are_not_compared_with_it(
-    tmp_path: Path, compared: bool
-) -> None:
-    given = {"tables": ["low_shot"], "figures": ["pipeline"], "compare_with_paper": compared}
-    found = load(write(tmp_path, **given))
-    for name, figure in (("low_shot", False), ("pipeline", True)):
-        assert pages.shown_config(found, name, figure).compare_with_paper == compared
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"table": "low_shot"}, "--config: unknown 'table'; did you mean 'tables'?"),
-        ({"tables": "lowshot"}, "--config tables: unknown 'lowshot'; did you mean 'low_shot'?"),
-        ({"protocols": "umap"}, "--config protocols: unknown 'umap'; known: knn, linear_probe"),
-        ({"seeds": 0}, "seeds"),
-    ],
-)
-def test_a_wrong_config_is_named(tmp_path: Path, change: dict, words: str) -> None:
-    file = write(tmp_path, tables=["low_shot", "extended"])
-    with pytest.raises(UserError, match=re.escape(words)):
-        load(file, **change)
 
 
 def test_a_figure_of_one_seed_reads_the_first_only(tmp_path: Path) -> None:
@@ -743,16 +526,6 @@ def test_a_figure_of_one_seed_reads_the_first_only(tmp_path: Path) -> None:
     other = {name: any("-s1/" in str(path) for path in paths) for name, paths in seeds.items()}
     assert other == {"umap": False, "training_curves": False, "knn_compute": True}
     assert {path.stem for path in seeds["umap"]} == {"umap", "clustering", "index"}
-
-
-def test_environment_variables_in_protocols_are_filled_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MAECT_LISTS", "/lists")
-    asked = [{"runs": ["mae_tiny"], "protocols": ["low_shot"]}]
-    protocols = {"low_shot": {"subsets": "$MAECT_LISTS/msn"}}
-    found = load(write(tmp_path, protocols=protocols, evaluate=asked))
-    assert found.evaluation("mae_tiny", "low_shot").subsets == "/lists/msn"
 
 
 def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -> None:
@@ -770,22 +543,17 @@ def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -
     ]
     last = found.runs["mae_tiny.fine_tune.seed2"]
     assert (last.stage, last.source, last.seed, last.size) == ("fine_tune", "mae_tiny", 2, "tiny")
-    few = found.runs["mae_tiny.fine_tune_low_shot.2shot-split1"].settings
-    assert few.model_dump()["shots"] == 2 and few.model_dump()["split"] == 1
-    told = resolve.run_config(found, last.name)
-    dataset = found.default_dataset
-    assert told.test == Path(f"r/shards/{dataset}/val").absolute()
-    assert told.resize == found.datasets[dataset].resize
-    assert found.shards(dataset, "val") / "index.json" in resolve.inputs_of_run(found, last.name)
-    assert resolve.run_config(found, "mae_tiny").test is None
+    few = found.runs["mae_tiny.fine_tune_low_shot.2shot-split1"].settings.model_dump()
+    assert (few["shots"], few["split"]) == (2, 1)
     # `mae_*` is the file's run alone.
     assert {run for run, name in found.evaluations if name == "knn"} == {"mae_tiny", last.name}
-    told = run_config(found, last.name)
-    assert told.source == found.folder("mae_tiny").absolute() and told.seed == 2
-    reads = list(map(str, resolve.inputs_of_evaluation(found, "mae_tiny", "fine_tune")))
-    for seed in range(3):
-        folder = f"r/runs/mae_tiny.fine_tune.seed{seed}"
-        assert f"{folder}/run.json" in reads
+    told, root = run_config(found, last.name), found.root.absolute()
+    assert (told.source, told.seed) == (root / "runs/mae_tiny", 2)
+    assert (told.test, told.resize) == (root / "shards/mine/val", DATASET.get("resize"))
+    assert found.shards("mine", "val") / "index.json" in resolve.inputs_of_run(found, last.name)
+    assert run_config(found, "mae_tiny").test is None
+    reads = set(map(str, resolve.inputs_of_evaluation(found, "mae_tiny", "fine_tune")))
+    assert reads >= {f"r/runs/{name}/run.json" for name in tuned[:3]}
     scored = resolve.evaluation_config(found, "mae_tiny", "fine_tune")
     assert [path.name for path in scored.paths("trained")] == tuned[:3]
 
@@ -833,32 +601,6 @@ def test_fine_tunings_are_trained_on_what_is_evaluated(tmp_path: Path) -> None:
         load(write(tmp_path, **values))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"evaluate": [{"runs": ["mae_tiny.fine_tune.seed9"], "protocols": ["knn"]}]},
-            "no run is named 'mae_tiny.fine_tune.seed9'",
-        ),
-        (
-            {"evaluate": [
-                {"runs": ["mae_tiny", "mae_tiny.fine_tune.seed0"], "protocols": ["fine_tune"]}
-            ]},
-            "fine_tune of mae_tiny.fine_tune.seed0, which is fine-tuned already",
-        ),
-        (
-            {"runs": {"mae_tiny": {"recipe": "mae", "size": "tiny"},
-                      "mae_tiny.fine_tune.seed0": {"recipe": "mae", "size": "tiny"}},
-             "evaluate": [{"runs": ["mae_tiny"], "protocols": ["fine_tune"]}]},
-            "mae_tiny.fine_tune.seed0: an evaluation trains a run of this name; choose another",
-        ),
-    ],
-)  # fmt: skip
-def test_wrong_names_of_fine_tunings(tmp_path: Path, changes: dict, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        load(write(tmp_path, **changes))
-
-
 def test_experiments_of_the_same_images_share_their_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -892,29 +634,10 @@ def test_experiments_of_the_same_images_share_their_shards(
     assert experiment("fifth").shards("fifth", "train") == folder, "it has begun with these"
 
 
-def test_what_was_changed_last(tmp_path: Path) -> None:
-    before = last_changes(tmp_path)
-    (tmp_path / "a").symlink_to(tmp_path)  # sharding will refuse it
-    (tmp_path / "x-0.parquet").touch()
-    now = last_changes(tmp_path), last_changes(tmp_path / "x-*.parquet")
-    assert now[0] != before
-    os.utime(tmp_path / "x-0.parquet", (0, 0))
-    assert last_changes(tmp_path) != now[0] and last_changes(tmp_path / "x-*.parquet") != now[1]
-    with pytest.raises(OSError):
-        last_changes(tmp_path / "y-*.parquet")
-
-
-def test_a_file_that_is_not_yaml(tmp_path: Path) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_text("runs: [unclosed")
-    with pytest.raises(UserError, match=r"x\.yaml: not valid YAML \([^\n]*\)$"):
-        load(str(file))
-
-
 @pytest.mark.parametrize("name", ["digits_controls", "cifar10_controls"])
 def test_controls_take_the_operations_of_tuning(name: str) -> None:
     """As nearly as whole epochs can."""
-    experiment = load(name)
+    experiment = bundled(name)
 
     def operations(run: str) -> float:
         told, total = experiment.runs[run], 0.0
@@ -933,7 +656,7 @@ def test_controls_take_the_operations_of_tuning(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["digits_law", "cifar10_law"])
 def test_the_law_differs_in_its_lookup_alone(name: str) -> None:
-    runs = load(name).runs
+    runs = bundled(name).runs
     for augmentation in ("min", "aug"):
         tuned = {n: run for n, run in runs.items() if n.startswith(f"ct_{augmentation}")}
         heads = [run.settings.model_dump().pop("head") for run in tuned.values()]
@@ -955,7 +678,7 @@ def test_the_law_differs_in_its_lookup_alone(name: str) -> None:
 ])  # fmt: skip
 def test_the_clean_control_changes_the_lookup_alone(data: str, same: str) -> None:
     """With three seeds of all; what was published before is asked for with the same settings."""
-    runs, before = load(f"{data}_no_lookup").runs, load(same).runs
+    runs, before = bundled(f"{data}_no_lookup").runs, bundled(same).runs
     for augmentation in ("min", "aug"):
         ends = ("", "-s1", "-s2")
         own = [n for n in runs if n.startswith(f"ct_{augmentation}") and seedless(n) == n]
@@ -974,7 +697,7 @@ def test_the_clean_control_changes_the_lookup_alone(data: str, same: str) -> Non
 
 def test_tiny_imagenet_differs_from_cifar10_by_its_images_alone() -> None:
     """As many patches, the same views in tuning, and neighbours left out beside them."""
-    tiny, cifar = load("tiny_imagenet"), load("cifar10")
+    tiny, cifar = bundled("tiny_imagenet"), bundled("cifar10")
     ours, theirs = tiny.runs["ct_aug_micro8"], cifar.runs["ct_aug_micro"]
     assert ours.encoder.patches == theirs.encoder.patches == 64
     assert ours.settings.view_settings() == theirs.settings.view_settings()
@@ -990,6 +713,9 @@ def test_config_names_the_results_folder(tmp_path: Path, monkeypatch: pytest.Mon
     file = write(tmp_path, storage="elsewhere")
     assert load(file).root == Path("elsewhere")
     assert load(file, storage="$MAECT_SCRATCH/a").root == tmp_path / "scratch/a"
+    found = load(write(tmp_path, protocols={"low_shot": {"subsets": "$MAECT_SCRATCH/msn"}}))
+    assert found.evaluation("mae_tiny", "low_shot").subsets == str(tmp_path / "scratch/msn")
+    file = write(tmp_path, storage="elsewhere")
     public = {"recipe": "mae", "size": "base", "public": {"weights": "w.pth", "layout": "mae"}}
     evaluate = [{"runs": ["*"], "protocols": ["knn"]}]
     both = write(tmp_path, runs={"mae_base": public}, evaluate=evaluate)
@@ -1032,36 +758,29 @@ def test_config_says_where_splits_are(tmp_path: Path) -> None:
 
 def test_an_entry_names_the_data_sets_that_it_evaluates(tmp_path: Path) -> None:
     """Those of the first keep names and contents; another's read its features and shards."""
-    other = {"splits": DATASET["splits"], "resize": 20}
-    datasets = {"mine": DATASET, "other": other, "unused": DATASET}
+    datasets = {"mine": DATASET, "other": DATASET | {"resize": 20}, "unused": DATASET}
     asked = ["knn", "linear_probe", "fine_tune", "clustering", "retrieval"]
-    before = load(
-        write(tmp_path, datasets=datasets, evaluate=[{"runs": ["mae_tiny"], "protocols": asked}])
-    )
-    both = {"runs": ["mae_tiny"], "protocols": asked, "datasets": ["mine", "other"]}
+    entry = {"runs": ["mae_tiny"], "protocols": asked}
+    before = load(write(tmp_path, datasets=datasets, evaluate=[entry]))
+    both = entry | {"datasets": ["mine", "other"]}
     experiment = load(write(tmp_path, datasets=datasets, evaluate=[both]))
-    assert experiment.evaluations == (
-        *before.evaluations,
-        *((run, f"{name}.on.other") for run, name in before.evaluations),
-    )
+    of_other = tuple((run, f"{name}.on.other") for run, name in before.evaluations)
+    assert experiment.evaluations == (*before.evaluations, *of_other)
     for pair in before.evaluations:
         told, same = (resolve.evaluation_config(e, *pair) for e in (before, experiment))
-        assert told == same
         path = experiment.root / "evaluations" / pair[0] / f"{pair[1]}.yaml"
-        assert told.text(path) == same.text(path)
+        assert told == same and told.text(path) == same.text(path)
     root = experiment.root.absolute()
     knn = resolve.evaluation_config(experiment, "mae_tiny", "knn.on.other")
     assert knn.inputs["train"] == root / "features/mae_tiny/other-train.safetensors"
     assert (knn.resize, knn.protocol) == (20, "knn")
     left = resolve.evaluation_config(experiment, "mae_tiny", "retrieval.on.other").inputs
     assert root / "evaluations/mae_tiny/clustering.on.other.safetensors" in left.values()
-    scored = "mae_tiny.fine_tune.on.other.seed0"
-    told_run = run_config(experiment, scored)
+    told_run = run_config(experiment, "mae_tiny.fine_tune.on.other.seed0")
     assert told_run.shards == root / "shards/other/train" and told_run.resize == 20
     assert told_run.test == root / "shards/other/val"
-    assert run_config(experiment, "mae_tiny.fine_tune.seed0") == run_config(
-        before, "mae_tiny.fine_tune.seed0"
-    )
+    tuned = "mae_tiny.fine_tune.seed0"
+    assert run_config(experiment, tuned) == run_config(before, tuned)
     assert "datasets" not in [path.stem for path, _ in pages.pages(before)]
     (page,) = [config for path, config in pages.pages(experiment) if path.stem == "datasets"]
     assert page.datasets == {"mine": "", "other": ".on.other"} and page.runs == ["mae_tiny"]
@@ -1111,13 +830,6 @@ def test_how_a_run_is_computed_stands_beside_its_settings(tmp_path: Path) -> Non
     assert (within.computing.zero_stage, beside.computing.accumulation) == (2, 2)
     tuned = next(run for run in found.runs.values() if run.scored_by)
     assert tuned.computing.compile and not found.runs["plain"].computing.compile
-    for changes, message in (
-        ({"runs": {"m": one | {"computing": {"zero": 1}}}}, "unknown key 'zero'"),
-        ({"runs": {"m": one | {"set": {"zero_stage": 0}}}}, "no stage 0: leave it out"),
-        ({"protocols": {"knn": {"compile": True}}}, "knn trains no run"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load(write(tmp_path, **changes))
 
 
 def test_a_wildcard_is_one_of_the_names() -> None:

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.experiment import Experiment, load
 from maect.experiment.resolve import run_config
 from maect.experiment.start import PendingJob, faults, missing_images, missing_weights, prepare
@@ -91,31 +92,23 @@ def job(rule: str, forced: bool, **given: str) -> PendingJob:
     return PendingJob(rule, given, [], None, forced)
 
 
-def test_a_finished_import_needs_its_weights_only_if_it_is_forced(tmp_path: Path) -> None:
-    found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]})
-    folder = found.folder("ijepa")
-    folder.mkdir(parents=True)
-    assert "no weights at" in faults(found, [job("import", False, run="ijepa")])[0]
-    RunRecord.path(folder).touch()
-    assert faults(found, [job("import", False, run="ijepa")]) == []
-    assert "no weights at" in faults(found, [job("import", True, run="ijepa")])[0]
-
-
 @pytest.mark.parametrize(("forced", "finished"), [(True, True), (False, True), (False, False)])
-def test_shards_need_their_images_unless_they_are_finished(
+def test_what_is_finished_needs_its_weights_and_images_only_if_it_is_forced(
     tmp_path: Path, forced: bool, finished: bool
 ) -> None:
-    found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]}, datasets={
-        "mine": {"splits": {"train": {"images": "/no/images"}}}
-    })  # fmt: skip
+    data = {"mine": {"splits": {"train": {"images": "/no/images"}}}}
+    found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]}, datasets=data)
     if finished:
-        folder = found.own_shards("mine", "train")
-        folder.mkdir(parents=True)
-        (folder / "index.json").touch()
+        for path in (RunRecord.path(found.folder("ijepa")), found.own_shards("mine", "train")):
+            path.parent.mkdir(parents=True)
+        RunRecord.path(found.folder("ijepa")).touch()
+        write_record(found.own_shards("mine", "train") / "index.json", {})
         assert missing_images(found) == []
-    said = faults(found, [job("write_shards", forced, dataset="mine", split="train")])
-    assert len(said) == (forced or not finished)
-    assert all("no images at /no/images" in line for line in said)
+    imported = faults(found, [job("import", forced, run="ijepa")])
+    sharded = faults(found, [job("write_shards", forced, dataset="mine", split="train")])
+    assert len(imported) == len(sharded) == (forced or not finished)
+    assert all("no weights at" in line for line in imported)
+    assert all("no images at /no/images" in line for line in sharded)
 
 
 def test_a_failed_import_leaves_what_was_imported_before(tmp_path: Path) -> None:
@@ -144,18 +137,12 @@ def test_a_failed_import_leaves_what_was_imported_before(tmp_path: Path) -> None
         ({"size": "base", "weights": "w", "dataset": "mine"}, "import takes no `dataset`"),
         ({"size": "base", "weights": "w", "layout": "moco"}, "x: weights: layout: .*'moco_v3'"),
         ({"size": "bass", "weights": "w"}, "x: unknown encoder size 'bass'"),
+        ({"recipe": "head_min", "size": "tiny", "from": "no_cls"},  # of I-JEPA
+         "x: its encoder differs from that of no_cls"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line(run: dict[str, Any], message: str, tmp_path: Path) -> None:
+    without = {"weights": "w", "size": "tiny", "layout": "ijepa"}
     with pytest.raises(UserError, match=message) as error:
-        experiment(tmp_path, {"x": run})
+        experiment(tmp_path, {"no_cls": without, "x": run})
     assert "\n" not in str(error.value)
-
-
-def test_no_stage_starts_from_an_encoder_without_cls(tmp_path: Path) -> None:
-    runs = {
-        "ijepa": {"weights": "w", "size": "tiny", "layout": "ijepa"},
-        "head": {"recipe": "head_min", "size": "tiny", "from": "ijepa"},
-    }
-    with pytest.raises(UserError, match="head: its encoder differs from that of ijepa"):
-        experiment(tmp_path, runs)

@@ -37,12 +37,28 @@ def changed(text: str, diff: str) -> str:
     return text.replace(old, new)
 
 
-@pytest.mark.parametrize(
-    "name",
-    # The method with several heads is a stage, too.
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "A stage")) for name in recipes()],
-)
+OF_ALL_STAGES = re.compile(r"pytest -q tests/unit/train/test_stages.py -k (\w+)")
+"""Trains and kills a stage several times, which takes minutes."""
+A_STEP = r"""python -c '
+from maect.recipes import load_encoder
+from maect.stages import load_recipe
+from maect.tools import speed
+speed.SECONDS = 0
+assert speed.measure(load_recipe("\1", "tiny", {"batch_size": 4}), load_encoder("tiny"), 4) > 0
+'"""
+RECIPES = [
+    *recipes(),
+    *(
+        pytest.param(f"{name}, trained", marks=pytest.mark.slow)
+        for name, text in recipes().items()
+        if OF_ALL_STAGES.search(text)
+    ),
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_works_as_it_is_written(name: str, tmp_path: Path) -> None:
+    name, _, trained = name.partition(", ")
     for part in PARTS:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, tmp_path / part)
@@ -59,6 +75,8 @@ def test_a_recipe_works_as_it_is_written(name: str, tmp_path: Path) -> None:
     assert files and commands
     assert len(files) <= MOST_FILES.get(name, 3)
     script = "\n".join(["set -eo pipefail", *commands])
+    if not trained:
+        script = OF_ALL_STAGES.sub(A_STEP, script)
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True,

@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from maect.core.entries import entries, finished_entries, line_of
 from maect.core.errors import UserError
@@ -29,15 +27,6 @@ def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
         raise RuntimeError
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_tensors_are_readable_like_other_files(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    with atomic_write(path) as temporary:
-        save_file({"x": np.zeros(3)}, temporary)
-    plain = tmp_path / "plain"
-    plain.touch()
-    assert path.stat().st_mode == plain.stat().st_mode & ~0o002
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 import maect
 
+ROOT = Path(__file__).parents[2]
 STATE = """
 import os, sys
 umask = os.umask(0)
@@ -20,14 +21,15 @@ def state():
     modules = {name: one for name, one in sys.modules.items() if name.split(".")[0] != "maect"}
     return [umask, dict(os.environ), [*sys.meta_path], [*sys.path_hooks], [*sys.path], modules]
 """
+ALL = "for name in json.loads(sys.argv[1]): importlib.import_module(name)"
 
 
-def run(script: str, *words: str) -> str:
-    """Return what a Python of its own prints."""
+def run(script: str, *words: str) -> list[str]:
+    """Return the lines that a Python of its own prints."""
     command = [sys.executable, "-P", "-W", "ignore", "-c", script, *words]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines()
 
 
 def modules() -> list[str]:
@@ -38,29 +40,31 @@ def modules() -> list[str]:
     return [name for name in names if not name.endswith("__main__")]
 
 
-def test_importing_the_package_changes_nothing() -> None:
+@pytest.mark.timeout(900)
+def test_importing_changes_nothing_but_by_what_is_imported() -> None:
+    """The package alone; its functions beside packages of their names; then every module."""
+    names = json.dumps(modules())
     script = f"""
 {STATE}
-import importlib.util, pathlib, typing  # which the package imports
+import importlib.util, json, pathlib, typing  # which the package imports
 before = state()
 import maect
 print(state() == before)
 spec = importlib.util.find_spec("torch._dynamo.utils")
 print(spec.origin.endswith("torch/_dynamo/utils.py"), type(spec.loader).__name__)
+import maect.train.stage, maect.evaluate
+print(callable(maect.train), callable(maect.evaluate), maect.train.stage.__name__)
+try:
+    maect.train("no/config.yaml")
+except Exception as error:
+    print(type(error).__name__, "no/config.yaml" in str(error))
+{ALL}
+print(json.dumps([name for name in sys.modules if name.split(".")[0] != "maect"]))
 """
-    assert run(script).splitlines() == ["True", "True SourceFileLoader"]
-
-
-@pytest.mark.timeout(900)
-def test_importing_any_module_changes_nothing_but_by_what_it_imports() -> None:
-    imports = "import importlib\nfor name in json.loads(sys.argv[1]): importlib.import_module(name)"
-    names = json.dumps(modules())
-    script = f"""
-import json, sys
-{imports}
-print("names", json.dumps([name for name in sys.modules if name.split(".")[0] != "maect"]))
-"""
-    others = json.loads(run(script, names).rpartition("names ")[2])
+    *said, others = run(script, names)
+    assert said[:4] == [
+        "True", "True SourceFileLoader", "True True maect.train.stage", "UserError True",
+    ]  # fmt: skip
     script = f"""
 import contextlib, importlib, json
 {STATE}
@@ -70,9 +74,9 @@ for name in json.loads(sys.argv[2]):
 import torch
 functions = [dict(vars(module)) for module in (torch, torch.optim, torch.nn.functional)]
 before = state()
-{imports}
+{ALL}
 after = state()
-print("same", [one == other for one, other in zip(before, after, strict=True)])
+print([one == other for one, other in zip(before, after, strict=True)])
 print([
     name
     for module, known in zip((torch, torch.optim, torch.nn.functional), functions)
@@ -80,42 +84,47 @@ print([
     if callable(value) and vars(module).get(name) is not value
 ])
 """
-    said = run(script, names, json.dumps(others)).rpartition("same ")[2].splitlines()
-    assert said == ["[True, True, True, True, True, True]", "[]"]
+    said = run(script, names, others)
+    assert said[-2:] == ["[True, True, True, True, True, True]", "[]"]
 
 
-def test_the_functions_are_there_beside_their_packages() -> None:
-    script = """
-import maect, maect.train.stage, maect.evaluate
-print(callable(maect.train), callable(maect.evaluate), maect.train.stage.__name__)
-try:
-    maect.train("no/config.yaml")
-except Exception as error:
-    print(type(error).__name__, "no/config.yaml" in str(error))
-"""
-    assert run(script).splitlines() == ["True True maect.train.stage", "UserError True"]
-
-
-def test_vectors_are_written_and_read_without_torch() -> None:
-    script = """
-import sys, tempfile
+HEAVY = "torch numpy pandas pyarrow scipy sklearn PIL matplotlib"
+LIGHT = {
+    "help": ("torch numpy pydantic yaml", "from maect import cli; cli.main(['--help'])"),
+    "a plan": (f"{HEAVY} snakemake", "import maect.cli, maect.launch, maect.tools.plan"),
+    "an experiment": (HEAVY, """
+import maect.recipes
+from maect.experiment import load, resolve, start
+found = load("digits")
+[resolve.run_config(found, run) for run in found.runs]
+"""),
+    "shards and vectors": ("torch", """
+import tempfile
 from pathlib import Path
 import numpy as np
+import maect.data.decode, maect.data.order, maect.data.shards
 from maect.answers.vectors import Vectors, write_vectors
+files, labels = ["a", "ü", "c"], ["x", "y", "x"]
 values = np.arange(6, dtype=np.float32).reshape(3, 2)
 with tempfile.TemporaryDirectory() as place:
     path = Path(place) / "v.parquet"
-    given = Vectors(["a", "\u00fc", "c"], values, ["x", "y", "x"], {"run": "r"})
-    write_vectors(path, [given])
+    write_vectors(path, [Vectors(files, values, labels, {"run": "r"})])
     back = Vectors.read(path)
-print(back.files, back.labels, back.about, np.array_equal(back.values, values))
-print("torch" in sys.modules)
-"""
-    assert run(script).splitlines() == [
-        "['a', 'ü', 'c'] ['x', 'y', 'x'] {'run': 'r'} True", "False",
-    ]  # fmt: skip
+assert (back.files, back.labels, back.about) == (files, labels, {"run": "r"})
+assert np.array_equal(back.values, values)
+"""),
+    "a report on a login node": ("torch matplotlib.pyplot umap", """
+import pkgutil
+import maect.report
+for module in pkgutil.walk_packages(maect.report.__path__, "maect.report."):
+    __import__(module.name)
+assert "maect.report.figures.lines" in sys.modules
+"""),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("module", ["maect.data.shards", "maect.data.order", "maect.data.decode"])
-def test_shards_are_written_without_torch(module: str) -> None:
-    assert run(f"import sys, {module}; print('torch' in sys.modules)") == "False\n"
+@pytest.mark.parametrize("what", LIGHT)
+def test_what_does_not_wait_for_large_packages(what: str) -> None:
+    unwanted, code = LIGHT[what]
+    script = f"import sys\n{code}\nprint(sorted({{*{unwanted.split()}}} & {{*sys.modules}}))"
+    assert run(script)[-1] == "[]"

@@ -23,7 +23,7 @@ import torch
 from maect.core.context import Context
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, read_record, sha256_file, write_record
+from maect.core.files import atomic_write, sha256_file, write_record
 from maect.data.bundled import write_digits
 from maect.data.shard_check import verify
 from maect.data.shards import shard
@@ -302,18 +302,6 @@ def test_shards(disk: Disk, tmp_path: Path) -> None:
             for name, content in whole.items():
                 assert (folder / "val" / name).read_bytes() == content, name
     assert count > 30
-
-
-def test_a_result_and_a_file_that_is_replaced(disk: Disk, tmp_path: Path) -> None:
-    """Old or new, never less; and new once the writer has returned."""
-    path = disk.root / "evaluations" / "mae" / "knn.json"
-    for number in range(3):
-        write_record(path, {"metrics": number})
-        disk.tell(number)
-    for folder, told in disk.after_power_loss(tmp_path / "left"):
-        left = folder / "evaluations" / "mae" / "knn.json"
-        if told or left.exists():
-            assert read_record(left)["metrics"] in (len(told) - 1, len(told))
 
 
 def test_a_file_that_was_not_forced_is_lost(disk: Disk, tmp_path: Path) -> None:

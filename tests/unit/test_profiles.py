@@ -1,10 +1,12 @@
-"""The cluster profiles: complete, readable, and as the Snakefile needs them."""
+"""The cluster profiles, and the rules as Snakemake understands them, which they fit."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from parsed_workflow import parsed, read_profile
@@ -43,9 +45,13 @@ def test_a_site_says_where_every_rule_computes(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_a_kill_costs_no_more_than_its_work(name: str) -> None:
+    """Nor does a login node much at once: jobs of several cores, or gigabytes for an encoder."""
     profile = read_profile(name)
     assert profile["rerun-incomplete"] and profile["nolock"]
     assert "code" not in profile["rerun-triggers"]
+    if name in SITES:
+        most = {rule: profile["cores"] // profile["set-threads"][rule] for rule in HERE}
+        assert most == {"write_shards": 4, "import": 2}
 
 
 def test_a_site_says_only_what_differs() -> None:
@@ -63,6 +69,14 @@ def test_a_site_says_only_what_differs() -> None:
     assert asked["umap"]["slurm_partition"] == "'batch'"
     assert like_slurm(site)["cores"] == read_profile("slurm")["cores"]
 
+    # What is usual for a rule is cut to the site's wall limit; what the site itself says is not.
+    asked = like_slurm({"training": {"runtime": 720}, "knn": {"runtime": 900}})["set-resources"]
+    assert {asked[rule]["runtime"] for rule in (*TRAININGS, "linear_probe")} == {720}
+    assert (asked["features"]["runtime"], asked["knn"]["runtime"]) == (240, 900)
+    assert like_slurm({})["set-resources"] == common
+    with pytest.raises(UserError, match="unknown job 'traning'; did you mean 'training'"):
+        by_rule({"traning": {"nodes": 1}})
+
 
 def test_a_name_is_not_read_as_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Snakemake evaluates resources after it has filled in variables."""
@@ -74,20 +88,6 @@ def test_a_name_is_not_read_as_python(monkeypatch: pytest.MonkeyPatch) -> None:
         for key in ("slurm_partition", "slurm_account")
     ]
     assert names == ["all", "open"]
-
-
-def test_nothing_asks_for_more_than_the_wall_limit() -> None:
-    """What is usual for a rule is cut to it; what the site itself says is not."""
-    asked = like_slurm({"training": {"runtime": 720}, "knn": {"runtime": 900}})["set-resources"]
-    assert {asked[rule]["runtime"] for rule in (*TRAININGS, "linear_probe")} == {720}
-    assert (asked["features"]["runtime"], asked["knn"]["runtime"]) == (240, 900)
-    assert like_slurm({})["set-resources"] == read_profile("slurm")["set-resources"]
-
-
-@pytest.mark.parametrize("name", ["jupiter", "meluxina"])
-def test_an_unknown_wall_limit_is_said_in_its_line(name: str) -> None:
-    text = (ROOT / "cluster_profiles" / name / "config.yaml").read_text(encoding="utf-8")
-    assert re.search(r"^ +runtime: \d+ # assumed: .* unknown", text, re.MULTILINE)
 
 
 def test_jobs_of_alps_get_its_environment() -> None:
@@ -136,24 +136,13 @@ def refused_on_arm(requirements: str, python: str, folder: Path) -> str:
     pytest.skip(f"the package index cannot be asked: {done.stderr.strip()[-200:]}")
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize(
+    "python", ["3.12", *(pytest.param(one, marks=pytest.mark.slow) for one in ("3.11", "3.13"))]
+)
 def test_the_lock_file_installs_on_arm(python: str, tmp_path: Path) -> None:
     """Grace (Alps, JUPITER): every package that a marker does not leave out has a wheel."""
     text = (ROOT / "envs/requirements.lock").read_text(encoding="utf-8")
     assert refused_on_arm(text, python, tmp_path) == ""
-
-
-@pytest.mark.parametrize("name", SITES)
-def test_a_login_node_does_little_at_once(name: str) -> None:
-    """Of what submits no job: processes that use several cores, or gigabytes for an encoder."""
-    profile = read_profile(name)
-    most = {rule: profile["cores"] // profile["set-threads"][rule] for rule in HERE}
-    assert most == {"write_shards": 4, "import": 2}
-
-
-def test_a_kind_that_is_none() -> None:
-    with pytest.raises(UserError, match="unknown job 'traning'; did you mean 'training'"):
-        by_rule({"traning": {"nodes": 1}})
 
 
 def test_a_profile_says_nothing_of_the_experiment(tmp_path: Path) -> None:
@@ -212,13 +201,48 @@ def test_a_training_takes_as_many_nodes_as_its_batch_is_worth() -> None:
         nodes("5..7", "tiny")
 
 
-@pytest.mark.parametrize("nodes", ["0", "4..2", "auto", "1..", "-1", "1-4"])
-def test_nodes_that_are_none(nodes: str) -> None:
-    with pytest.raises(UserError, match=f"--nodes {nodes}: a number of nodes, or LEAST..MOST"):
-        node_range(nodes)
-
-
-def test_an_evaluation_has_no_range_of_nodes() -> None:
+def test_numbers_of_nodes() -> None:
+    for nodes in ("0", "4..2", "auto", "1..", "-1", "1-4"):
+        with pytest.raises(UserError, match=f"--nodes {nodes}: a number of nodes, or LEAST..MOST"):
+            node_range(nodes)
     assert fixed_nodes("2") == 2
     with pytest.raises(UserError, match="a range is for trainings"):
         fixed_nodes("1..2")
+
+
+def test_every_rule_with_a_command_has_a_log_and_a_benchmark() -> None:
+    rules = {name: rule for name, rule in parsed()["rules"].items() if rule["command"]}
+    assert {"pretrain", "features", "table"} <= set(rules)
+    for name, rule in rules.items():
+        assert rule["log"] and rule["benchmark"], name
+
+
+def made_of(job: dict[str, Any]) -> list[str]:
+    """Inputs of a job, without the file that stands for a resolved file which is not there yet."""
+    return [file for file in job["input"] if not Path(file).name.startswith("settings")]
+
+
+def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
+    """Snakemake runs a job again whose parameters or inputs change: no cluster setting is there."""
+    elsewhere = {
+        "cluster": "slurm", "nodes": 3, "devices": 5, "cpus_per_task": 7, "mem_mb": 11,
+        "runtime": 13, "slurm_partition": "p", "slurm_account": "a", "slurm_extra": "qos=q",
+        "setup": "s.sh", "save_every_minutes": 17, "stage_to": "t", "gpu": "g", "python": "y",
+    }  # fmt: skip
+    here = parsed()
+    computing = [name for name, rule in here["rules"].items() if "cluster" in rule["resources"]]
+    for name in computing:
+        known = {key for key in here["rules"][name]["resources"] if key[0] != "_"}
+        # (`resize` of features is also among their parameters, where anything says one.)
+        assert known - {"tmpdir", "resize"} == elsewhere.keys(), name
+    there = parsed(json.dumps(dict.fromkeys(computing, elsewhere)))
+    assert here["jobs"].keys() == there["jobs"].keys()
+    for name, job in here["jobs"].items():
+        moved = there["jobs"][name]
+        assert moved["params"] == job["params"] and made_of(moved) == made_of(job), name
+        if "cluster" in job["resources"]:
+            assert all(moved["resources"][key] == str(value) for key, value in elsewhere.items())
+
+
+def test_reading_an_experiment_imports_no_torch() -> None:
+    assert "snakemake" in parsed()["modules"] and "torch" not in parsed()["modules"]

@@ -47,10 +47,39 @@ def written(root: Path) -> tuple[Path, Path]:
     return run, evaluation
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    run, evaluation = written(tmp_path)
-    assert RunConfig.read(run) == tuning(tmp_path)
-    assert EvaluationConfig.read(evaluation) == probe(tmp_path)
+def test_what_is_written_is_read_back_also_where_it_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths are those of the file; weights that lie elsewhere stay where they are."""
+    root, weights = tmp_path / "here", tmp_path / "weights/mae.pth"
+    run, evaluation = written(root)
+    assert EvaluationConfig.read(evaluation) == probe(root)
+    monkeypatch.chdir(run.parent)
+    assert RunConfig.read("config.yaml") == tuning(root)
+    config = tuning(root).model_copy(update={"weights": weights})
+    config.write(root / "runs/imported/config.yaml")
+    assert config.digest == tuning(root).digest
+    root = shutil.move(root, tmp_path / "there")
+    assert RunConfig.read(root / "runs/ct/config.yaml") == tuning(root)
+    assert EvaluationConfig.read(root / evaluation.relative_to(tmp_path / "here")) == probe(root)
+    assert RunConfig.read(root / "runs/imported/config.yaml").weights == weights
+
+
+@pytest.mark.parametrize(
+    ("lookup", "stop", "found"),
+    [("topk", None, True), ("none", None, False), ("none", True, True), ("topk", False, False)],
+)
+def test_what_the_positive_passes_on_is_read_back(
+    tmp_path: Path, lookup: str, stop: bool | None, found: bool
+) -> None:
+    """The default depends on the lookup."""
+    head = {"lookup": lookup} | ({} if stop is None else {"stop_gradient": stop})
+    settings = load_recipe("ct_min", "tiny", {"head": head})
+    config = tuning(tmp_path).model_copy(update={"settings": settings})
+    config.write(tmp_path / "runs/ct/config.yaml")
+    read = RunConfig.read(tmp_path / "runs/ct/config.yaml")
+    assert read == config and read.digest == config.digest
+    assert settings.head.stop_gradient is found
 
 
 def test_a_file_of_another_format_is_refused(
@@ -64,23 +93,8 @@ def test_a_file_of_another_format_is_refused(
     assert said.startswith(f"maect train: {run}: format 2, and this version of maect reads 1: use")
 
 
-@pytest.mark.parametrize("lookup", ["topk", "none"])
-@pytest.mark.parametrize("stop", [None, True, False])
-def test_what_the_positive_passes_on_is_read_back(
-    tmp_path: Path, lookup: str, stop: bool | None
-) -> None:
-    """The default depends on the lookup."""
-    head = {"lookup": lookup} | ({} if stop is None else {"stop_gradient": stop})
-    settings = load_recipe("ct_min", "tiny", {"head": head})
-    config = tuning(tmp_path).model_copy(update={"settings": settings})
-    config.write(tmp_path / "runs/ct/config.yaml")
-    read = RunConfig.read(tmp_path / "runs/ct/config.yaml")
-    assert read == config and read.digest == config.digest
-    assert settings.head.stop_gradient == (lookup == "topk" if stop is None else stop)
-
-
 @pytest.mark.parametrize("least, most, given, expected", [
-    (1, 16, 4, 8), (1, 8, 8, 8), (8, 8, 8, 8), (1, 4, 4, None), (16, 16, 16, None),
+    (1, 16, 4, 8), (8, 8, 8, 8), (1, 4, 4, None), (16, 16, 16, None),
 ])  # fmt: skip
 def test_a_run_goes_on_with_as_many_ranks_as_saved_its_state(
     tmp_path: Path, least: int, most: int, given: int, expected: int | None
@@ -115,16 +129,6 @@ def test_online_evaluation_is_in_the_file_and_no_part_of_the_run(tmp_path: Path)
     evaluated = plain.model_copy(update={"online_evaluation": online})
     evaluated.write(run)
     assert RunConfig.read(run) == evaluated and evaluated.digest == plain.digest
-    with pytest.raises(UserError, match=r"online_evaluation\.every_epochs: .* greater than 0"):
-        RunConfig.read(run, ["online_evaluation.every_epochs=0"])
-
-
-def test_results_may_move(tmp_path: Path) -> None:
-    written(tmp_path / "here")
-    shutil.move(tmp_path / "here", tmp_path / "there")
-    assert RunConfig.read(tmp_path / "there/runs/ct/config.yaml") == tuning(tmp_path / "there")
-    moved = tmp_path / "there/evaluations/ct/linear_probe_concat.yaml"
-    assert EvaluationConfig.read(moved) == probe(tmp_path / "there")
 
 
 def test_how_images_are_resized_is_said_to_a_run_and_is_no_part_of_it(tmp_path: Path) -> None:
@@ -135,29 +139,9 @@ def test_how_images_are_resized_is_said_to_a_run_and_is_no_part_of_it(tmp_path: 
     assert resize_of(tmp_path / "runs/ct") is None is resize_of(tmp_path / "runs/imported")
     config.write(tmp_path / "runs/ct/config.yaml")
     assert resize_of(tmp_path / "runs/ct") == 20
-
-
-def test_a_run_is_used_as_its_images_are_resized() -> None:
     digits = load("digits")
     name = next(iter(digits.runs))
     assert run_config(digits, name).resize == 16 == resize(digits, name, digits.default_dataset)
-
-
-def test_paths_are_those_of_the_file_wherever_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, _ = written(tmp_path)
-    monkeypatch.chdir(run.parent)
-    assert RunConfig.read("config.yaml") == tuning(tmp_path)
-
-
-def test_weights_elsewhere_stay_where_they_are(tmp_path: Path) -> None:
-    root, weights = tmp_path / "results/x", tmp_path / "weights/mae.pth"
-    config = tuning(root).model_copy(update={"weights": weights})
-    config.write(root / "runs/ct/config.yaml")
-    shutil.move(root, tmp_path / "y")
-    assert RunConfig.read(tmp_path / "y/runs/ct/config.yaml").weights == weights
-    assert config.digest == tuning(root).digest
 
 
 def test_written_only_if_changed(tmp_path: Path) -> None:
@@ -169,13 +153,6 @@ def test_written_only_if_changed(tmp_path: Path) -> None:
     assert RunConfig.read(run).seed == 2
 
 
-def test_changes_by_hand(tmp_path: Path) -> None:
-    run, _ = written(tmp_path)
-    changed = RunConfig.read(run, ["settings.head.topk=7", "seed=3", "shards=../../other"])
-    assert changed.settings.head.topk == 7 and changed.seed == 3
-    assert changed.shards == tmp_path / "other"
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
@@ -184,39 +161,39 @@ def test_changes_by_hand(tmp_path: Path) -> None:
         ("stage=tun", "stage: unknown 'tun'; did you mean 'tune'?"),
         ("settings.epochs=-1", "settings: epochs: Input should be greater than 0 (given: -1)"),
         ("settings.head.topk=2000", "topk 2000 is larger than queue_size 1024"),
+        ("settings.frozen_blocks=4", "config.yaml: settings: frozen_blocks 4 leaves none"),
+        ("online_evaluation.every_epochs=0", "online_evaluation.every_epochs: "),
         ("seed", "seed: write KEY=VALUE"),
         ("seed.a=1", "seed.a=1: 'seed' has no keys of its own"),
         ("seed=[", "not valid YAML"),
+        (b"run: [unclosed", "config.yaml: not "),
+        (b"\xff\xfe\x00", "config.yaml: not "),
+        (b"", "config.yaml: not "),
+        (None, "no such file; `maect resolve EXPERIMENT` writes it"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, change: str, fault: str) -> None:
+def test_mistakes_are_named(tmp_path: Path, change: str | bytes | None, fault: str) -> None:
+    """In changes by hand, in the file itself, or where it is gone."""
     run, _ = written(tmp_path)
+    if change is None:
+        run.unlink()
+    elif isinstance(change, bytes):
+        run.write_bytes(change)
     with pytest.raises(UserError) as error:
-        RunConfig.read(run, [change])
+        RunConfig.read(run, [change] if isinstance(change, str) else ())
     assert fault in str(error.value) and "\n" not in str(error.value)
-    assert str(run) in str(error.value) or change in str(error.value)
+    assert str(run) in str(error.value) or str(change) in str(error.value)
 
 
-def test_an_evaluation_of_an_unknown_protocol(tmp_path: Path) -> None:
-    _, evaluation = written(tmp_path)
+def test_changes_by_hand(tmp_path: Path) -> None:
+    run, evaluation = written(tmp_path)
+    changed = RunConfig.read(run, ["settings.head.topk=7", "seed=3", "shards=../../other"])
+    assert changed.settings.head.topk == 7 and changed.seed == 3
+    assert changed.shards == tmp_path / "other"
     with pytest.raises(UserError, match=r"concat\.yaml: protocol: unknown 'linear_prob'; did you"):
         EvaluationConfig.read(evaluation, ["protocol=linear_prob"])
     with pytest.raises(UserError, match=r"settings: unknown key 'epoch'; did you mean 'epochs'"):
         EvaluationConfig.read(evaluation, ["settings.epoch=1"])
-
-
-@pytest.mark.parametrize("content", [b"run: [unclosed", b"\xff\xfe\x00", b"- a list", b""])
-def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_bytes(content)
-    with pytest.raises(UserError) as error:
-        RunConfig.read(file)
-    assert str(error.value).startswith(f"{file}: not ") and "\n" not in str(error.value)
-
-
-def test_a_missing_file_says_what_writes_it(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no such file; `maect resolve EXPERIMENT` writes it"):
-        RunConfig.read(tmp_path / "config.yaml")
 
 
 def test_a_job_is_what_was_submitted(tmp_path: Path) -> None:
@@ -237,12 +214,6 @@ def test_another_file_beside_a_run_is_refused(
     assert main(["train", str(run), "settings.epochs=3", "--out", str(other)]) == 2
     assert "other.yaml: its folder belongs to the run in config.yaml" in capsys.readouterr().err
     assert not other.exists()
-
-
-def test_a_recipe_by_hand_is_checked_as_in_an_experiment(tmp_path: Path) -> None:
-    run, _ = written(tmp_path)
-    with pytest.raises(UserError, match=r"config\.yaml: settings: frozen_blocks 4 leaves none"):
-        RunConfig.read(run, ["settings.frozen_blocks=4"])
 
 
 def test_only_what_was_edited_is_checked_again(

@@ -47,12 +47,6 @@ def test_from_scratch_everything_is_trained(tmp_path: Path) -> None:
     assert scratch.tables == ["low_shot", "huge14"]
 
 
-def test_nothing_public_to_start_from_is_an_error(tmp_path: Path) -> None:
-    mine = write(tmp_path, runs={"mae_base": {"recipe": "mae", "size": "base"}}, tables=[])
-    with pytest.raises(UserError, match="no run names `public` weights to import"):
-        load(mine, starting_from="public")
-
-
 def test_public_weights_take_the_place_of_pretraining(tmp_path: Path) -> None:
     public = load(write(tmp_path), starting_from="public")
     assert {name: run.stage for name, run in public.runs.items()} == {
@@ -81,25 +75,20 @@ def test_gpu_hours_are_drawn_of_what_was_trained_here(tmp_path: Path) -> None:
     file = write(tmp_path, evaluate=timed, figures=["gpu_hours", "pipeline"])
     public = load(file, starting_from="public")
     assert [row.method for row in public.rows("gpu_hours")] == ["mae", "ct", "ibot"]
-    assert "gpu_hours" in load("paper", starting_from="public").figures
 
 
-def test_weights_are_not_compared_with_themselves() -> None:
+def test_weights_are_not_compared_with_themselves(tmp_path: Path) -> None:
     """Table 6 holds our own MAE against the public one: with one of them it decides nothing."""
     paper = load("paper", starting_from="public")
-    methods = [row.method for row in paper.rows("reimplementation")]
-    assert methods == ["mae_public", "ct_min_k1_public"]
+    rows = paper.rows("reimplementation")
+    assert [row.method for row in rows] == ["mae_public", "ct_min_k1_public"]
     lines = {(row.architecture, row.method) for row in paper.rows("extended")}
     assert ("base", "mae_public") in lines and ("base", "mae") not in lines
     assert ("base", "ct_min") in lines
     assert "ct_min_k1" in {row.method for row in paper.rows("ablation")}
+    assert "gpu_hours" in paper.figures
     scratch = [row.method for row in load("paper").rows("reimplementation")]
     assert scratch == ["mae_public", "mae", "ct_min_k1_public", "ct_min_k1"]
-
-
-def test_a_table_without_the_twin_leaves_the_claim_open(tmp_path: Path) -> None:
-    paper = load("paper", starting_from="public")
-    rows = paper.rows("reimplementation")
     for run, name in itertools.product(paper.runs, ("linear_probe", "knn")):
         (tmp_path / run).mkdir(exist_ok=True)
         write_record(tmp_path / run / f"{name}.json", {"metrics": {name: 75.0}})
@@ -108,16 +97,19 @@ def test_a_table_without_the_twin_leaves_the_claim_open(tmp_path: Path) -> None:
     assert line.verdict == "not measured"
 
 
-def test_in_the_file_or_by_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"starting_from": "pubic"}, "starting_from"),
+        ({"tables": {"huge14": ["*_hug"]}}, "no evaluated run is named"),  # which is left out
+        ({"runs": {"mae_base": {"recipe": "mae", "size": "base"}}, "tables": []},
+         "no run names `public` weights to import"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     assert len(load(write(tmp_path, starting_from="public")).runs) == 3
-    with pytest.raises(UserError, match="starting_from"):
-        load(write(tmp_path), starting_from="pubic")
-
-
-def test_a_mistake_in_what_is_left_out_is_found_all_the_same(tmp_path: Path) -> None:
-    tables = {"huge14": ["*_hug"]}
-    with pytest.raises(UserError, match="no evaluated run is named"):
-        load(write(tmp_path, tables=tables), starting_from="public")
+    with pytest.raises(UserError, match=words):
+        load(write(tmp_path, **{"starting_from": "public"} | changes))
 
 
 def test_another_image_size_is_another_architecture(tmp_path: Path) -> None:

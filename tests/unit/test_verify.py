@@ -13,7 +13,7 @@ from maect.core.errors import UserError
 from maect.core.files import write_json, write_record
 from maect.experiment import load
 from maect.records import RunRecord
-from maect.tools.verify import Checked, cells, chosen, tolerance, verify
+from maect.tools.verify import cells, chosen, tolerance, verify
 
 PUBLISHED = Path(__file__).parents[2] / "docs/results/digits"
 KNN = "low_shot.mae.knn"
@@ -82,30 +82,19 @@ def test_what_a_number_may_differ_by(
     assert f"{1 - status} of 1 cells agree" in told
 
 
-def test_a_pipeline_that_fails_is_no_agreement(published: Path, tmp_path: Path) -> None:
-    assert verify(published, [KNN], tmp_path / "out", lambda file, targets: 3) == 3
-
-
-def test_nothing_to_make_again_is_an_error(published: Path, tmp_path: Path) -> None:
-    shutil.rmtree(published / "tables")
-    with pytest.raises(UserError, match="no number that the experiment digits makes"):
-        verify(published, [], tmp_path / "out", lambda file, targets: 0)
-
-
-def test_an_experiment_of_the_same_name_is_left_alone(published: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_verified(published: Path, tmp_path: Path) -> None:
+    """A failure is no agreement; an earlier call's experiment is written anew, another is not."""
+    out = tmp_path / "out"
+    assert verify(published, [KNN], out, lambda file, targets: 3) == 3
+    (out / "digits.yaml").write_text(f"storage: {out / 'digits'}\nruns: {{}}\n")
+    assert verify(published, [KNN], out, pipeline(published, {"knn": 86.4})) == 0
     (tmp_path / "digits.yaml").write_text("runs: {}\n")
     with pytest.raises(UserError, match=r"digits.yaml: an experiment of yours"):
         verify(published, [KNN], tmp_path, lambda file, targets: 0)
     assert (tmp_path / "digits.yaml").read_text() == "runs: {}\n"
-
-
-def test_the_experiment_of_an_earlier_call_is_written_anew(published: Path, tmp_path: Path) -> None:
-    """After an upgrade it may say something else; what is the same is not computed again."""
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "digits.yaml").write_text(f"storage: {out / 'digits'}\nruns: {{}}\n")
-    run = pipeline(published, {"knn": 86.4})
-    assert verify(published, [KNN], out, run) == 0
+    shutil.rmtree(published / "tables")
+    with pytest.raises(UserError, match="no number that the experiment digits makes"):
+        verify(published, [], out, lambda file, targets: 0)
 
 
 def test_cells_are_named_or_drawn(published: Path, tmp_path: Path) -> None:
@@ -125,23 +114,17 @@ def test_cells_are_named_or_drawn(published: Path, tmp_path: Path) -> None:
         verify(tmp_path, [], tmp_path / "out", lambda file, targets: 0)
 
 
-def test_deviations_over_seeds_come_first() -> None:
-    (cell,) = (c for c in cells(PUBLISHED, load("digits")) if c.name == KNN)
-    several = Checked(cell.table, cell.row, cell.metric, cell.value, 0.5)
-    assert tolerance(several, False, 500)[0] == pytest.approx(1.25)
-    assert tolerance(several, True, 500)[0] == pytest.approx(0.6)
-    assert json.dumps(tolerance(cell, False, 500)[1])  # in words
-
-
-def test_of_one_seed_only_accuracies_are_judged() -> None:
+def test_deviations_over_seeds_come_first_and_of_one_seed_only_accuracies_are_judged() -> None:
     found = {cell.name: cell for cell in cells(PUBLISHED, load("digits"))}
     knn, silhouette = found[KNN], found["clustering.mae.silhouette"]
-    right = Checked(knn.table, knn.row, knn.metric, 100.0, math.nan)
+    several = replace(knn, std=0.5)
+    assert tolerance(several, False, 500)[0] == pytest.approx(1.25)
+    assert tolerance(several, True, 500)[0] == pytest.approx(0.6)
+    right = replace(knn, value=100.0, std=math.nan)
     assert 0 < tolerance(right, False, 500)[0] < 1
     for same in (False, True):
         assert math.isinf(tolerance(silhouette, same, 500)[0])
-    several = Checked(silhouette.table, silhouette.row, silhouette.metric, -12.0, 0.5)
-    assert tolerance(several, False, 500)[0] == pytest.approx(1.25)
+    assert tolerance(replace(silhouette, std=0.5), False, 500)[0] == pytest.approx(1.25)
 
 
 def test_seeds_that_are_not_published_are_not_made(tmp_path: Path) -> None:

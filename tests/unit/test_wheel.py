@@ -20,36 +20,13 @@ def run(*words: str | Path, **more: str | Path) -> "subprocess.CompletedProcess[
     return done
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip wheel` packs, without packing it."""
-    base = tmp_path_factory.mktemp("build")
-    run(sys.executable, "setup.py", "--quiet", "build", "--build-base", base, cwd=ROOT)
-    return next(base.glob("lib*"))
-
-
-@pytest.mark.slow  # wheels are installed and tried by others of this mark
-def test_commands_work_away_from_a_clone(package: Path, tmp_path: Path) -> None:
-    script = """
-import sys
-from maect import cli
-from maect.core.files import PIPELINE
-print(PIPELINE)
-for words in (["plan", "--experiment", "digits"], ["doctor", "--experiment", "digits", "--no-job"]):
-    assert cli.main(words) == 0
-"""
-    environment = os.environ | {"PYTHONPATH": str(package)}
-    done = run(sys.executable, "-c", script, cwd=tmp_path, env=environment)
-    assert done.stdout.startswith(f"{package}/maect/pipeline\n")
-    assert "digits on local\n" in done.stdout and "pretrain" in done.stdout
-    built = (ROOT / "maect/data/native/libmaect_jpeg.so").exists()  # where there is a compiler
-    assert ("JPEG decoder: native" in done.stdout) == built
-
-
-def test_profiles_find_their_scripts_in_a_wheel(package: Path, tmp_path: Path) -> None:
+def test_profiles_find_their_scripts_in_a_wheel(tmp_path: Path) -> None:
     """`--profile juwels` of an installed wheel: its script is there, and enters the environment."""
     site = tmp_path / "venv/lib/python3.12/site-packages"
-    shutil.copytree(package, site)
+    # What `pip wheel` packs, without packing it.
+    build = ["setup.py", "--quiet", "build", "--build-base", tmp_path / "build"]
+    run(sys.executable, *build, cwd=ROOT)
+    shutil.copytree(next((tmp_path / "build").glob("lib*")), site)
     (tmp_path / "venv/bin").mkdir()
     (tmp_path / "venv/bin/activate").write_text("export ENTERED=yes\n")
     script = """

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +13,22 @@ from maect.records import EvaluationRecord
 Writer = Callable[..., Path]
 
 
-@pytest.fixture
-def result(tmp_path: Path) -> Writer:
-    """Writes an evaluation's result as `maect evaluate` does."""
+@pytest.fixture(scope="session")
+def write_result() -> Writer:
+    """Writes an evaluation's result into a folder of evaluations, as `maect evaluate` does."""
 
-    def write(run: str, protocol: str, **metrics: float) -> Path:
-        path = tmp_path / "evaluations" / run / f"{protocol}.json"
+    def write(folder: Path, run: str, protocol: str, **metrics: float) -> Path:
+        path = folder / run / f"{protocol}.json"
         about = {"settings": {"seed": 0}, "provenance": {"run": run}}
         EvaluationRecord(metrics=metrics, **about).write(path)
         return path
 
     return write
+
+
+@pytest.fixture
+def result(write_result: Writer, tmp_path: Path) -> Writer:
+    return partial(write_result, tmp_path / "evaluations")
 
 
 @pytest.fixture
@@ -39,14 +45,19 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     return points.astype(np.float32), labels.astype(np.int64)
 
 
-@pytest.fixture
-def embedding(evaluations: Path, digits: tuple[np.ndarray, np.ndarray]) -> Callable[[str], Path]:
-    """Writes a run's `umap.safetensors`."""
+@pytest.fixture(scope="session")
+def write_embedding(digits: tuple[np.ndarray, np.ndarray]) -> Writer:
+    """Writes a run's `umap.safetensors` into a folder of evaluations."""
 
-    def write(run: str) -> Path:
-        path = evaluations / run / "umap.safetensors"
+    def write(folder: Path, run: str) -> Path:
+        path = folder / run / "umap.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({"points": digits[0], "labels": digits[1]}, path)
         return path
 
     return write
+
+
+@pytest.fixture
+def embedding(write_embedding: Writer, evaluations: Path) -> Writer:
+    return partial(write_embedding, evaluations)

@@ -1,12 +1,10 @@
 """What is shown, as a file: it moves with its folder and is rewritten only if it changed."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
-from maect.core.errors import UserError
 from maect.core.files import read_record
 from maect.core.stamps import is_current, stamp_path
 from maect.experiment.pages import make_page
@@ -23,59 +21,6 @@ def config(tmp_path: Path) -> ShownConfig:
     return ShownConfig(
         name="clustering", rows=rows, evaluations=tmp_path / "evaluations", runs=tmp_path / "runs"
     )
-
-
-def test_the_file_gives_what_was_written_and_moves_with_its_folder(config, tmp_path):
-    file = tmp_path / "tables/clustering.yaml"
-    assert config.write(file)
-    assert ShownConfig.read(file) == config
-    assert str(tmp_path) not in file.read_text()
-    shutil.copytree(tmp_path / "tables", tmp_path / "moved/tables")
-    moved = ShownConfig.read(tmp_path / "moved/tables/clustering.yaml")
-    assert moved.evaluations == tmp_path / "moved/evaluations" and moved.rows == config.rows
-
-
-def test_the_file_of_relative_folders(config, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    values = config.model_dump() | {"evaluations": Path("evaluations"), "runs": Path("runs")}
-    relative = ShownConfig.model_validate(values)
-    assert relative == config
-    relative.write("tables/clustering.yaml")
-    assert ShownConfig.read("tables/clustering.yaml") == config
-
-
-def test_only_what_changed_is_written(config, tmp_path):
-    file = tmp_path / "clustering.yaml"
-    assert config.write(file)
-    os.utime(file, (1e9, 1e9))
-    assert not config.write(file)
-    assert file.stat().st_mtime == 1e9
-    assert config.model_copy(update={"compare_with_paper": False}).write(file)
-    assert file.stat().st_mtime > 1e9
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("name: a", "rows: Field required"),
-        ("[1", "not valid YAML"),
-        ("", "not a mapping of keys to values"),
-        (
-            "{name: a, rows: [], evaluations: e, runs: r, clases: c}",
-            r"unknown key 'clases'; did you mean 'classes'\?",
-        ),
-    ],
-)
-def test_faults_are_named(text, message, tmp_path):
-    file = tmp_path / "t.yaml"
-    file.write_text(text)
-    with pytest.raises(UserError, match=rf"t\.yaml: {message}"):
-        ShownConfig.read(file)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"t\.yaml: no such file"):
-        ShownConfig.read(tmp_path / "t.yaml")
 
 
 def test_what_the_commands_leave(config, result, tmp_path):

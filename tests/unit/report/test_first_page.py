@@ -17,7 +17,7 @@ from maect.experiment import load
 from maect.experiment.pages import pages, report_config
 from maect.records import RunRecord
 from maect.report.configs import ReportConfig, Row, ShownConfig
-from maect.report.headline import MEASURES, main_result_of
+from maect.report.headline import main_result_of
 from maect.report.main_page import SAMPLES, about, report_page, samples
 from maect.report.registry import TABLES
 from maect.report.tables import KEYS, build_table, write_table
@@ -58,10 +58,9 @@ def page(tmp_path: Path, result) -> Callable[..., ReportConfig]:
             count = max(map(len, of_seeds.values()))
             names = [f"{method}_tiny" + (f"-s{seed}" if seed else "") for seed in range(count)]
             for seed, run in enumerate(names):
-                known = {name: float(each[seed]) for name, each in of_seeds.items()}
-                result(run, "knn", **{k: v for k, v in known.items() if k.startswith("knn")})
-                result(run, "low_shot", **{k: v for k, v in known.items() if "shot" in k})
-                result(run, "clustering", **{k: v for k, v in known.items() if k == "accuracy"})
+                for name, each in of_seeds.items():
+                    kind = {"knn": "knn", "accuracy": "clustering"}.get(name, "low_shot")
+                    result(run, kind, **{name: float(each[seed])})
             rows.append(Row("tiny", method, tuple(names)))
         given = {"evaluations": tmp_path / "evaluations", "runs": tmp_path / "runs"}
         files = [tmp_path / f"tables/{name}.csv" for name in ("low_shot", "clustering")]
@@ -125,14 +124,6 @@ def test_what_may_be_chance_is_said_to_be_and_a_loss_is_no_gain(page) -> None:
         "k-NN accuracy falls from 87.0 % (MAE) to 86.0 % (MAE-CT min): -1.0 ± 2.2 points "
         "(one seed, 500 test images); this may be chance."
     )
-
-
-def test_k_nn_accuracy_is_not_called_a_share_of_neighbours(page) -> None:
-    """How many neighbours are of an image's class is another measure (`query_precision`)."""
-    said = headline_of(page({"mae": {"knn": 20.0}, "ct_aug": {"knn": 92.4}}))
-    assert said.startswith("k-NN accuracy") and "neighbours" not in said
-    assert MEASURES["knn"] == "k-NN accuracy"
-    assert all("neighbour" not in title for title in MEASURES.values())
 
 
 def test_a_model_that_is_compared_with_none_has_its_number_and_error(page) -> None:
@@ -221,13 +212,6 @@ def test_some_images_of_a_split(tmp_path: Path) -> None:
     assert len(found) == SAMPLES and all(one.startswith("data:image/jpeg;base64,") for one in found)
     (tmp_path / files[0]).write_bytes(b"")  # not there any more: no picture, and no error
     assert samples(tmp_path) == []
-
-
-def test_words_of_a_table_are_explained(tmp_path: Path) -> None:
-    table = table_of(tmp_path, ("mae", 1.0), columns=["knn"])
-    page = report_page(ReportConfig(name="mine", tables=(table,)))
-    assert '<abbr title="masked autoencoder: the encoder before tuning">MAE</abbr>' in page
-    assert "<dt>k-NN</dt>" in page and "<dt>1 shot</dt>" not in page
 
 
 def test_the_table_of_the_first_page_has_errors_and_bold(page) -> None:

@@ -1,5 +1,6 @@
 """Published results: every page is what its CSV files say."""
 
+import functools
 import importlib.util
 import math
 import os
@@ -12,7 +13,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import yaml
 
 from maect.core.entries import line_of
 from maect.core.files import read_json, read_record, write_json, write_record
@@ -38,6 +38,8 @@ publish = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(publish)
 pages = sys.modules["pages"]
 GAINS = pages.GAINS
+MADE_TABLES = publish._tables
+cifar10 = functools.cache(functools.partial(load, "cifar10"))
 SOURCES = sorted(publish.SOURCES.glob("*.md"))
 
 
@@ -79,13 +81,6 @@ def test_what_is_not_finished_is_listed() -> None:
             assert f" | {counts['made']} of {counts['asked']} | " in index
 
 
-@pytest.mark.parametrize("name", [path.parent.name for path in RESULTS.glob("*/pilots.yaml")])
-def test_pilots_are_an_experiment(name: str) -> None:
-    pilots = RESULTS / name / "pilots.yaml"
-    listed = pd.read_csv(RESULTS / name / "recipes.csv")["run"]
-    assert list(listed) == [run for run, _ in load(str(pilots)).evaluations]
-
-
 @pytest.fixture
 def folder(tmp_path: Path, result, evaluations) -> Path:
     """A complete experiment of one encoder, three seeds of MAE and one of the others."""
@@ -99,16 +94,9 @@ def folder(tmp_path: Path, result, evaluations) -> Path:
     (out / "tables").mkdir(parents=True)
     for name in ("low_shot", "clustering"):
         write_table(build_table(name, rows, evaluations), out / f"tables/{name}.csv")
-    values = {
-        "mae_micro": 40.0,
-        "mae_micro-s1": 41.0,
-        "ct_min_micro": 43.0,
-        "ct_min_micro-s1": 46.0,
-    }
-    pd.DataFrame(
-        {"run": run, "evaluation": "knn", "metric": "knn", "value": value}
-        for run, value in values.items()
-    ).to_csv(out / "measured.csv", index=False)
+    names = ["mae_micro", "mae_micro-s1", "ct_min_micro", "ct_min_micro-s1"]
+    knn = {"run": names, "evaluation": "knn", "metric": "knn", "value": [40.0, 41.0, 43.0, 46.0]}
+    pd.DataFrame(knn).to_csv(out / "measured.csv", index=False)
     line = {"stage": "x", "seed": 0, "epochs": 4, "epochs_done": 4.0, "device_hours": 1.5}
     line |= {"finished": True, "revision": "", "encoder_sha256": "", "machine": "2 cores of C"}
     runs = [
@@ -156,6 +144,15 @@ def test_numbers_of_a_text_are_those_of_the_files(folder: Path) -> None:
     )
 
 
+def test_an_unfinished_one_says_so(folder: Path) -> None:
+    runs = pd.read_csv(folder / "runs.csv")
+    runs.loc[2, "finished"] = False
+    runs.to_csv(folder / "runs.csv", index=False)
+    missing = "In progress: 3 of 4 trainings, 16 of 16 evaluations are finished."
+    assert publish.headline(folder).endswith(missing)
+    assert "| [mine](mine/runs.csv) | 3 of 4 | 16 of 16 |" in pages.experiments_table(folder.parent)
+
+
 def test_the_table_of_gains_has_the_papers_numbers_beside(folder: Path) -> None:
     page, no = filled(folder, "{gains}"), MISSING
     # Of the paper's own MAE (table 17), not the 68.0 of table 1, from which nothing was tuned.
@@ -166,61 +163,17 @@ def test_the_table_of_gains_has_the_papers_numbers_beside(folder: Path) -> None:
     assert page.startswith("| | MAE | + crops and flips† | + colours | paper")
 
 
-def test_parts_of_a_page_have_the_numbers_of_their_experiments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "page.md"
-    source.write_text(
-        "# Two\n\n<!-- numbers of digits -->\n{mae_tiny.epochs}\n"
-        "<!-- numbers of cifar10 -->\n{mae_micro.epochs}\n"
-    )
-    assert publish.page(source) == "# Two\n\n45\n30\n"
-
-
-def test_an_unfinished_one_says_so(folder: Path) -> None:
-    runs = pd.read_csv(folder / "runs.csv")
-    runs.loc[2, "finished"] = False
-    runs.to_csv(folder / "runs.csv", index=False)
-    missing = "3 of 4 trainings, 16 of 16 evaluations"
-    assert publish.headline(folder).endswith(f"In progress: {missing} are finished.")
-    listed = pages.experiments_table(folder.parent)
-    assert "| [mine](mine/runs.csv) | 3 of 4 | 16 of 16 |" in listed
-    (folder / "tables/clustering.csv").unlink()
-    assert publish.headline(folder) == ""
-
-
-def test_one_without_a_table_is_listed_with_what_is_missing(folder: Path) -> None:
-    counts = {"asked": 16, "made": 16, "missing": ["robustness.csv"]}
-    write_json(folder / "evaluations.json", counts)
-    assert "| robustness.csv |" in pages.experiments_table(folder.parent)
-    assert "In progress" not in publish.headline(folder)
-
-
 def test_a_runs_machine_has_the_cpus_model_and_what_computed_bfloat16(elsewhere: Path) -> None:
     same = pd.read_csv(elsewhere / "runs.csv", index_col="run").at["mae_micro", "encoder_sha256"]
     for kind, said in {"cpu": "bfloat16 on the CPU", "float32": "float32 for bfloat16"}.items():
         train_here("mae_micro", same, versions={"bfloat16": kind})
-        publish.collect("cifar10")
-        machine = pd.read_csv(elsewhere / "runs.csv", index_col="run").at["mae_micro", "machine"]
-        assert str(machine).endswith(f", {said}")
+        here = publish.what_is_here(cifar10())
+        lines = publish._runs(here, publish.counts(here, elsewhere))
+        (machine,) = (line["machine"] for line in lines if line["run"] == "mae_micro")
+        assert machine.endswith(f", {said}")
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = re.search(r"^model\s*: (.*)$", cpu, re.MULTILINE)
-    assert model is None or f" model {model[1]} (" in str(machine)
-
-
-LOOKUPS = ("cifar10_law", "digits_law", "tiny_imagenet")
-
-
-def test_the_page_names_the_second_difference_of_runs_without_lookup() -> None:
-    """Unless a control changes the lookup alone, their gradient flows through the positive, too."""
-    page = " ".join((RESULTS / "what_helps.md").read_text(encoding="utf-8").split())
-    for name in LOOKUPS:
-        heads = [
-            yaml.safe_load(path.read_text(encoding="utf-8"))["settings"]["head"]
-            for path in (RESULTS / name).glob("resolved/*no_lookup*.yaml")
-        ]
-        alone = any(head["stop_gradient"] for head in heads if head["lookup"] == "none")
-        assert heads and (alone or "the gradient also flows through that positive" in page)
+    assert model is None or f" model {model[1]} (" in machine
 
 
 def test_sentences_on_lookups_name_the_measure_and_have_the_numbers_of_the_table() -> None:
@@ -234,23 +187,6 @@ def test_sentences_on_lookups_name_the_measure_and_have_the_numbers_of_the_table
         assert said in " ".join(page.read_text(encoding="utf-8").split()), page
 
 
-def test_a_table_that_is_older_than_what_it_shows_is_not_taken(tmp_path: Path) -> None:
-    table, result, none = (tmp_path / name for name in ("t.csv", "knn.json", "no.json"))
-    assert not publish._is_newest(table, [])
-    for number, path in enumerate((result, table)):
-        path.touch()
-        os.utime(path, (number, number))
-    assert publish._is_newest(table, [result, none])
-    assert not publish._is_newest(result, [table])
-
-
-def test_the_readmes_part_is_replaced() -> None:
-    before = "# x\n<!-- mine -->\nold\n<!-- /mine -->\nend\n"
-    after = publish.with_headline(before, "mine", "new")
-    assert after == "# x\n<!-- mine -->\nnew\n<!-- /mine -->\nend\n"
-    assert publish.with_headline(after, "other", "new") == after
-
-
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What was published of CIFAR-10, in a checkout whose results folder is empty."""
@@ -258,8 +194,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(RESULTS / "cifar10", copy)
     monkeypatch.setattr(publish, "HERE", copy.parent)
     monkeypatch.setattr(publish, "ROOT", tmp_path)
-    monkeypatch.setattr(publish, "OF_NUMBERS", ())  # drawing takes longest
+    monkeypatch.setattr(publish, "OF_NUMBERS", ())  # drawing takes longest, then the claims
+    monkeypatch.setattr(publish, "_tables", lambda *_: [])
     monkeypatch.chdir(tmp_path)
+    cifar10.cache_clear()
     shutil.copy(ROOT / "README.md", tmp_path)
     return copy
 
@@ -278,6 +216,7 @@ def test_what_was_published_stays_where_there_is_nothing_new(
 ) -> None:
     """So every table and claim is what `measured.csv` and `runs.csv` say."""
     monkeypatch.setattr(publish, "OF_NUMBERS", ("knn_compute",))
+    monkeypatch.setattr(publish, "_tables", MADE_TABLES)
     (elsewhere / "figures/knn_compute.png").unlink()
     before = contents(elsewhere)
     publish.collect("cifar10")
@@ -287,15 +226,18 @@ def test_what_was_published_stays_where_there_is_nothing_new(
     assert (elsewhere / "figures/knn_compute.png").exists()
 
 
-def test_of_an_experiment_of_which_nothing_was_run_there_is_nothing(elsewhere: Path) -> None:
+def test_of_an_experiment_of_which_nothing_was_run_there_is_nothing(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "_tables", MADE_TABLES)
     for name in ("runs.csv", "measured.csv", "evaluations.json"):
         (elsewhere / name).unlink()
     publish.collect("cifar10")
     publish.collect("cifar10")  # from files without a line
     publish.write_pages()
     runs = pd.read_csv(elsewhere / "runs.csv")
-    assert list(runs["run"]) == list(load("cifar10").runs) and not runs["finished"].any()
-    made = f"| 0 of {len(runs)} | 0 of {len(load('cifar10').evaluations)} |"
+    assert list(runs["run"]) == list(cifar10().runs) and not runs["finished"].any()
+    made = f"| 0 of {len(runs)} | 0 of {len(cifar10().evaluations)} |"
     assert made in pages.experiments_table(elsewhere.parent)
 
 
@@ -303,7 +245,7 @@ def train_here(
     run: str, checksum: str, versions: dict[str, str] | None = None, **changes: Any
 ) -> None:
     """Leave what a run leaves that this machine trained."""
-    config = run_config(load("cifar10"), run)
+    config = run_config(cifar10(), run)
     told = {name: getattr(config, name).model_dump(mode="json") for name in ("settings", "encoder")}
     source = config.source.name if config.source else None
     record = {"run": run, "stage": config.stage, "source": source, "seed": config.seed}
@@ -321,7 +263,7 @@ def evaluate_here(
     run: str, name: str, checksum: str, inputs: dict[str, str] | None = None, **metrics: Any
 ) -> None:
     """Leave what an evaluation leaves that this machine made."""
-    config = evaluation_config(load("cifar10"), run, name)
+    config = evaluation_config(cifar10(), run, name)
     settings = config.settings.model_dump(mode="json") | {"resize": config.resize}
     result = {"metrics": metrics, "settings": settings, "left_sha256": "0" * 64}
     result |= {"provenance": {"encoder_sha256": checksum, "inputs": inputs or {}}}
@@ -442,7 +384,7 @@ def test_what_was_made_here_from_something_else_is_not_taken(elsewhere: Path) ->
     train_here("mae_micro-s1", other)
     evaluate_here("mae_micro-s1", "linear_probe", other, linear_probe=51.0)
     evaluate_here("mae_micro-s1", "robustness", other, {"probe": "of another"}, noise=1.0)
-    assert publish.what_is_here(load("cifar10")).runs.keys() == {"mae_micro-s1"}
+    assert publish.what_is_here(cifar10()).runs.keys() == {"mae_micro-s1"}
     publish.collect("cifar10")
     assert known(elsewhere) == before
     assert known(elsewhere, "robustness").items() < of_probe.items()  # its probe is another
@@ -451,18 +393,11 @@ def test_what_was_made_here_from_something_else_is_not_taken(elsewhere: Path) ->
     assert known(elsewhere, "robustness")["mae_micro-s1", "noise"] == 1.0
 
 
-def test_images_that_are_others_are_seen_here(elsewhere: Path) -> None:
-    train_here("mae_micro", "0" * 64)
-    assert publish.what_is_here(load("cifar10")).runs
-    write_record(Path("results/cifar10/shards/cifar10/train/index.json"), {"n": 1, "digest": "x"})
-    assert not publish.what_is_here(load("cifar10")).runs  # `train_here` told it of none
-
-
 def test_operations_are_counted_of_what_was_trained_here(elsewhere: Path) -> None:
     for run in ("mae_micro", "head_min_micro", "ct_min_micro"):
         train_here(run, "0" * 64)
     (elsewhere / "runs.csv").unlink()
-    here = publish.what_is_here(load("cifar10"))
+    here = publish.what_is_here(cifar10())
     lines = pd.DataFrame(publish._runs(here, publish.counts(here, elsewhere)))
     first = publish.operations_behind(["mae_micro"], lines)
     assert publish.operations_behind(["ct_min_micro"], lines) > first > 0
