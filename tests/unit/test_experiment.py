@@ -216,30 +216,20 @@ def test_a_public_encoder_is_trained_on_none_of_the_data_sets(tmp_path: Path) ->
         "ct": {"recipe": "ct_min", "size": "base", "from": "dino", "dataset": "close"},
     }
     data = {"close": DATASET | {"resize": 230}, "wide": DATASET}
-    found = []
+    asked = [{"runs": [*runs], "protocols": ["knn", "fine_tune"], "datasets": ["wide", "close"]}]
+    values = {"runs": runs, "evaluate": asked, "storage": "r"}
     for order in (["close", "wide"], ["wide", "close"]):
-        asked = [
-            {"runs": [*runs], "protocols": ["knn", "fine_tune"], "datasets": ["wide", "close"]}
-        ]
-        datasets = {name: data[name] for name in order}
-        experiment = load(
-            write(tmp_path, datasets=datasets, runs=runs, evaluate=asked, storage="r")
-        )
-        found.append(
-            {(run, of): resolve.resize(experiment, run, of) for run in runs for of in data}
-        )
+        found = load(write(tmp_path, datasets={name: data[name] for name in order}, **values))
+        assert [resolve.resize(found, run, "wide") for run in runs] == [None, 248, 230]
+        assert {resolve.resize(found, run, "close") for run in runs} == {230}
         for run in runs:
-            name = experiment.evaluation_name("fine_tune", "wide")
-            tuned = run_config(experiment, f"{run}.{name}.seed0").resize
-            assert tuned == resolve.evaluation_config(experiment, run, name).resize
-            assert tuned == found[-1][run, "wide"]
-    assert found[0] == found[1]
-    assert [found[0][run, "wide"] for run in runs] == [None, 248, 230]
-    assert {found[0][run, "close"] for run in runs} == {230}
-
-    datasets = {"tiny": DATASET | {"resize": 32}, "wide": DATASET}
+            name = found.evaluation_name("fine_tune", "wide")
+            tuned = run_config(found, f"{run}.{name}.seed0").resize
+            assert tuned == resolve.evaluation_config(found, run, name).resize
+            assert tuned == resolve.resize(found, run, "wide")
+    values = {"datasets": {"tiny": DATASET | {"resize": 32}, "wide": DATASET}, "storage": "r"}
+    values |= {"runs": {"dino": runs["dino"]}}
     asked = [{"runs": ["dino"], "protocols": ["knn"], "datasets": ["wide"]}]
-    values = {"datasets": datasets, "runs": {"dino": runs["dino"]}, "storage": "r"}
     assert run_config(load(write(tmp_path, evaluate=asked, **values)), "dino").resize is None
     asked[0]["datasets"] = ["tiny"]
     with pytest.raises(UserError, match="tiny: resize 32 is smaller than the 224 pixels that dino"):

@@ -131,25 +131,6 @@ def test_the_same_bits_at_every_start(
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and asked == [True]
 
 
-def test_a_gpu_that_another_process_has_alone_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As `maect doctor` meets it beside a job, where the compute mode is exclusive."""
-
-    def taken() -> None:
-        raise torch.AcceleratorError(
-            "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ..."
-        )
-
-    monkeypatch.setattr(distributed, "uses_gpus", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", taken)
-    with pytest.raises(NodeError, match=r"^cuda:0 is busy: .*; try again when that has ended$"):
-        distributed.device_of(OneOfEight())
-
-
 @pytest.mark.parametrize(
     ("sbatch", "given"),
     [
@@ -192,6 +173,19 @@ def fail(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return call
+
+
+def test_a_gpu_that_another_process_has_alone_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `maect doctor` meets it beside a job, where the compute mode is exclusive."""
+    taken = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ..."
+    monkeypatch.setattr(distributed, "uses_gpus", lambda: True)
+    for name in ("device_count", "is_available", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail(torch.AcceleratorError(taken)))
+    with pytest.raises(NodeError, match=r"^cuda:0 is busy: .*; try again when that has ended$"):
+        distributed.device_of(OneOfEight())
 
 
 @pytest.mark.parametrize("said", TOO_SMALL)

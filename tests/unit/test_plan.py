@@ -7,10 +7,9 @@ import pytest
 import yaml
 from stamping import stamp_finished
 
-from maect import cli
 from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
-from maect.experiment import Experiment, load, own_experiments, resolve
+from maect.experiment import Experiment, load, resolve
 from maect.experiment.chosen_shards import note_own
 from maect.recipes import Pixels, load_encoder
 from maect.recipes.cost import encode_flops, encoder_weights
@@ -257,21 +256,6 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked[2:] == [small.width]
     assert machine.rate == pytest.approx(1e11) and machine.together(2) == machine.rate
     assert machine.source == "operations at 100 GFLOP/s, measured here"
-
-
-def test_plan_asks_for_an_experiment_where_there_is_one_in_the_folder(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (here / "notes.yaml").write_text("runs: 3")
-    (here / "broken.yaml").write_text("{")
-    assert own_experiments(here) == []
-    (here / "birds.yaml").write_text("datasets: {}\nruns: {}\n")
-    assert cli.main(["plan"]) == 2
-    told = capfd.readouterr().err.splitlines()
-    assert told == [
-        "maect plan: which experiment? here is birds.yaml: --experiment birds.yaml; "
-        "or --experiment paper"
-    ]
 
 
 @pytest.mark.parametrize("pixels", [Pixels(), FIVE], ids=["RGB", "5 channels"])

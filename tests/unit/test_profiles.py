@@ -100,21 +100,10 @@ def test_jobs_of_alps_get_its_environment() -> None:
     assert set(re.findall(r"prgenv-gnu/\S+", script)) == {image}
 
 
-def settings_of(script: str) -> dict[str, str]:
-    done = subprocess.run(
-        ["bash", "-c", f"source envs/{script} && env -0"],
-        cwd=ROOT, capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]},
-    )  # fmt: skip
-    return dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
-
-
-def test_what_sites_ask_of_nccl() -> None:
-    alps = settings_of("alps.sh")
-    assert alps["NCCL_NET"] == "AWS Libfabric" and alps["NCCL_PROTO"] == "^LL128"
-    assert alps["NCCL_NET_GDR_LEVEL"] == "PHB" and alps["MPICH_GPU_SUPPORT_ENABLED"] == "0"
-    assert sum(name.startswith("FI_") for name in alps) == 5
-    seconds = 7 * 4.096e-6 * 2 ** int(settings_of("juwels.sh")["NCCL_IB_TIMEOUT"])
-    assert 60 < seconds < LIMIT  # before the trainer's own watchdog
+def test_nccl_gives_up_before_the_trainers_own_watchdog() -> None:
+    script = "source envs/juwels.sh && echo $NCCL_IB_TIMEOUT"
+    said = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True).stdout
+    assert 60 < 7 * 4.096e-6 * 2 ** int(said) < LIMIT
 
 
 SOURCES_ONLY = ("connection-pool", "deepspeed")

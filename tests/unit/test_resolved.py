@@ -82,17 +82,6 @@ def test_what_the_positive_passes_on_is_read_back(
     assert settings.head.stop_gradient is found
 
 
-def test_a_file_of_another_format_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, _ = written(tmp_path)
-    assert run.read_text().splitlines()[1] == "format: 1"
-    edit(run, "format: 1", "format: 2")
-    assert main(["train", str(run)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"maect train: {run}: format 2, and this version of maect reads 1: use")
-
-
 @pytest.mark.parametrize("least, most, given, expected", [
     (1, 16, 4, 8), (8, 8, 8, 8), (1, 4, 4, None), (16, 16, 16, None),
 ])  # fmt: skip
@@ -206,14 +195,22 @@ def test_a_job_is_what_was_submitted(tmp_path: Path) -> None:
     assert RunConfig.read(run, submitted=RunConfig.read(run).digest).settings.epochs == 3
 
 
-def test_another_file_beside_a_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, _ = written(tmp_path)
-    other = run.with_name("other.yaml")
-    assert main(["train", str(run), "settings.epochs=3", "--out", str(other)]) == 2
-    assert "other.yaml: its folder belongs to the run in config.yaml" in capsys.readouterr().err
-    assert not other.exists()
+def test_what_a_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another file beside a run, other inputs that are not named, a file of another format."""
+    run, probed = written(tmp_path)
+    out = tmp_path / "evaluations/ct/other.yaml"
+    for words, said in (
+        (["train", run, "settings.epochs=3", "--out", run.with_name("other.yaml")],
+         "other.yaml: its folder belongs to the run in config.yaml"),
+        (["evaluate", probed, "settings.test_split=train", "--out", out],
+         "settings.test_split=train asks for other inputs"),
+    ):  # fmt: skip
+        assert main([*map(str, words)]) == 2
+        assert said in capsys.readouterr().err and not words[-1].exists()
+    assert run.read_text().splitlines()[1] == "format: 1"
+    edit(run, "format: 1", "format: 2")
+    assert main(["train", str(run)]) == 2
+    assert f"{run}: format 2, and this version of maect reads 1: use" in capsys.readouterr().err
 
 
 def test_only_what_was_edited_is_checked_again(
@@ -288,16 +285,6 @@ def test_a_batch_that_is_larger_than_the_data_is_refused_before_a_job_is_queued(
     fault = f"batch_size {settings.batch_size} is larger than its 5 images"
     assert fault in capsys.readouterr().err
     assert not (tmp_path / "runs/mae/job.json").exists()
-
-
-def test_a_change_that_asks_for_other_inputs_must_name_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, probed = written(tmp_path)
-    out = str(tmp_path / "evaluations/ct/other.yaml")
-    assert main(["evaluate", str(probed), "settings.test_split=train", "--out", out]) == 2
-    assert "settings.test_split=train asks for other inputs" in capsys.readouterr().err
-    assert not Path(out).exists()
 
 
 def test_an_experiments_online_evaluation_is_that_of_its_trainings(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from maect.recipes import load_encoder
 from maect.records import RunRecord
 from maect.report.configs import Row, ShownConfig
 from maect.report.figures import draw, save, styled
-from maect.report.figures.embedding import read_points, umap
+from maect.report.figures.embedding import read_points
 from maect.report.figures.grids import WRONG
 from maect.report.figures.lines import (
     POINTS,
@@ -427,22 +427,6 @@ def test_a_schematic_places_sources_left_and_between_what_follows():
     assert total == 3 and rows == {"a": 0, "b": 1, "head": 0.5, "mae": 0.5, "other": 2}
     with pytest.raises(UserError, match="ct starts from unknown run 'gone'"):
         columns_of([RunRecord(run="ct", stage="tune", source="gone")])
-
-
-def test_an_embedding_has_the_accuracy_that_the_paper_prints_for_it(embedding, result, evaluations):
-    settings = {"umap": {"classes": ["b", "a"]}, "clustering": {"subsets": {"dogs15": ["b", "a"]}}}
-    embedding("combined")
-    for name, metrics in (
-        ("umap", {}),
-        ("clustering", {"dogs15_accuracy": 30.04, "accuracy": 9.0}),
-    ):
-        path = result("combined", name, **metrics)
-        write_record(path, read_record(path) | {"settings": settings[name]})
-    rows = [Row("large", "combined", ["combined"])]
-    for compare, paper in ((True, " (paper 32.6 %)"), (False, "")):
-        figure = umap(shown("umap", evaluations, rows, compare_with_paper=compare))
-        title = figure.axes[0].get_title()
-        assert title == f"combined pre-training\ncluster accuracy 30.0 %{paper}"
 
 
 def test_many_classes_and_missing_labels(evaluations, out):

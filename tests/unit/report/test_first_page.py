@@ -4,36 +4,21 @@ import io
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from PIL import Image
 
 from maect import __version__
-from maect.core.entries import line_of
-from maect.core.files import read_record, write_record
+from maect.core.files import write_record
 from maect.experiment import load
 from maect.experiment.pages import pages, report_config
 from maect.records import RunRecord
 from maect.report.configs import ReportConfig, Row, ShownConfig
 from maect.report.headline import main_result_of
 from maect.report.main_page import SAMPLES, about, report_page, samples
-from maect.report.registry import TABLES
-from maect.report.tables import KEYS, build_table, write_table
-
-
-def frame_of(columns: list[str], *rows: tuple[str, float]) -> pd.DataFrame:
-    """A table with the same number in all of these columns."""
-    known = {column: [value for _, value in rows] for column in columns}
-    metrics = [metric.name for metric in TABLES["low_shot"].metrics]
-    frame = pd.DataFrame({"architecture": "tiny", "method": [method for method, _ in rows]})
-    for name in metrics:
-        frame[name] = known.get(name, np.nan)
-        frame[f"{name}_std"] = frame[f"{name}_paper"] = np.nan
-    assert list(frame.columns[:2]) == KEYS
-    return frame
-
+from maect.report.tables import build_table, write_table
 
 MODELS = {
     "mae": {"knn": 87.0, "low_shot_5": 66.5, "accuracy": 44.4},
@@ -152,45 +137,24 @@ def test_an_experiment_names_the_tables_and_the_images_of_its_headline(tmp_path:
     assert config.reads == report_config(chosen).reads
 
 
-def table_of(
-    root: Path, *rows: tuple[str, float], columns: Sequence[str] = ("knn", "linear_probe")
-) -> Path:
-    """A table of runs, each with 22 steps behind it, as the pipeline leaves it."""
-    table = root / "tables/low_shot.csv"
-    table.parent.mkdir(parents=True, exist_ok=True)
-    write_table(frame_of([*columns], *rows), table)
-    shown = [Row("tiny", method, (f"{method}_tiny",)) for method, _ in rows]
-    config = {"evaluations": root / "evaluations", "runs": root / "runs"}
-    ShownConfig(name="low_shot", rows=shown, **config).write(table.with_suffix(".yaml"))
-    for method, _ in rows:
-        folder = root / f"runs/{method}_tiny"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.jsonl").write_text(line_of(22, {"loss": 1.0}, {"device_seconds": 1.0}))
-        about = {"run": folder.name, "stage": "tune", "device_hours": 1.0}
-        about |= {} if method == "mae" else {"source": "mae_tiny"}
-        about |= {"world_size": 2, "finished": f"2026-11-2{len(method)}T03:00:00Z"}
-        write_record(RunRecord.path(folder), about)
-    return table
-
-
-def about_of(table: Path) -> str:
-    config = ShownConfig.read(table.with_suffix(".yaml"))
-    return about("mine", config.rows, config.runs)
-
-
 def test_the_first_line_says_version_day_revision_and_cost(tmp_path: Path) -> None:
-    table = table_of(tmp_path, ("mae", 71.9), ("ct_min", 71.9))
+    """What a run starts from counts once; two devices for half an hour are half an hour."""
+    rows = [Row("tiny", "mae", ("mae",)), Row("tiny", "ct_min", ("ct_min",))]
+
+    def leave(run: str, **more: Any) -> None:
+        record = {"run": run, "stage": "tune", "device_hours": 1.0, "world_size": 2}
+        record |= {"finished": f"2026-11-2{len(run)}T03:00:00Z"}
+        write_record(RunRecord.path(tmp_path / run), record | more)
+
+    leave("mae")
+    leave("ct_min", source="mae")
     version = f"maect {__version__} · mine"
-    # What a run starts from counts once; two devices for half an hour are half an hour.
-    assert about_of(table) == f"{version} · 26 November 2026 · 2 trainings in 60 minutes"
-    imported = RunRecord.path(tmp_path / "runs/mae_tiny")
-    write_record(imported, read_record(imported) | {"stage": "import", "device_hours": None})
-    assert about_of(table) == f"{version} · 26 November 2026 · 1 training in 30 minutes"
-    path = RunRecord.path(tmp_path / "runs/ct_min_tiny")
-    write_record(path, read_record(path) | {"source_revision": "0123456789abcdef-dirty-42"})
-    assert " · revision 01234567, changed · 1 training" in about_of(table)
-    page = report_page(ReportConfig(name="mine", tables=(table,)))
-    assert f"<title>{about_of(table)}</title>" in page
+    said = f"{version} · 26 November 2026"
+    assert about("mine", rows, tmp_path) == f"{said} · 2 trainings in 60 minutes"
+    leave("mae", stage="import", device_hours=None)
+    assert about("mine", rows, tmp_path) == f"{said} · 1 training in 30 minutes"
+    leave("ct_min", source="mae", source_revision="0123456789abcdef-dirty-42")
+    assert " · revision 01234567, changed · 1 training" in about("mine", rows, tmp_path)
     assert about("mine", [], tmp_path) == version
 
 
