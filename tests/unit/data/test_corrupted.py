@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 from sample_images import jpeg, photographs
 
-from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.data.sources import corrupted, open_source
@@ -75,14 +74,13 @@ def test_noise_is_an_images_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_of_a_corrupted_set(kind: str, tmp_path: Path) -> None:
-    images = small_photographs(tmp_path / "images", 4)
+    images = small_photographs(tmp_path / "images", 2)
     shard(images, tmp_path / "plain", "folder", 1, split="val")
     for out, threads in (("a", 1), ("b", 3)):
-        assert shard(images, tmp_path / out, kind, 2, split="val", threads=threads) == 8
+        assert shard(images, tmp_path / out, kind, 2, split="val", threads=threads) == 4
     plain, first, again = (open_index(tmp_path / name) for name in ("plain", "a", "b"))
     assert first.digest == again.digest != plain.digest
-    assert first.labels.tolist() == plain.labels.tolist()
-    assert [first.key(i) for i in range(8)] == [plain.key(i) for i in range(8)]
+    assert first.labels.tolist() == plain.labels.tolist() and first.keys() == plain.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,12 +101,3 @@ def test_images_are_made_ready_before_they_are_changed(kind: str, tmp_path: Path
         with Image.open(io.BytesIO(index.read(number))) as image:
             means[index.key(number)] = np.asarray(image.convert("RGB")).mean()
     assert means["logo/1"] > 235 and means["deep/1"] == pytest.approx(128, abs=3)
-
-
-def test_other_channels_than_pictures_have_are_refused_at_once(tmp_path: Path) -> None:
-    images = small_photographs(tmp_path / "images", 2)
-    bands = Pixels(channels=5, mean=(0.5,) * 5, std=(0.5,) * 5)
-    with pytest.raises(UserError, match=r"kind blur changes pictures .* have 5 channels; leave"):
-        shard(images, tmp_path / "out", "blur", 1, pixels=bands)
-    grey = Pixels(channels=1, mean=(0.5,), std=(0.5,))
-    assert shard(images, tmp_path / "grey", "blur", 1, pixels=grey) == 4

@@ -1,3 +1,4 @@
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,18 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     return {str(p.relative_to(folder)): np.asarray(Image.open(p)).astype(int) for p in paths}
 
 
-def test_shifted_digits_are_the_validation_digits_changed(tmp_path: Path) -> None:
+def test_digits_are_complete_and_shifted_ones_are_those_of_validation_changed(
+    tmp_path: Path,
+) -> None:
     write_digits(tmp_path)
-    plain = read(tmp_path / "val")
-    assert len(plain) == 500 and not set(plain) & set(read(tmp_path / "train"))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.png")}
+    write_digits(tmp_path)  # kept as they are
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.png")} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"train", "val", *SHIFTS}
+    plain, train = read(tmp_path / "val"), read(tmp_path / "train")
+    assert len(plain) == 500 and len(train) == 1297 and not set(plain) & set(train)
+    assert Counter(name[0] for name in plain) == dict.fromkeys("0123456789", 50)
+    assert {digit.shape for digit in plain.values()} == {(16, 16, 3)}
     shifted = {name: read(tmp_path / name) for name in SHIFTS}
     assert all(set(images) == set(plain) for images in shifted.values())
     assert all(np.array_equal(shifted["inverted"][n], 255 - plain[n]) for n in plain)

@@ -35,7 +35,10 @@ def compiled(folder: Path, *flags: str) -> Path:
 
 @pytest.fixture(scope="module")
 def fast(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("native"), "-Wl,-Bsymbolic", "-Werror")
+    try:
+        return build.build(tmp_path_factory.mktemp("native") / "libmaect_jpeg.so")
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture()
@@ -94,7 +97,7 @@ def cases(count: int, seed: int = 0) -> Iterator[tuple[bytes, np.ndarray, int]]:
 
 def test_pixels_are_pillows(decoder: None) -> None:
     differing = total = 0
-    for data, geometries, size in cases(250):
+    for data, geometries, size in cases(80):
         out = np.zeros((len(geometries), 3, size, size), np.uint8)
         assert native.render(data, geometries, out)
         error = np.abs(out.astype(int) - reference(data, geometries, size))
@@ -106,33 +109,23 @@ def test_pixels_are_pillows(decoder: None) -> None:
 
 def test_portable_way_is_within_two_levels(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     assert use(tmp_path / "missing.so") is None
-    for data, geometries, size in cases(120, seed=3):
+    for data, geometries, size in cases(30, seed=3):
         out = np.zeros((len(geometries), 3, size, size), np.uint8)
         render(data, geometries, out)
         assert np.abs(out.astype(int) - reference(data, geometries, size)).max() <= 2
 
 
 def test_plain_build_gives_the_same_bits(fast: Path, use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    slow = compiled(tmp_path, "-DPLAIN", "-O1")
+    slow = compiled(tmp_path, "-DPLAIN", "-O1", "-Werror")
     results = []
     for path in (fast, slow):
         assert use(path) is not None
         outs = []
-        for data, geometries, size in cases(60, seed=1):
+        for data, geometries, size in cases(25, seed=1):
             outs.append(np.zeros((len(geometries), 3, size, size), np.uint8))
             assert native.render(data, geometries, outs[-1])
         results.append(outs)
     assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_views_together_are_views_apart(decoder: None) -> None:
-    for data, geometries, size in cases(60, seed=2):
-        together = np.zeros((len(geometries), 3, size, size), np.uint8)
-        native.render(data, geometries, together)
-        for view in range(len(geometries)):
-            apart = np.zeros((1, 3, size, size), np.uint8)
-            native.render(data, geometries[view : view + 1], apart)
-            assert np.array_equal(apart[0], together[view])
 
 
 def test_views_of_several_sizes_are_views_apart(decoder: None, use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -160,19 +153,6 @@ def test_views_of_several_sizes_are_views_apart(decoder: None, use, tmp_path: Pa
     for other in (portable, pillow):
         for mine, theirs in zip(outs, other, strict=True):
             assert np.abs(mine.astype(int) - theirs).max() <= 3
-
-
-def test_output_may_be_a_slice_of_a_batch(decoder: None) -> None:
-    data, geometries, size = next(cases(1))
-    geometries = geometries[:2]
-    alone = np.zeros((2, 3, size, size), np.uint8)
-    batch = np.full((2, 5, 3, size, size), 9, np.uint8)
-    native.render(data, geometries, alone)
-    native.render(data, geometries, batch[:, 3])
-    assert np.array_equal(batch[:, 3], alone)
-    assert (batch[:, [0, 1, 2, 4]] == 9).all()
-    with pytest.raises(ValueError):
-        native.render(data, geometries, alone[:, :, ::-1])
 
 
 @pytest.mark.parametrize("kind", ["cmyk", "progressive", "rgb", "411"])
@@ -226,54 +206,37 @@ def test_impossible_crops_are_refused(geometry: tuple[int, ...], decoder: None) 
     assert not native.render(jpeg(photographs()[0]), np.array([geometry], np.int32), out)
 
 
-def test_a_library_of_another_source_is_not_used(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    old = compiled(tmp_path, "-USOURCE", "-DSOURCE=0123456789abcdef")
+def test_a_library_that_is_broken_or_of_another_source_is_not_used(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    old = compiled(tmp_path, "-O0", "-USOURCE", "-DSOURCE=0123456789abcdef")
     assert use(old) is None and native.fault() == "built from another source"
     assert decoder_name().startswith(("portable", "Pillow"))
-
-
-def test_a_broken_library_is_not_used(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "lib.so").write_bytes(b"not a library")
     assert use(tmp_path / "lib.so") is None
     assert "lib.so" in str(native.fault())
     assert use(tmp_path / "missing.so") is None and native.fault() == "not built"
-
-
-def test_name_says_which_libjpeg(decoder: None) -> None:
-    assert decoder_name().startswith("native (libjpeg-turbo ")
-
-
-def test_a_libjpeg_lies_beside_what_was_built(fast: Path, use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """A node without libjpeg decoded by other code, more slowly, and nothing said so."""
-    built = build.build(tmp_path / "libmaect_jpeg.so")
-    asked = subprocess.run(["readelf", "-d", built], capture_output=True, text=True).stdout
-    if "libjpeg" not in asked:
-        pytest.skip("libjpeg is inside the library")
-    moved = shutil.copytree(tmp_path, tmp_path / "elsewhere")
-    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
-    command = ["ldd", moved / built.name]
-    loaded = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
-    assert f"=> {moved}/libjpeg.so" in loaded
-    assert use(moved / built.name) is not None and native.fault() is None
-
-
-def test_a_training_without_it_says_so(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    use(tmp_path / "missing.so")
     said = slow_decoding(Attempt.model_construct(versions={"decoder": decoder_name()}))
     assert said == f"no native decoder here (not built): JPEGs load slowly, by {decoder_name()}"
 
 
-def test_without_compiler_or_headers_the_message_has_a_hint(
+def test_a_libjpeg_lies_beside_what_was_built(fast: Path, use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A node without libjpeg decoded by other code, more slowly, and nothing said so."""
+    asked = subprocess.run(["readelf", "-d", fast], capture_output=True, text=True).stdout
+    if "libjpeg" not in asked:
+        pytest.skip("libjpeg is inside the library")
+    moved = shutil.copytree(fast.parent, tmp_path / "elsewhere")
+    environment = os.environ | {"LD_LIBRARY_PATH": str(fast.parent)}
+    command = ["ldd", moved / fast.name]
+    loaded = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+    assert f"=> {moved}/libjpeg.so" in loaded
+    assert use(moved / fast.name) is not None and native.fault() is None
+    assert decoder_name().startswith("native (libjpeg-turbo ")
+
+
+def test_without_compiler_the_message_has_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
     with pytest.raises(UserError, match=r"no-compiler: No such file.*libjpeg62-turbo-dev"):
-        build.build(tmp_path / "lib.so")
-    if not (shutil.which("cc") or shutil.which("gcc")):
-        pytest.skip("no C compiler")
-    monkeypatch.delenv("CC")
-    monkeypatch.setenv("CFLAGS", "-nostdinc")
-    with pytest.raises(UserError, match=r"error.*libjpeg62-turbo-dev"):
         build.build(tmp_path / "lib.so")
     assert not list(tmp_path.iterdir())
 
@@ -282,9 +245,9 @@ def test_short_fuzz_under_sanitizers(fast: Path) -> None:
     from fuzz import fuzz
 
     try:
-        record = fuzz(20_000, seed=int(os.environ.get("MAECT_FUZZ_SEED", "1")))
+        record = fuzz(8_000, seed=int(os.environ.get("MAECT_FUZZ_SEED", "1")))
     except UserError as error:
         pytest.skip(f"the compiler has no AddressSanitizer: {error}")
-    assert record["inputs"] == 20_000
+    assert record["inputs"] == 8_000
     # Far enough into the decoder to mean something.
-    assert record["made"] > 3000 and record["unreadable"] > 2000 and record["bad geometry"] > 500
+    assert record["made"] > 1200 and record["unreadable"] > 800 and record["bad geometry"] > 200

@@ -2,10 +2,11 @@
 
 import io
 import struct
+import tarfile
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 
 import numpy as np
 import pillow_heif
@@ -16,13 +17,11 @@ from sample_images import jpeg, photographs
 
 from maect.core.errors import UserError
 from maect.data import decode
-from maect.data.convert import make_ready
 from maect.data.decode import UnreadableError, read_rgb, render
 from maect.data.index import open_index
 from maect.data.loader import evaluation_parts
 from maect.data.shards import shard
 from maect.data.transforms import center_crops
-from maect.recipes import Pixels
 
 
 def encode(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -100,16 +99,8 @@ def bomb() -> bytes:
     """A PNG that claims 60,000 x 60,000 pixels."""
     data = bytearray(encode(Image.new("L", (8, 8)), "PNG"))
     data[16:24] = struct.pack(">II", 60_000, 60_000)
-    import zlib
-
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
     return bytes(data)
-
-
-def test_reasons_have_no_addresses_in_memory() -> None:
-    with pytest.raises(UnreadableError) as caught:
-        make_ready(b"<html>404 not found</html>", Pixels(orientation="exif"))
-    assert "cannot identify image file" in str(caught.value) and "0x" not in str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +114,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_odd_images_are_kept_under_what_they_are(kept: tuple[Path, Path]) -> None:
-    import tarfile
-
     names = set()
     for tar in kept[1].glob("*.tar"):
         with tarfile.open(tar) as file:
@@ -175,16 +164,6 @@ def test_window_of_an_elongated_image_is_that_of_the_whole(tmp_path: Path) -> No
     assert abs(out[0].transpose(1, 2, 0).astype(int) - np.asarray(whole, int)).max() <= 1
 
 
-def test_exif_orientation_is_not_applied() -> None:
-    assert read_rgb(exif_rotated()).size == (96, 64)
-
-
-def test_sixteen_bits_keep_their_range() -> None:
-    grey = np.asarray(read_rgb(wide_grey_png()))[..., 0]
-    assert grey[0, 0] == 0 and grey[-1, -1] == 255
-    assert 126 <= grey[32, 0] <= 129
-
-
 def test_one_number_of_bits_for_all_channels() -> None:
     """As some programs write it, and Pillow reads it."""
     stream = io.BytesIO()
@@ -212,13 +191,6 @@ def test_deep_colours_in_planes_are_refused() -> None:
             assert np.array_equal(shown, (colors >> 8).transpose(1, 2, 0))
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_cannot_be_read_says_why(name: str) -> None:
-    with pytest.raises(UnreadableError) as fault:
-        read_rgb(REFUSED[name]())
-    assert str(fault.value)
-
-
 def test_all_of_them_are_reported_by_name(tmp_path: Path) -> None:
     (tmp_path / "images/c").mkdir(parents=True)
     for name, make in REFUSED.items():
@@ -228,26 +200,23 @@ def test_all_of_them_are_reported_by_name(tmp_path: Path) -> None:
         shard(tmp_path / "images", tmp_path / "out", "folder", 1)
     report = (tmp_path / "out/unreadable.txt").read_text()
     assert all(f"c/{name}\t" in report for name in REFUSED)
+    assert "cannot identify image file" in report and "0x" not in report  # no address in memory
     assert "good" not in report
 
 
 def test_large_pictures_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few kilobytes may declare gigabytes; several threads decode at once."""
-    at_work, most, together, convert = 0, 0, Barrier(4), decode.to_rgb
+    at_work, most, convert = 0, 0, decode.to_rgb
 
     def counted(image: Image.Image) -> Image.Image:
         nonlocal at_work, most
         at_work += 1
         most = max(most, at_work)
-        if image.width < 4097:
-            together.wait(60)  # small ones do not wait for each other
         time.sleep(0.05)
         at_work -= 1
         return convert(image)
 
     monkeypatch.setattr(decode, "to_rgb", counted)
-    for image, expected in ((Image.new("1", (4097, 4097)), 1), (photo(), 4)):
-        most, data = 0, encode(image, "PNG")
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(read_rgb, [data] * 4))
-        assert most == expected
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read_rgb, [encode(Image.new("1", (4097, 4097)), "PNG")] * 4))
+    assert most == 1

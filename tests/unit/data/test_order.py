@@ -17,7 +17,7 @@ def test_permutation_is_a_bijection_with_its_inverse(n: int, seed: int) -> None:
     assert (permutation.inverse(image) == np.arange(n)).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 700),
     st.integers(1, 90),
@@ -35,7 +35,7 @@ def test_every_sample_once_an_epoch(n: int, batch: int, chunk: int, window: int,
     assert (epochs == np.arange(3)[:, None]).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 10**9), st.integers(0, 10**12), st.integers(1, 300))
 def test_any_position_is_found_without_its_past(n: int, start: int, count: int) -> None:
     whole, _ = Order(n, 3).take(start, count)

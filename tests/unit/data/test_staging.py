@@ -14,13 +14,18 @@ from maect.data.staging import stage
 from maect.data.subsets import class_view
 
 
-def test_staged_split_is_the_same(shards: Path, tmp_path: Path) -> None:
+def test_a_staged_split_and_a_staged_view_are_the_same(shards: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(shards, tmp_path / "shared/train"))
     out = stage(copy, str(tmp_path))
     shutil.rmtree(copy)
     staged, original = open_index(out), open_index(shards)
     assert staged.digest == original.digest and staged.keys() == original.keys()
     assert [staged.read(i) for i in range(staged.n)] == [original.read(i) for i in range(24)]
+    class_view(shards, tmp_path / "view", ["c1"])
+    out = stage(tmp_path / "view", str(tmp_path))
+    view, staged = open_index(tmp_path / "view"), open_index(out)
+    assert all(path.parent == out for path in staged.shards)
+    assert [staged.read(i) for i in range(8)] == [view.read(i) for i in range(8)]
 
 
 def state(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -51,16 +56,8 @@ def test_shards_written_again_are_staged_again(images: Path, tmp_path: Path) -> 
     assert second != first and len(open_index(second).shards) == 2
 
 
-def test_a_view_is_staged_with_its_shards(shards: Path, tmp_path: Path) -> None:
-    class_view(shards, tmp_path / "view", ["c1"])
-    out = stage(tmp_path / "view", str(tmp_path))
-    original, staged = open_index(tmp_path / "view"), open_index(out)
-    assert all(path.parent == out for path in staged.shards)
-    assert [staged.read(i) for i in range(8)] == [original.read(i) for i in range(8)]
-
-
 def test_processes_of_a_node_share_one_copy(shards: Path, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     with context.Pool(3) as pool:
         folders = pool.starmap(stage, [(shards, str(tmp_path))] * 3)
     assert len(set(folders)) == 1

@@ -1,17 +1,14 @@
-import os
 import shutil
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_record
 from maect.data.index import Index, open_index
-from maect.data.loader import evaluation_parts
 from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.data.sources.base import read_list
@@ -31,14 +28,6 @@ def test_class_view_copies_nothing(shards: Path, tmp_path: Path) -> None:
         assert view.labels[i] == {2: 0, 0: 1}[int(whole.labels[row])]
     assert view.keys() == [whole.keys()[row] for row in wanted]
     assert view.digest != whole.digest
-
-
-def test_view_loads_like_the_whole(shards: Path, tmp_path: Path) -> None:
-    class_view(shards, tmp_path / "view", ["c1"])
-    view, whole = open_index(tmp_path / "view"), open_index(shards)
-    (part,) = evaluation_parts(view, image_size=16, parts=[range(view.n)], threads=1)
-    (all_of_it,) = evaluation_parts(whole, image_size=16, parts=[range(24)], threads=1)
-    assert torch.equal(part[0], all_of_it[0][part[2]])
 
 
 def test_view_of_a_view(shards: Path, tmp_path: Path) -> None:
@@ -99,13 +88,6 @@ def test_wrong_lists(text: str, message: str, tmp_path: Path) -> None:
         read_list(tmp_path / "list.txt")
 
 
-def official_lists() -> Path:
-    folder = Path(os.environ.get("MAECT_TEST_DATA", "/nonexistent")) / "imagenet_subsets"
-    if not folder.is_dir():
-        pytest.skip("the official low-shot lists; set MAECT_TEST_DATA to the folder that has them")
-    return folder
-
-
 def test_a_list_may_name_what_a_tar_calls_otherwise(tmp_path: Path) -> None:
     names = ["c/plain.png", "c/back\\slash.png", "c/1.2.png", f"c/{'long' * 30}.png"]
     for number, name in enumerate(names):
@@ -117,24 +99,6 @@ def test_a_list_may_name_what_a_tar_calls_otherwise(tmp_path: Path) -> None:
     found = [rows_by_name(index.keys(), [name], index.directory).tolist() for name in names]
     assert sorted(found) == [[0], [1], [2], [3]]
     assert index.keys()[found[1][0]] == "c/back_slash"
-
-
-@pytest.mark.parametrize("shots", [1, 2, 5])
-@pytest.mark.parametrize("split", [1, 2, 3])
-def test_official_msn_lists(shots: int, split: int) -> None:
-    names = read_list(official_lists() / f"msn_{shots}shot_split{split}.txt")
-    counts = Counter(name.split("_")[0] for name in names)
-    assert len(counts) == 1000 and set(counts.values()) == {shots}
-
-
-def test_official_lists_match_the_catalogue() -> None:
-    from maect.data.retrieve import CATALOGUE
-
-    folder = official_lists()
-    for remote in CATALOGUE["low_shot_lists"]:
-        assert sha256_file(folder / remote.name) == remote.sha256
-    assert len(read_list(folder / "simclr_1percent.txt")) == 12_811
-    assert len(read_list(folder / "simclr_10percent.txt")) == 128_116
 
 
 def test_verify_passes_what_is_sound(shards: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import torch
 import torchvision.transforms.functional as F
 from PIL import Image, ImageFilter, ImageOps
 from sample_images import photographs, random_crop
-from torchvision.transforms import ColorJitter
+from scipy.ndimage import gaussian_filter
 
 from maect.data import random
 from maect.data import transforms as ours
@@ -19,7 +19,7 @@ def tensor(images: list[Image.Image]) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def pieces() -> torch.Tensor:
     rng = np.random.default_rng(0)
-    return tensor([random_crop(rng).resize((48, 48)) for _ in range(24)])
+    return tensor([random_crop(rng).resize((48, 40)) for _ in range(24)])
 
 
 def column(values: list[float]) -> torch.Tensor:
@@ -86,8 +86,6 @@ def test_jitter_applies_each_samples_own_order(pieces: torch.Tensor) -> None:
 
 
 def test_blur_is_gaussian_with_each_samples_sigma(pieces: torch.Tensor) -> None:
-    from scipy.ndimage import gaussian_filter
-
     x = pieces.float() / 255
     sigma = np.linspace(0.1, 2.0, len(x))
     found = ours.blur(x, sigma)
@@ -98,14 +96,6 @@ def test_blur_is_gaussian_with_each_samples_sigma(pieces: torch.Tensor) -> None:
         pillow = np.asarray(picture.filter(ImageFilter.GaussianBlur(s))).transpose(2, 0, 1)
         error = np.abs(one.numpy() * 255 - pillow)
         assert error.mean() < 1.0  # Pillow approximates the Gaussian by three box filters
-
-
-def test_blur_of_images_that_are_not_square() -> None:
-    from scipy.ndimage import gaussian_filter
-
-    x = torch.rand(2, 3, 20, 33)
-    expected = gaussian_filter(x.numpy(), (0, 0, 1.5, 1.5), mode="nearest", radius=8)
-    assert np.abs(ours.blur(x, np.array([1.5, 1.5])).numpy() - expected).max() < 1e-5
 
 
 def test_grey_and_solarize_are_pillows() -> None:
@@ -165,30 +155,6 @@ def test_sample_does_not_depend_on_its_batch(pieces: torch.Tensor) -> None:
         torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=0)
     again = augment(pieces, view, 1, 9, epochs, ids, PAPER)
     assert torch.equal(together, again)
-
-
-def test_factors_have_torchvisions_ranges() -> None:
-    theirs = ColorJitter(0.4, 0.4, 0.2, 0.1)
-    for strength, bounds in (
-        (ours.BRIGHTNESS, theirs.brightness),
-        (ours.CONTRAST, theirs.contrast),
-        (ours.SATURATION, theirs.saturation),
-    ):
-        assert bounds == pytest.approx((1 - strength, 1 + strength))
-    assert theirs.hue == pytest.approx((-ours.HUE, ours.HUE))
-
-
-def test_edges_of_a_blur_are_summed_in_one_order() -> None:
-    """As atomic sums would, had they the order of the taps."""
-    sigma = np.linspace(0.1, 2.0, 5)
-    matrix = ours._blur_matrix(sigma, 12, torch.device("cpu"))
-    taps = torch.arange(-8, 9, dtype=torch.float32)
-    width = torch.from_numpy(sigma.astype(np.float32)).view(-1, 1)
-    weights = torch.softmax(-(taps**2) / (2 * width**2), 1)
-    source = (torch.arange(12)[:, None] + taps.long()).clamp_(0, 11).expand(5, -1, -1)
-    summed = torch.zeros(5, 12, 12)
-    summed.scatter_add_(2, source, weights[:, None].expand(-1, 12, -1))
-    assert torch.equal(matrix, summed)
 
 
 def test_input_is_left_alone(pieces: torch.Tensor) -> None:
