@@ -43,7 +43,6 @@ TOGETHER = {
     "UMAP, which Numba compiles at its first use": (
         "tests/unit/answers/test_notebooks.py",
         "tests/unit/evaluate/test_explore.py",
-        "tests/unit/evaluate/test_evaluation.py",
     ),
 }
 # Files whose tests have nothing in common and take long: any worker takes the next one of them.

@@ -1,4 +1,4 @@
-"""Steps of an objective in float64 on several ranks, without the engine: sums agree to 1e-12."""
+"""Steps of an objective in float64, without the engine: sums agree to 1e-12."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,11 +7,44 @@ import torch
 import torch.distributed as dist
 
 
-def steps(context, *, out, shards, stage, settings, encoder, seed, **_):
-    """Six steps of gradient descent from random weights; rank 0 leaves what came of them.
+def trained(objective, stage, index, steps, seed):
+    """Train by AdamW of PyTorch; yields number, views and loss of each step before its update.
 
     Beside float64 the batches, masks and draws are those of training.
     """
+    from maect.data.loader import train_batches
+
+    groups = stage.parameter_groups(objective)
+    optimizer = torch.optim.AdamW(groups, betas=(stage.beta1, stage.beta2))
+    batches = train_batches(
+        index, global_batch=stage.batch_size, rank=0, world_size=1, seed=seed,
+        views=stage.view_settings(), image_size=objective.encoder.settings.image_size,
+        start_step=0, steps=steps, threads=1,
+    )  # fmt: skip
+    for step, batch in enumerate(batches):
+        views = objective.prepare(batch, torch.device("cpu"))
+        views.images = tuple(group.double() for group in views.images)
+        loss, logged = objective(views)
+        optimizer.zero_grad()
+        loss.backward()
+        yield step, views, loss, logged
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * stage.lr_multiplier(step, steps)
+        optimizer.step()
+        objective.after_update(lambda part: nullcontext())
+
+
+def copied(objective):
+    """Parameters and buffers by name, as they are; those that are trained have gradients."""
+    tensors = dict(objective.named_parameters()) | dict(objective.named_buffers())
+    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    for name, parameter in objective.named_parameters():
+        copies[name].requires_grad_(parameter.requires_grad)
+    return copies
+
+
+def steps(context, *, out, shards, stage, settings, encoder, seed, **_):
+    """Six steps of gradient descent on several ranks; rank 0 leaves what came of them."""
     from maect.core.distributed import sum_scalars
     from maect.data.index import open_index
     from maect.data.loader import train_batches

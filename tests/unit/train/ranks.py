@@ -107,7 +107,7 @@ def _rank(rank, world_size, meeting, jobs, results, options):
 
 def train(
     context, *, folder, shards, stage, settings, encoder, seed, source, test=None, resize=None,
-    computing=(), **options,
+    computing=(), stop_at=None, **options,
 ):  # fmt: skip
     """A training whose parts a test names one by one."""
     from maect.recipes import Encoder, OnlineEvaluation
@@ -115,6 +115,7 @@ def train(
     from maect.stages import STAGES
     from maect.train import trainer
 
+    context.stop_at = stop_at or context.stop_at
     if "online" in options:
         options["online"] = OnlineEvaluation.model_validate(options["online"])
 
@@ -124,6 +125,16 @@ def train(
         Computing.model_validate(dict(computing)),
     )  # fmt: skip
     return trainer.train(context, run, **options)
+
+
+def refused(context, **job):
+    """What a training says that ends in an error on all ranks, which go on with the next one."""
+    from maect.core.errors import RankError, UserError
+
+    try:
+        return train(context, **job)
+    except (OSError, RankError, UserError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 class Ranks:

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ranks import Place
@@ -61,14 +60,6 @@ def test_no_bit_of_a_record_changes_what_is_read(tmp_path: Path) -> None:
                 refused += 1
                 assert str(error).startswith(f"{file}: damaged (") and "\n" not in str(error)
     assert refused > len(whole)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"step": 36}', "\xff"])
-def test_what_is_no_record_is_named(tmp_path: Path, text: str) -> None:
-    state = save(tmp_path, 36)
-    (state / "state.json").write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match=r"state\.json: damaged \("):
-        state_record(state, "ours")
 
 
 def test_a_state_that_says_another_step_is_refused(tmp_path: Path) -> None:
@@ -141,26 +132,6 @@ def test_what_cannot_be_read_now_is_no_damage(
     assert steps(tmp_path) == [9, 5]
 
 
-def test_failing_save_keeps_the_state_of_the_same_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, 9)
-
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    saver = saver_of(tmp_path)
-    saver.save(9, {"param|0|w": torch.zeros(4)}, {"fingerprint": "ours"})
-    saver.wait()
-    assert saver.error is not None and "No space left" in saver.error
-    assert steps(tmp_path) == [9]
-    resumed = saver_of(tmp_path, resumed=9)
-    resumed.save(9, {"param|0|w": torch.zeros(4)}, {"fingerprint": "ours"})
-    resumed.wait()
-    assert resumed.error is None and find(tmp_path) is not None
-
-
 def logged(folder: Path, count: int) -> list[bytes]:
     """Lines of a log of `count` steps."""
     metrics = Metrics(folder, 0, 20)
@@ -211,16 +182,6 @@ def test_who_still_writes_to_a_log_that_was_taken_over_writes_to_nowhere(tmp_pat
         metrics.log(4, {"loss": 1.0}, {"device_seconds": 4.0})
         metrics.close()
     assert [entry["step"] for entry in entries(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-
-
-def test_a_picture_that_cannot_be_written_ends_no_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "online").touch()  # in place of the folder
-    metrics = Metrics(tmp_path, 0, 20)
-    metrics.show(1, {"neighbors": np.zeros((2, 2, 3), np.uint8)})
-    metrics.close()
-    assert "online/neighbors-00000001.jpg not written" in caplog.text
 
 
 def test_a_log_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

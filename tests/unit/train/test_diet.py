@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import float64
 import pytest
 import torch
 from test_second_writing import adam, encode
@@ -10,7 +11,6 @@ from tiny_runs import ENCODER
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.data.loader import train_batches
 from maect.stages import load_recipe
 from maect.stages.diet import Diet
 
@@ -51,33 +51,16 @@ def rate(name):
 def test_steps_are_those_of_a_second_writing(shards, views):
     stage = Diet.model_validate(SETTINGS | {"views": views, "lr_counts_views": False})
     objective = stage.objective(ENCODER, SEED).double()
-    groups = stage.parameter_groups(objective)
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    trained = {name for name, p in objective.named_parameters() if p.requires_grad}
-    assert "numbers.weight" in trained and "encoder.cls_token" not in trained
-    assert not any(name.startswith(("encoder.blocks.0", "encoder.blocks.1")) for name in trained)
-    tensors = dict(objective.named_parameters()) | dict(objective.named_buffers())
-    w = {name: value.detach().clone() for name, value in tensors.items()}
-    for name in trained:
-        w[name].requires_grad_()
-    batches = train_batches(
-        open_index(Path(shards)), global_batch=BATCH, rank=0, world_size=1, seed=SEED,
-        views=stage.view_settings(), image_size=16, start_step=0, steps=STEPS, threads=1,
-    )  # fmt: skip
-    moments = {}
-    for step, batch in enumerate(batches):
-        given = objective.prepare(batch, torch.device("cpu"))
-        given.images = tuple(group.double() for group in given.images)
-        loss, logged = objective(given)
-        optimizer.zero_grad()
-        loss.backward()
+    w, moments = float64.copied(objective), {}
+    assert w["numbers.weight"].requires_grad and not w["encoder.cls_token"].requires_grad
+    assert not w["encoder.blocks.1.mlp.fc1.weight"].requires_grad
+    for step, given, loss, logged in float64.trained(
+        objective, stage, open_index(Path(shards)), STEPS, SEED
+    ):
         ours = cross_entropy(given, w)
         ours.backward()
         assert ours.item() == pytest.approx(loss.item(), rel=1e-9), step
         assert 0 <= logged["images_told_apart"] <= 1
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * stage.lr_multiplier(step, STEPS)
-        optimizer.step()
         adam(w, moments, step, rate)
     assert ours.item() < math.log(IMAGES)
     for name, parameter in objective.named_parameters():

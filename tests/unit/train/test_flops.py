@@ -46,6 +46,20 @@ CASES = {
 }  # fmt: skip
 
 
+def counted(objective, images, order=None):
+    """Operations of a step, by PyTorch; of images [v, 4, 3, s, s] by size."""
+    ids, neighbors = torch.arange(4), torch.zeros(6, 4, dtype=torch.int64)
+    # The plain kernel: the fused ones compute the scores again in the backward pass.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        objective(Views(images, order, ids, ids, neighbors))[0].backward()
+    return counter.get_total_flops()
+
+
+def views_of(*groups):
+    """Noise: so many views of a size."""
+    return tuple(torch.randn(views, 4, 3, size, size) for views, size in groups)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_as_counted_by_torch(case, tmp_path):
     name, changes = CASES[case]
@@ -55,16 +69,10 @@ def test_as_counted_by_torch(case, tmp_path):
         weights = build_encoder(SHAPE).state_dict()
         save_encoder(tmp_path / "encoder.safetensors", weights, SHAPE, "cls")
         source = tmp_path
-    objective = stage.build(SHAPE, 0, source)
-    b, views = stage.batch_size, stage.views
-    order = torch.rand(views, b, SHAPE.patches).argsort(2) if stage.mask_ratio else None
-    ids, neighbors = torch.arange(b), torch.zeros(views, b, dtype=torch.int64)
-    # The plain kernel: the fused ones compute the scores again in the backward pass.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        objective(Views((torch.randn(views, b, 3, 20, 20),), order, ids, ids, neighbors))[
-            0
-        ].backward()
-    assert counter.get_total_flops() == b * stage.flops_per_image(SHAPE)
+    objective, views = stage.build(SHAPE, 0, source), stage.views
+    order = torch.rand(views, 4, SHAPE.patches).argsort(2) if stage.mask_ratio else None
+    found = counted(objective, views_of((views, 20)), order)
+    assert found == 4 * stage.flops_per_image(SHAPE)
 
 
 REFINER = {
@@ -87,32 +95,20 @@ def test_refinement_as_counted_by_torch(case):
     head = {"head": REFINER | changes.get("head", {})}
     values = {"batch_size": 4, "precision": "fp32"} | local | changes | head
     stage = load_recipe(name, "base", values)
-    objective = stage.objective(SHAPE, 0)
-    ids, neighbors = torch.arange(4), torch.zeros(6, 4, dtype=torch.int64)
     sizes = ((2, 20), (3, 8)) if local else ((2, 20),)
-    images = tuple(torch.randn(views, 4, 3, size, size) for views, size in sizes)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        objective(Views(images, None, ids, ids, neighbors))[0].backward()
-    assert counter.get_total_flops() == 4 * stage.flops_per_image(SHAPE)
+    found = counted(stage.objective(SHAPE, 0), views_of(*sizes))
+    assert found == 4 * stage.flops_per_image(SHAPE)
 
 
 @pytest.mark.parametrize("changes", [{}, {"projector_ema": 0.0}, {"lookup": "none"}])
 def test_local_views_of_a_head_as_counted_by_torch(changes):
+    """The similarity of local views to global ones is summed element by element."""
     stage = multicrop(
-        batch_size=4,
-        precision="fp32",
-        local_size=8,
-        local_views=3,
-        read=(1, 4),
+        batch_size=4, precision="fp32", local_size=8, local_views=3, read=(1, 4),
         head=HEAD | changes,
-    )
-    objective = stage.objective(SHAPE, 0)
-    ids, neighbors = torch.arange(4), torch.zeros(2, 4, dtype=torch.int64)
-    images = tuple(torch.randn(views, 4, 3, size, size) for views, size in ((2, 20), (3, 8)))
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        objective(Views(images, None, ids, ids, neighbors))[0].backward()
-    # The similarity of local views to global ones is summed element by element.
-    assert counter.get_total_flops() == 4 * stage.flops_per_image(SHAPE)
+    )  # fmt: skip
+    found = counted(stage.objective(SHAPE, 0), views_of((2, 20), (3, 8)))
+    assert found == 4 * stage.flops_per_image(SHAPE)
 
 
 def test_views_of_two_sizes_as_counted_by_torch():

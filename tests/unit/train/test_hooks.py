@@ -10,9 +10,10 @@ from ranks import Place
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.train.device_time import DeviceTime
-from maect.train.hooks import Hook, ReportProgress, Session, SumLosses, Update
+from maect.train.hooks import CheckHealth, Hook, ReportProgress, Session, SumLosses, Update
+from maect.train.online import EvaluateOnline, OnlineEvaluator
 from maect.train.scores import ScoreEpochs, scored_split
-from maect.train.watchdog import SCORING
+from maect.train.watchdog import EVALUATING, SCORING
 
 CPU = torch.device("cpu")
 LOSSES = {step: 10.0 / step for step in range(1, 8)}
@@ -135,3 +136,37 @@ def test_progress_names_the_epoch_and_the_last_accuracy():
         "epoch": 1, "epochs": 2, "step": 1, "steps": 5, "loss": 10.0, "images_per_second": 32.0,
         "knn": None,
     }  # fmt: skip
+
+
+def test_the_encoder_is_evaluated_at_its_interval_and_at_the_end():
+    """Every second epoch of 40 images: after step 5 of 16 images each, and after the last one."""
+    found, asked = {"online_knn": 60.0}, []
+    evaluator = SimpleNamespace(every=80, pictures={"neighbors": "a sheet"})
+    evaluator.is_due = lambda *given: OnlineEvaluator.is_due(evaluator, *given)
+    evaluator.evaluate = lambda shards: asked.append(shards) or dict(found)
+    training = session()
+    hook = EvaluateOnline(training, evaluator)
+    assert [step for step in range(1, 8) if hook.reads_model(step)] == [5, 7]
+    updates = {step: Update(step, {"loss": 1.0}, 1.0) for step in (4, 5, 7)}
+    hook.after_step(updates[4])
+    hook.after_step(updates[5])
+    found.clear()  # features that were not finite: nothing to log
+    hook.after_step(updates[7])
+    assert asked == ["shards"] * 2 and training.hooks[0].begun == [(EVALUATING, 5), (EVALUATING, 7)]
+    assert updates[5].values == {"loss": 1.0, "online_knn": 60.0} and updates[5].log_now
+    assert updates[5].pictures == evaluator.pictures
+    assert 0 <= updates[5].timing["online_part"] <= 1
+    for step in (4, 7):
+        assert updates[step].values == {"loss": 1.0} and not updates[step].log_now
+
+
+def test_embeddings_are_checked_every_ten_steps():
+    objective = SimpleNamespace(health=lambda batch: ({"uniformity": -float(batch)}, "collapsed"))
+    hook = CheckHealth(session(20, objective=objective))
+    assert [step for step in range(1, 21) if hook.reads_model(step)] == [10, 20]
+    updates = [Update(step, {"loss": 1.0}, 1.0) for step in (9, 10)]
+    for update in updates:
+        hook.after_step(update)
+    assert (updates[0].values, updates[0].fault) == ({"loss": 1.0}, None)
+    assert updates[1].values == {"loss": 1.0, "uniformity": -16.0}
+    assert updates[1].fault == "collapsed" and updates[1].log_now

@@ -40,8 +40,7 @@ CHECKPOINTING = {"activation_checkpointing": True}
 CAPTURED = {"cuda_graphs": True}
 CASES = {
     "mae": ("mae", {}),
-    "mae, few images": ("mae", {"batch_size": 16}),
-    "mae, float32": ("mae", {"precision": "fp32"}),
+    "mae, few images, float32": ("mae", {"batch_size": 16, "precision": "fp32"}),
     "mae, checkpointing": ("mae", CHECKPOINTING),
     "combined": ("mae", {"contrastive": "combined", "head": HEAD}),
     "head": ("head_min", {"head": HEAD}),
@@ -71,6 +70,11 @@ CASES = {
     "fine-tune, captured": ("fine_tune", {"frozen_blocks": 1, **CAPTURED}),
     "fine-tune, checkpointing": ("fine_tune", CHECKPOINTING),
 }
+# Each term of theirs is in another case, too.
+SLOW = {
+    "combined", "tune", "two sizes, checkpointing", "two sizes, large heads", "refine",
+    "mae, captured", "tune, captured", "fine-tune, captured",
+}  # fmt: skip
 
 
 def both(changes):
@@ -87,7 +91,10 @@ def stage_of(recipe, size="base", **changes):
     return load_recipe(recipe, size, changes)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES],
+)
 def test_as_counted_on_a_pretended_device(case):
     from fake_gpu import count
 

@@ -3,23 +3,35 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from ranks import run
+from ranks import Place, run
 from sklearn.neighbors import KNeighborsClassifier
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import job_maker, metrics, noise_shards
 from torch import nn
 from torch.nn import functional as F
 
+from maect.data.index import ID, open_index
+from maect.data.loader import evaluation_parts
+from maect.data.transforms import PAPER, denormalize, normalize
 from maect.measures import alignment, knn, rank_me, uniformity
-from maect.recipes import OnlineEvaluation
+from maect.models.decoder import patchify
+from maect.models.vit import build_encoder, seeded
+from maect.models.weights import load_encoder_weights
+from maect.recipes import OnlineEvaluation, load_encoder
 from maect.records import RunRecord
-from maect.train.online import measures
+from maect.stages import load_recipe
+from maect.stages.classifier import Classifier
+from maect.stages.fine_tune import FineTune
+from maect.train.checkpoint import PARAM, Shard
+from maect.train.online import OnlineEvaluator, measures, sheet
 
 ONLINE = {"every_epochs": 2, "images": 500}
-FEW = {"batch_size": 32}  # four epochs of 12.5 steps
+FEW = {"batch_size": 64}  # four epochs of 6.25 steps
 
 
 @pytest.fixture(scope="session")
@@ -57,33 +69,26 @@ def runs(tmp_path_factory, shards):
     return root / "runs"
 
 
-def test_pictures_are_in_tensorboard(runs):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for recipe, names in (("mae", ["neighbors", "reconstructions"]), ("ct_min", ["neighbors"])):
-        events = EventAccumulator(str(runs / f"{recipe}-evaluated/tensorboard"))
-        events.Reload()
-        assert sorted(events.Tags()["images"]) == [f"online/{name}" for name in names]
-        steps = [entry["step"] for entry in evaluations(runs / f"{recipe}-evaluated")]
-        assert [picture.step for picture in events.Images("online/neighbors")] == steps
-
-
 def test_an_online_evaluation_changes_no_bit_of_any_stage(runs):
     for recipe in STAGES:
         plain, evaluated = runs / recipe, runs / f"{recipe}-evaluated"
         assert bits(plain) == bits(evaluated) and len(bits(plain)) == 1 + (recipe != "mae")
         assert without_evaluations(evaluated) == metrics(plain)
-        assert [one["step"] for one in evaluations(evaluated)] == [25, 50]
+        assert [one["step"] for one in evaluations(evaluated)] == [13, 25]
         records = [json.loads(RunRecord.path(f).read_text()) for f in (plain, evaluated)]
         assert records[0]["fingerprint"] == records[1]["fingerprint"]
         assert records[0]["sha256"] == records[1]["sha256"]
         lines = (evaluated / "metrics.jsonl").read_text().splitlines()
         parts = [json.loads(line)["timing"].get("online_part") for line in lines]
-        assert [step for step, part in enumerate(parts, 1) if part] == [25, 50]
+        assert [step for step, part in enumerate(parts, 1) if part] == [13, 25]
         # Pictures beside the numbers: neighbours of any encoder, what a decoder makes of images.
         shown = ["neighbors"] + ["reconstructions"] * (recipe == "mae")
         names = sorted(file.name for file in (evaluated / "online").iterdir())
-        assert names == [f"{name}-{step:08d}.jpg" for name in shown for step in (25, 50)]
+        assert names == [f"{name}-{step:08d}.jpg" for name in shown for step in (13, 25)]
+        events = EventAccumulator(str(evaluated / "tensorboard"))
+        events.Reload()
+        assert sorted(events.Tags()["images"]) == [f"online/{name}" for name in shown]
+        assert [picture.step for picture in events.Images("online/neighbors")] == [13, 25]
     # A frozen encoder looks the same from beginning to end, a trained one does not.
     first, last = evaluations(runs / "head_min-evaluated")
     assert {**first, "step": 0} == {**last, "step": 0}
@@ -93,62 +98,27 @@ def test_an_online_evaluation_changes_no_bit_of_any_stage(runs):
 
 def test_what_is_evaluated_is_what_the_run_exports(runs, shards):
     """The last evaluation, again from the file: of MAE its weights, of tuning their average."""
-    from maect.data.index import ID, open_index
-    from maect.data.loader import evaluation_parts
-    from maect.data.transforms import PAPER, normalize
-    from maect.models.weights import load_encoder_weights
-    from maect.train.online import OnlineEvaluator
-
-    index = open_index(shards)
     for recipe in ("mae", "ct_min"):
         folder = runs / f"{recipe}-evaluated"
         encoder, _, pooling = load_encoder_weights(folder / "encoder.safetensors")
-
-        class Parts(nn.Module):
-            def parts_read(self, encoder=encoder):
-                return {"encoder": encoder}
-
-        Parts.encoder = encoder
+        read = SimpleNamespace(encoder=encoder, parts_read=lambda: {})
         chosen = OnlineEvaluator(
-            OnlineEvaluation(**ONLINE), index, None, Parts(), None, torch.device("cpu")
+            OnlineEvaluation(**ONLINE), open_index(shards), None, read, None, torch.device("cpu")
         ).index
         assert len(set(chosen.rows[:, ID].tolist())) == 16
-        batches = evaluation_parts(chosen, image_size=16, parts=[range(16)], threads=1)
+        ((images, _, _),) = evaluation_parts(chosen, image_size=16, parts=[range(16)], threads=1)
         with torch.no_grad():
-            features = torch.cat(
-                [
-                    encoder.pool(encoder(normalize(images, PAPER)).tokens, pooling)
-                    for images, _, _ in batches
-                ]
-            )
+            features = encoder.pool(encoder(normalize(images, PAPER)).tokens, pooling)
         last = evaluations(folder)[-1]["online_rank_me"]
         assert last == pytest.approx(rank_me(features), rel=1e-5)
 
 
 def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
-    from maect.data.transforms import PAPER, denormalize, normalize
-    from maect.models.decoder import Decoder, patchify, unpatchify
-    from maect.models.vit import build_encoder
-    from maect.recipes import load_encoder
-    from maect.stages import load_recipe
-    from maect.stages.objectives import MaskedAutoencoder
-    from maect.train.online import sheet
-
     torch.manual_seed(0)
-    settings, stage = load_encoder("tiny"), load_recipe("mae", "tiny")
-    objective = MaskedAutoencoder(
-        stage,
-        build_encoder(settings),
-        Decoder(settings),
-        None,
-        0,
-        normalize_pixels=stage.normalize_pixels,
-        weight=stage.contrastive_weight,
-    )
+    objective = load_recipe("mae", "tiny").objective(load_encoder("tiny"), 0)
     raw = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
     images = normalize(raw, PAPER)
     assert torch.equal(denormalize(images, PAPER), raw)
-    assert torch.equal(unpatchify(patchify(images, 4), 4), images)
     order = torch.stack([torch.randperm(16) for _ in range(3)])
     parts = nn.ModuleDict(objective.parts_read()).eval()
     with torch.no_grad():
@@ -170,8 +140,8 @@ def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
 
 def test_killed_runs_repeat_or_keep_their_evaluations(job, runs, tmp_path):
     log = tmp_path / "log"
-    # The 25th step evaluates; the state before it or after it is the last one.
-    for number, kill_at in enumerate((25, 26)):
+    # The 13th step evaluates; the state before it or after it is the last one.
+    for number, kill_at in enumerate((13, 14)):
         saves = {"save_every_minutes": 0.0 if number else 10.0}
         broken = job(f"broken{number}", "mae", **FEW) | {"online": ONLINE} | saves
         with pytest.raises(RuntimeError, match="no rank answered"):
@@ -181,36 +151,25 @@ def test_killed_runs_repeat_or_keep_their_evaluations(job, runs, tmp_path):
         assert metrics(broken["folder"]) == metrics(runs / "mae-evaluated")
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_two_ranks_see_what_one_sees(job, runs, tmp_path, zero):
-    mae = job("mae", "mae", zero_stage=zero, **FEW) | {"online": ONLINE}
-    assert run(2, mae, log=tmp_path / "log") == ["done"]
-    pairs = zip(evaluations(runs / "mae-evaluated"), evaluations(mae["folder"]), strict=True)
-    for one, two in pairs:
-        for key in one.keys() - {"online_knn"}:  # rounding may decide a vote
-            assert one[key] == pytest.approx(two[key], rel=1e-3)
-
-
-def test_too_few_images_are_not_evaluated(job, tmp_path):
-    mae = job("mae", "mae", epochs=1) | {"online": {"every_epochs": 1, "images": 500}}
-    assert run(1, mae, log=tmp_path / "log") == ["done"]
-    assert evaluations(mae["folder"]) == []
+def test_two_ranks_see_what_one_sees(job, runs, tmp_path):
+    """Also where the weights are partitioned; an evaluation of too few images is left out."""
+    jobs = [
+        job(f"zero{zero}", "mae", zero_stage=zero, **FEW) | {"online": ONLINE} for zero in (1, 3)
+    ]
+    few = job("few", "mae", epochs=1, **FEW) | {"online": {"every_epochs": 1, "images": 500}}
+    assert run(2, *jobs, few, log=tmp_path / "log") == ["done"] * 3
+    for mae in jobs:
+        pairs = zip(evaluations(runs / "mae-evaluated"), evaluations(mae["folder"]), strict=True)
+        for one, two in pairs:
+            for key in one.keys() - {"online_knn"}:  # rounding may decide a vote
+                assert one[key] == pytest.approx(two[key], rel=1e-3)
+    assert evaluations(few["folder"]) == []
     assert "online evaluation: 8 of 400 images are too few" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("pooling", ["fc_norm", "cls"])
 def test_a_classifier_is_evaluated_as_it_pools(shards, pooling):
     """Its own norm included, no branch dropped, the generator untouched."""
-    from ranks import Place
-
-    from maect.data.index import open_index
-    from maect.models.vit import build_encoder, seeded
-    from maect.recipes import load_encoder
-    from maect.stages.classifier import Classifier
-    from maect.stages.fine_tune import FineTune
-    from maect.train.checkpoint import PARAM, Shard
-    from maect.train.online import OnlineEvaluator
-
     with seeded(0):
         encoder = build_encoder(load_encoder("tiny"))
     objective = Classifier(FineTune(pooling=pooling, precision="fp32"), encoder, 4, pooling, 0)

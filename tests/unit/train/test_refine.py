@@ -1,13 +1,11 @@
 """The stages of MIM-Refiner: the authors' settings cell by cell, rates, blocks and views."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from maect import recipes
 from maect.core.errors import UserError
 from maect.data.loader import Batch
 from maect.experiment import load
@@ -79,123 +77,6 @@ def test_every_cell(row):
     assert (refine.weight_decay, refine.layer_decay, refine.encoder_ema) == (0.05, 0.65, 0.9999)
     assert not refine.class_token_decay
     assert refine.encoder_average == 0.9999 and heads.encoder_average is None
-
-
-def test_variants_of_the_ablations():
-    plain, small = View(crop_scale=(0.25, 1)), View(crop_scale=(0.05, 0.25), size=96)
-    for recipe, epochs in (("refine_heads_min", 20), ("refine_min", 10)):
-        stage = load_recipe(recipe, "large")
-        assert stage.view_settings() == (plain,) * 2 + (small,) * 10 and stage.epochs == epochs
-    for recipe in ("refine_heads_global", "refine_global"):
-        stage = load_recipe(recipe, "large")
-        views = stage.view_settings()
-        assert len(views) == 2 and views[0].crop_scale == (0.08, 1) and stage.epochs == 20
-
-
-def test_the_ablations_as_an_experiment():
-    """Blocks from 0; the authors' files are l16_d2v2's under ablations/."""
-    runs = load("refined_ablations").runs
-    blocks = {
-        "heads_1": [23], "heads_2": [22, 23], "heads_4": [20, 21, 22, 23],
-        "heads_8": [*range(16, 24)], "heads_12": [*range(12, 24)], "spaced_2": [19, 23],
-        "spaced_3": [15, 19, 23],
-        "spaced_4": [14, 17, 20, 23], "every_other_4": [17, 19, 21, 23],
-        "fixed_6": [*range(16, 24)], "fixed_12": [*range(16, 24)],
-    }  # fmt: skip
-    for name, expected in blocks.items():
-        run = runs[f"{name}_large"]
-        assert [*run.settings.head.read(24)] == expected, name
-        assert run.source == "refine_heads_large" and run.settings.epochs == 20
-        assert (
-            run.encoder.norm == "post" and runs[runs[run.source].source].name == "data2vec2_large"
-        )
-        assert (run.settings.batch_size, run.settings.head.topk) == (1024, 20)
-        assert run.settings.frozen_blocks == {"fixed_6": 6, "fixed_12": 12}.get(name, 0)
-    assert [*runs["refine_heads_large"].settings.head.read(24)] == [*range(12, 24)]
-    for name, negatives, terms, local, epochs in (
-        ("swap", "neighbour", "released", 10, 20), ("all", "own", "all", 10, 20),
-        ("global", "own", "released", 0, 20), ("min", "own", "released", 10, 10),
-    ):  # fmt: skip
-        run = runs[f"refine_{name}_large"]
-        heads = runs[f"refine_heads_{name}_large"]
-        assert run.source == heads.name and heads.source == "data2vec2_large"
-        for one in (run, heads):
-            assert (one.settings.head.negatives, one.settings.head.terms) == (negatives, terms)
-            assert one.settings.local_views == local
-        assert (run.settings.epochs, heads.settings.epochs) == (epochs, 20)
-
-    for name in ("staggered_step", "staggered_cosine", "one_hot", "uniform"):
-        run = runs[f"{name}_large"]
-        assert run.settings.head.weights == name and run.source == "refine_heads_large"
-        assert (run.settings.epochs, run.settings.head.heads) == (20, 8)
-    one = runs["heads_1_huge14"]
-    assert [*one.settings.head.read(32)] == [31] and one.settings.head.temperature == 0.3
-    assert (one.settings.epochs, one.settings.batch_size) == (30, 512)
-    assert runs[one.source].source == "mae_public_huge14"
-
-
-def test_few_labels_as_the_authors_have_them():
-    """Cell by cell; of unrefined encoders they have several files, of which this is one."""
-    experiment = load("refined")
-    asked: dict[str, set[str]] = {}
-    for run, name in experiment.evaluations:
-        asked.setdefault(name, set()).add(run)
-    refined = {run for run in experiment.evaluated if run.startswith("refine_")}
-    assert asked["fine_tune_1pct_crop_flip"] == refined | {"ibot_large"}
-    assert asked["fine_tune_10pct_refined"] == refined
-    trained = {"data2vec2_large", "data2vec2_huge14", "mae_public_twob14"}
-    assert asked["fine_tune_low_shot"] == trained
-    assert asked["low_shot_before_norm"] == {*experiment.evaluated} - trained
-    names = ("base_lr", "batch_size", "weight_decay", "layer_decay", "drop_path", "mixup",
-             "randaugment_layers", "frozen_blocks")  # fmt: skip
-    table = {
-        ("fine_tune_1pct_crop_flip", "large"): (3e-5, 512, 0.05, 0.75, 0, 0, 0, 0),
-        ("fine_tune_1pct_crop_flip", "huge14"): (3e-5, 512, 0.4, 0.75, 0, 0, 0, 0),
-        ("fine_tune_1pct_crop_flip", "twob14"): (3e-5, 512, 0.4, 0.75, 0, 0, 0, 0),
-        ("fine_tune_10pct_refined", "large"): (3e-5, 512, 0.05, 0.75, 0, 0, 2, 0),
-        ("fine_tune_10pct_refined", "huge14"): (1e-3, 256, 0.05, 0.75, 0.2, 0.8, 2, 0),
-        ("fine_tune_10pct_refined", "twob14"): (1e-3, 256, 0.05, 0.75, 0.3, 0.8, 2, 6),
-        ("fine_tune_10pct_mim", "large"): (5e-4, 512, 0.05, 0.75, 0.1, 0.8, 2, 0),
-        ("fine_tune_10pct_mim", "huge14"): (5e-4, 256, 0.05, 0.75, 0.2, 0.8, 2, 0),
-        ("fine_tune_10pct_mim", "twob14"): (5e-4, 256, 0.05, 0.75, 0.3, 0.8, 2, 6),
-        ("fine_tune_1pct_mim", "large"): (1e-3, 512, 0.05, 0.75, 0, 0, 0, 0),
-        ("fine_tune_1pct_mim", "twob14"): (1e-3, 128, 0.05, 0.75, 0, 0, 0, 0),
-        ("fine_tune_low_shot", "large"): (1e-4, 256, 0.05, 0.75, 0, 0, 0, 0),
-        ("fine_tune_low_shot", "twob14"): (1e-4, 128, 0.05, 0.75, 0, 0, 0, 6),
-    }  # fmt: skip
-    for (variant, size), expected in table.items():
-        values = recipes.variant_values(variant, size)
-        assert [float(values.get(name, 0)) for name in names] == list(expected), (variant, size)
-        assert (values["epochs"], values["warmup_epochs"]) == (50, 5)
-        assert values["label_smoothing"] == 0.1
-
-
-def test_rates():
-    """Cosine to an absolute rate; layers by their depth; no decay of [CLS]."""
-    encoder = load_encoder("tiny")
-    stage = load_recipe("refine", "tiny", {"epochs": 10, "min_lr": 1e-5})
-    groups = stage.parameter_groups(stage.objective(encoder, 0))
-    found = {n: (g["peak_lr"], g["weight_decay"]) for g in groups for n in g["names"]}
-    peak = 4e-3 * 128 / 256
-    assert found["encoder.norm.weight"] == (peak, 0)
-    assert found["encoder.blocks.3.attn.qkv.weight"] == (pytest.approx(peak * 0.65), 0.05)
-    assert found["encoder.patch_embed.proj.weight"] == (pytest.approx(peak * 0.65**5), 0.05)
-    assert found["encoder.cls_token"] == (pytest.approx(peak * 0.65**5), 0)
-    assert found["heads.projector.0.weight"] == (2e-3 * 128 / 256, 1e-5)
-    assert found["heads.projector.1.weight"] == (2e-3 * 128 / 256, 0)
-    decayed = stage.model_copy(update={"class_token_decay": True})
-    assert decayed.encoder_rates("cls_token", 4)[1] == 0.05
-    steps, warmup = 100, 10
-    for step in range(steps):
-        t = step - warmup
-        cosine = 1e-5 + (peak - 1e-5) * (1 + math.cos(math.pi * t / (steps - warmup))) / 2
-        expected = peak * (step + 1) / (warmup + 1) if t < 0 else cosine
-        assert peak * stage.lr_multiplier(step, steps) == pytest.approx(expected)
-    heads = load_recipe("refine_heads", "tiny")
-    objective = heads.objective(encoder, 0)
-    names = [name for group in heads.parameter_groups(objective) for name in group["names"]]
-    assert names and all(name.startswith("heads.") for name in names)
-    assert not objective.encoder.training and objective.heads.training
 
 
 def batch_of(stage, encoder, images, seed=0):

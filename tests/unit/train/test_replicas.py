@@ -2,16 +2,15 @@
 
 from pathlib import Path
 
-import pytest
 import torch
-from ranks import run, train
+from ranks import refused, run
 from test_resume import ALWAYS, identical, steps_saved
 
 from maect.train.trainer import Trainer
 
 
-def train_with_a_flipped_bit(context, *, where, **job):
-    """Rank 1's copy has one other bit from step 4 on."""
+def with_a_flipped_bit(context, *, where, **job):
+    """A training in which rank 1's copy has one other bit from step 4 on."""
     update = Trainer._update
 
     def flipping(self, means, number):
@@ -22,18 +21,24 @@ def train_with_a_flipped_bit(context, *, where, **job):
             bits[3] ^= 1
 
     Trainer._update = flipping
-    return train(context, **job)
+    try:
+        return refused(context, **job)
+    finally:
+        Trainer._update = update
 
 
-@pytest.mark.parametrize("where", ["encoder.blocks.2.attn.proj.weight", "encoder.pos_embed"])
-def test_a_flipped_bit_stops_the_run_before_it_is_saved(
-    job, tmp_path: Path, whole: Path, where: str
-) -> None:
-    broken = job("broken", "mae") | ALWAYS
-    log = tmp_path / "log"
-    flipped = broken | {"function": train_with_a_flipped_bit, "where": where}
-    message = run(2, flipped, log=log)
-    assert "ReplicaError: after step 4 the weights or buffers of rank 1 of 2 differ" in message
-    assert 1 <= steps_saved(broken["folder"])[-1] <= 3
-    assert run(2, broken, log=log) == ["done"]
-    identical(whole / "mae", broken["folder"])
+def test_a_flipped_bit_stops_the_run_before_it_is_saved(job, tmp_path: Path, whole: Path) -> None:
+    """Of weights, and of a buffer."""
+    weights, buffer = job("weights", "mae") | ALWAYS, job("buffer", "mae") | ALWAYS
+    flips = [
+        value | {"function": with_a_flipped_bit, "where": where}
+        for value, where in (
+            (weights, "encoder.blocks.2.attn.proj.weight"), (buffer, "encoder.pos_embed")
+        )
+    ]  # fmt: skip
+    *messages, verdict = run(2, *flips, buffer, log=tmp_path / "log")
+    for message in messages:
+        assert "ReplicaError: after step 4 the weights or buffers of rank 1 of 2 differ" in message
+    assert 1 <= steps_saved(weights["folder"])[-1] <= 3
+    assert verdict == "done"
+    identical(whole / "mae", buffer["folder"])

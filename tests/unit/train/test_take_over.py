@@ -95,20 +95,6 @@ def test_which_files_are_read_and_left():
     assert mae.inputs(head) == ()
 
 
-def test_steps_and_learning_rates_of_a_training():
-    tune = tune_stage()  # 4 epochs, batches of 16, warm-up of a fifth
-    assert tune.total_steps(40) == 10 and tune.total_steps(39) == 9
-    multipliers = [tune.lr_multiplier(step, 10) for step in range(10)]
-    assert multipliers[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
-    assert multipliers[2:] == sorted(multipliers[2:], reverse=True) and 0 < multipliers[-1] < 0.1
-    # Layer-wise decay, and two views in the linear scaling rule.
-    peak = 1e-3 * 16 * 2 / 256
-    assert tune.rates("encoder.norm.weight", 4) == (pytest.approx(peak), 0.05)
-    assert tune.rates("encoder.blocks.3.attn.qkv.weight", 4)[0] == pytest.approx(0.65 * peak)
-    assert tune.rates("encoder.blocks.2.attn.qkv.weight", 4)[0] == pytest.approx(0.65**2 * peak)
-    assert tune.rates("head.projector.0.weight", 4) == (pytest.approx(peak), 1e-5)
-
-
 @pytest.mark.parametrize(("ranks", "accumulation"), [(3, 1), (32, 1), (2, 3)])
 def test_a_batch_is_split_evenly(ranks, accumulation):
     from maect.recipes.computing import Computing

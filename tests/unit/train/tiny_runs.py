@@ -61,15 +61,11 @@ def job_maker(root, shards):
         changes, how = separate(changes)
         settings = model.model_validate(values | changes)
         return {
-            "folder": str(folder / name),
-            "shards": str(shards),
-            "stage": stage,
-            "settings": settings.model_dump(mode="json"),
-            "computing": how,
-            "encoder": ENCODER.model_dump(mode="json"),
-            "seed": 1,
+            "folder": str(folder / name), "shards": str(shards), "stage": stage,
+            "settings": settings.model_dump(mode="json"), "computing": how,
+            "encoder": ENCODER.model_dump(mode="json"), "seed": 1,
             "source": None if source is None else str(folder / source),
-        }
+        }  # fmt: skip
 
     return make
 
