@@ -17,15 +17,8 @@ from maect.evaluate import PROTOCOLS
 from maect.experiment import load, resolve, start
 from maect.experiment.load import Experiment
 from maect.experiment.pages import PAGES
-from maect.experiment.profile import PROFILE, PROFILE_OF_TRAININGS
 from maect.experiment.resolve import REPORT, WRITE_SHARDS
 from maect.stages import STAGES
-
-CLUSTER = {key: default for key, (_, default) in (PROFILE | PROFILE_OF_TRAININGS).items()}
-"""Resources of a rule that computes: defaults for one machine, set by `set-resources` of a profile.
-
-The shell command reads them, not `params`, so that changing them re-runs nothing.
-"""
 
 
 def fail(message: object) -> NoReturn:
@@ -38,16 +31,6 @@ def fail(message: object) -> NoReturn:
 def say(message: str) -> None:
     """Print a line once."""
     print(f"maect: {message}", file=sys.stderr)
-
-
-def on_devices(command: str, trains: bool = False) -> str:
-    """Return a shell command that runs a `maect` command where the profile says."""
-    options = PROFILE | (PROFILE_OF_TRAININGS if trains else {})
-    words = [
-        f"--{option.replace('_', '-')}={{resources.{key}:q}}"
-        for key, (option, _) in options.items()
-    ]
-    return " ".join([command, *words, "--log {log:q}"])
 
 
 def load_experiment(config: Mapping[str, Any]) -> Experiment:

@@ -44,6 +44,11 @@ PROFILE_OF_TRAININGS: dict[str, tuple[str, Any]] = {
     "stage_to": ("stage_to", ""),
 }
 """The same, of trainings only."""
+CLUSTER = {key: default for key, (_, default) in (PROFILE | PROFILE_OF_TRAININGS).items()}
+"""Resources of a rule that computes: defaults for one machine, set by `set-resources` of a profile.
+
+The shell command reads them, not `params`, so that changing them re-runs nothing.
+"""
 Jobs = Mapping[str, Mapping[str, Any]]
 
 
@@ -75,6 +80,16 @@ def find_profile(name_or_path: str) -> Path:
     else:
         hint = did_you_mean(Path(name_or_path).name, names)
     raise UserError(f"--profile {name_or_path}: no such profile; {hint}")
+
+
+def on_devices(command: str, trains: bool = False) -> str:
+    """Return a shell command that runs a `maect` command where the profile says."""
+    options = PROFILE | (PROFILE_OF_TRAININGS if trains else {})
+    words = [
+        f"--{option.replace('_', '-')}={{resources.{key}:q}}"
+        for key, (option, _) in options.items()
+    ]
+    return " ".join([command, *words, "--log {log:q}"])
 
 
 def kinds() -> dict[str, str]:

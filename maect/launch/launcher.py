@@ -98,6 +98,7 @@ class _Launch:
         refused_since: when SLURM began to take no job.
         wait: seconds to wait before the next submission.
         watched: whether the job was submitted or seen alive by this launcher.
+        recorded: name of the job on record, as far as this launcher knows.
         notice: the cluster's last one.
         next_poll: when to ask for the next (monotonic seconds).
     """
@@ -113,6 +114,7 @@ class _Launch:
     refused_since: float | None = field(default=None, init=False)
     wait: float = field(default=0.0, init=False)
     watched: bool = field(default=False, init=False)
+    recorded: str | None = field(default=None, init=False)
     notice: Notice = field(default=Notice("unknown", "waiting"), init=False)
     next_poll: float = field(default=0.0, init=False)
     clusters: dict[str, Cluster] = field(default_factory=clusters, init=False)
@@ -145,13 +147,14 @@ class _Launch:
         job = record.read_job(self.folder)
         if job is None:
             return None
+        self.recorded = job.name
         if job.ending == record.of_another_place(job):
             self.line.say(f"{job} is that of {job.place}, and left alone")
         if job.state == "ended":
             return job
         # A request to stop that an earlier launcher left behind is not meant for this one.
         job.stop = False
-        record.write_job(self.folder, job)
+        self.write(job)
         self.line.say(f"re-attached to {job}")
         if not job.computes(self.task.identity):
             self.line.say("it computes what the settings were before they changed")
@@ -181,7 +184,7 @@ class _Launch:
         cluster = self.clusters[job.cluster]
         job.site = cluster.site()
         record.make_job_folder(self.folder, job.name)
-        record.write_job(self.folder, job)
+        self.write(job)
         self.watched = True
         try:
             cluster.submit(self.folder, job, self.resources)
@@ -191,7 +194,7 @@ class _Launch:
         self.refused_since = None
         self.wait = 0.0
         job.state = "submitted"
-        record.write_job(self.folder, job)
+        self.write(job)
         self.line.say(f"submitted {job} at step {job.step}")
         return job
 
@@ -258,11 +261,9 @@ class _Launch:
         """Return the cluster's notice about a job, asked for now and then.
 
         Raises:
-            LaunchError: the folder was moved or removed; nothing begins anew in its place.
+            LaunchError: `check_record`.
         """
-        path = self.folder / "job.json"
-        if not path.exists():
-            raise LaunchError(f"{path}: gone, with its folder; start again where that is now")
+        self.check_record()
         now = time.monotonic()
         if now >= self.next_poll:
             self.next_poll = now + self.clusters[job.cluster].interval
@@ -270,7 +271,7 @@ class _Launch:
             if job.id is not None and job.state == "submitting":
                 self.clusters[job.cluster].end_submission(self.folder, job)
                 job.state = "submitted"
-                record.write_job(self.folder, job)
+                self.write(job)
         return self.notice
 
     def show_job_messages(self, job: Job) -> None:
@@ -305,7 +306,7 @@ class _Launch:
         if self.asked_at is None:
             self.asked_at = time.monotonic()
             job.stop = True
-            record.write_job(self.folder, job)
+            self.write(job)
             self.line.say("asked the job to save and stop; interrupt again to cancel it at once")
             self.next_poll = 0.0  # it may have begun since
             return False
@@ -393,4 +394,24 @@ class _Launch:
         job.state = "ended"
         job.ending = ending
         job.stop = False
+        self.write(job)
+
+    def write(self, job: Job) -> None:
+        """Write `job.json`; LaunchError as in `check_record`."""
+        self.check_record()
         record.write_job(self.folder, job)
+        self.recorded = job.name
+
+    def check_record(self) -> None:
+        """Leave if the record on disk is not the one that this launcher has read or written.
+
+        Raises:
+            LaunchError: the folder was moved or removed; or another launcher has started a job, on
+                a file system without locks.
+        """
+        found = record.read_job(self.folder)
+        if found is None and self.recorded is not None:
+            path = self.folder / "job.json"
+            raise LaunchError(f"{path}: gone, with its folder; start again where that is now")
+        if found is not None and found.name != self.recorded:
+            raise LaunchError(f"{self.folder}: another launcher has started {found}; wait for that")

@@ -31,9 +31,6 @@ class Local(Cluster):
     interval = 0.5
     record_patience = 3.0
 
-    def __init__(self) -> None:
-        self._started: list[subprocess.Popen[bytes]] = []
-
     def site(self) -> str:
         """Return the machine's name."""
         return socket.gethostname()
@@ -57,7 +54,6 @@ class Local(Cluster):
                 except OSError as error:
                     self.end(folder, job)
                     raise LaunchError(f"{shlex.join(python)}: {error.strerror}") from None
-            self._started.append(process)
             job.pids.append(process.pid)
         job.id = str(job.pids[0])
 

@@ -84,10 +84,10 @@ def this_process() -> str:
 
 def is_snakemake_alive() -> bool:
     """Return whether the Snakemake that `MAECT_SNAKEMAKE` names lives; True if it names none."""
-    if SNAKEMAKE not in os.environ:
+    words = os.environ.get(SNAKEMAKE, "").split()
+    if len(words) != 2 or not all(map(str.isdecimal, words)):
         return True
-    pid, start = os.environ[SNAKEMAKE].split()
-    return _start_ticks(int(pid)) == start
+    return _start_ticks(int(words[0])) == words[1]
 
 
 def _start_ticks(pid: int) -> str | None:

@@ -3,7 +3,7 @@
 import logging
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from maect.core.errors import counted
 from maect.core.log import is_watched
@@ -18,48 +18,29 @@ LOG_SECONDS = 10.0
 LATER_LOG_SECONDS = 60.0  # after ten minutes: a log of days must stay readable
 
 
-class Report(TypedDict, total=False):
-    """Statement of rank 0 on how far its job is; functions may report more than this.
-
-    Attributes:
-        first_step, seconds: the step of its first report, and the time since then.
-    """
-
-    epoch: float
-    epochs: float
-    step: int
-    steps: int
-    loss: float
-    knn: float
-    images_per_second: float
-    first_step: int
-    seconds: float
-
-
-def describe(progress: Report) -> str:
-    """Return one line on a report; unknown keys are left out.
+def describe(progress: dict[str, Any]) -> str:
+    """Return one line on a report of `Rank.report`; unknown keys are left out.
 
     The time left follows from the steps done since this attempt began, not from those before it.
     """
     parts = []
-    values: dict[str, Any] = {**progress}
     for key, total in (("epoch", "epochs"), ("step", "steps")):
-        if key in values:
-            of = f"/{values[total]}" if total in values else ""
-            parts.append(f"{key} {values[key]}{of}")
-    if _is_number(progress.get("loss")):
-        parts.append(f"loss {progress['loss']:.4f}")
-    if _is_number(progress.get("knn")):
-        parts.append(f"online k-NN {progress['knn']:.1f} %")
-    if _is_number(progress.get("images_per_second")):
-        parts.append(f"{progress['images_per_second']:.0f} images/s")
+        if key in progress:
+            of = f"/{progress[total]}" if total in progress else ""
+            parts.append(f"{key} {progress[key]}{of}")
+    for key, text in (
+        ("loss", "loss {:.4f}"), ("knn", "online k-NN {:.1f} %"),
+        ("images_per_second", "{:.0f} images/s"),
+    ):  # fmt: skip
+        if _is_number(progress.get(key)):
+            parts.append(text.format(progress[key]))
     left = seconds_left(progress)
     if left:
         parts.append(f"{rough(left)} left")
     return "  ".join(parts)
 
 
-def seconds_left(progress: Report) -> float | None:
+def seconds_left(progress: dict[str, Any]) -> float | None:
     """Return the seconds until the last step at this attempt's mean speed, or None if unknown."""
     try:
         done = progress["step"] - progress["first_step"]
@@ -69,7 +50,7 @@ def seconds_left(progress: Report) -> float | None:
         return None
 
 
-def part(progress: Report) -> float | None:
+def part(progress: dict[str, Any]) -> float | None:
     """Return the part of the steps that is done, or None if unknown."""
     step = progress.get("step")
     steps = progress.get("steps")

@@ -10,8 +10,7 @@ Each file has one writer:
     jobs/NAME/*.pkl, *.sh  submitit: what the ranks unpickle, and the script for sbatch
     jobs/NAME/*.out        the ranks' logs
 
-Only its owner can enter `jobs`: it has the secret by which the ranks of several nodes know each
-other.
+Only its owner can enter `jobs`: ranks unpickle what lies there.
 """
 
 import os
@@ -31,7 +30,6 @@ from maect.core.files import (
     with_retries,
     write_record,
 )
-from maect.launch.progress import Report
 from maect.launch.resources import LaunchError, Resources, Task
 
 LOG_TAIL = 15  # lines of a log that an error message quotes
@@ -98,7 +96,8 @@ class RankReport:
         message, traceback: of the error.
         progress, said, saved: of rank 0: its last report, its messages for people, the last step
             that is saved.
-        meeting: of rank 0: where the ranks of this attempt meet (`rendezvous.Address`).
+        attempt: how often SLURM had restarted the job.
+        address: of rank 0: where the ranks of this attempt meet (`rendezvous.connect`).
     """
 
     rank: int
@@ -107,10 +106,11 @@ class RankReport:
     kind: str = ""
     message: str = ""
     traceback: str = ""
-    progress: Report = field(default_factory=Report)
+    progress: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     saved: int | None = None
-    meeting: dict[str, Any] | None = None
+    attempt: int = 0
+    address: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -251,9 +251,9 @@ def rank_0(folder: Path, job: Job) -> RankReport:
     return RankReport.read(rank_file(folder, job.name, 0)) or RankReport(0)
 
 
-def progress(folder: Path, job: Job | None) -> Report:
+def progress(folder: Path, job: Job | None) -> dict[str, Any]:
     """Return rank 0's last report on its progress, or {}."""
-    return Report() if job is None else rank_0(folder, job).progress
+    return {} if job is None else rank_0(folder, job).progress
 
 
 def saved_step(folder: Path, job: Job) -> int:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -11,10 +10,6 @@ from typing import Any
 
 from maect.core.errors import UserError
 
-# Operations that a step must leave to each rank: about 90 ms of an A100. With less, what a step
-# costs on any number of ranks (gradients, launches) soon is most of it: docs/scaling.md.
-WORTH_A_RANK = 1e13
-WALL_MINUTES = 1440
 VISIBLE = re.compile("[0-9]|GPU-|MIG-")  # how CUDA names a device; the first other word ends a list
 
 
@@ -23,11 +18,6 @@ RESERVED_SBATCH_OPTIONS = {
     "array", "clusters", "cluster-constraint", "job-name", "output", "error", "open-mode", "signal",
     "wait", "parsable", "test-only", "wrap", "nodes", "ntasks", "ntasks-per-node", "uid", "gid",
     "a", "M", "J", "o", "e", "W", "N", "n",
-}  # fmt: skip
-# Arguments of sbatch without a value: any other word between commas belongs to the value before it.
-SBATCH_FLAGS = {
-    "contiguous", "exclusive", "hold", "kill-on-invalid-dep", "no-kill", "no-requeue",
-    "overcommit", "oversubscribe", "reboot", "requeue", "spread-job", "use-min-nodes",
 }  # fmt: skip
 
 
@@ -78,7 +68,7 @@ class Resources:
     devices: int = 1
     cpus: int = 1
     memory_mb: int | None = None
-    minutes: int = WALL_MINUTES
+    minutes: int = 1440
     partition: str | None = None
     account: str | None = None
     sbatch: tuple[str, ...] = ()
@@ -140,55 +130,6 @@ class Resources:
         return max(20, min(300, self.minutes * 6))
 
 
-def full_paths(command: str) -> str:
-    """Return a command with the paths of files in full: jobs begin in other folders.
-
-    A word without a `/` is a command's name, whatever lies in the working folder.
-    """
-    words = shlex.split(command)
-    return shlex.join(
-        os.path.abspath(word) if "/" in word and os.path.isfile(word) else word for word in words
-    )
-
-
-def sbatch_arguments(text: str) -> tuple[str, ...]:
-    """Split arguments of sbatch at commas; `exclude=a,b` is one of them."""
-    arguments: list[str] = []
-    for part in filter(None, (word.strip() for word in text.split(","))):
-        if arguments and "=" not in part and part.lstrip("-") not in SBATCH_FLAGS:
-            arguments[-1] += f",{part}"
-        else:
-            arguments.append(part)
-    return tuple(arguments)
-
-
-def count_devices(devices: str) -> int:
-    """Count devices: `auto`, the GPUs of this machine, else two processes; `gpus`, else one.
-
-    GPUs that `CUDA_VISIBLE_DEVICES` hides are not there.
-    """
-    if devices not in ("auto", "gpus"):
-        if not devices.isdecimal() or not int(devices):
-            raise UserError(f"--devices {devices}: a positive number, auto or gpus")
-        return int(devices)
-    return gpus_here() or (2 if devices == "auto" else 1)
-
-
-def gpu_here() -> str:
-    """Return this machine's first GPU, such as NVIDIA A100 SXM4 40GB; "" without one."""
-    if not gpus_here():
-        return ""
-    words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        asked = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
-        name, mebibytes = asked.stdout.splitlines()[0].rsplit(",", 1)
-        # The name may say another memory: that of the CPU beside a GH200.
-        name = re.sub(r"\b[0-9]+ ?GB?\b", "", name.replace("-", " "))
-        return f"{' '.join(name.split())} {round(int(mebibytes) / 1024)}GB"
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return ""
-
-
 def gpus_here() -> int:
     """Count the GPUs of this machine that `CUDA_VISIBLE_DEVICES` does not hide."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -199,41 +140,3 @@ def gpus_here() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-
-
-def node_range(nodes: str) -> tuple[int, int]:
-    """Read a range of nodes: `4` as (4, 4), `1..16` as (1, 16)."""
-    match = re.fullmatch(r"([1-9][0-9]*)(?:\.\.([1-9][0-9]*))?", nodes)
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if least > most:
-        raise UserError(f"--nodes {nodes}: a number of nodes, or LEAST..MOST such as 1..16")
-    return least, most
-
-
-def fixed_nodes(nodes: str) -> int:
-    """Return the nodes of a job whose size does not depend on a recipe."""
-    least, most = node_range(nodes)
-    if least != most:
-        raise UserError(f"--nodes {nodes}: a range is for trainings; give one number here")
-    return least
-
-
-def training_nodes(
-    nodes: str, devices: int, batch_size: int, step_flops: float, speed: float = 1.0
-) -> int:
-    """Return the nodes for a training: as many of the range as its batch is worth.
-
-    That is the largest number with which the ranks divide the batch evenly and each has
-    `WORTH_A_RANK` of the step's operations, times the speed relative to an A100's; else the
-    smallest that divides it.
-
-    Raises:
-        UserError: no number of the range divides the batch.
-    """
-    least, most = node_range(nodes)
-    fitting = [n for n in range(least, most + 1) if batch_size % (n * devices) == 0]
-    if not fitting:
-        many = f"{least * devices} ranks" if least == most else f"ranks on {nodes} nodes"
-        raise UserError(f"batch_size {batch_size} is not a multiple of {many}")
-    worth = [n for n in fitting if step_flops / (n * devices) >= WORTH_A_RANK * speed]
-    return max(worth, default=min(fitting))

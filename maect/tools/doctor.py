@@ -30,10 +30,9 @@ from maect.core.files import read_json, write_json
 from maect.experiment import Experiment
 from maect.experiment.profile import PROFILE, PROFILE_OF_TRAININGS
 from maect.launch import LaunchError, Resources, Task, launch
-from maect.launch.resources import node_range
 from maect.launch.shell import command
 from maect.stages import load_recipe
-from maect.tools.launching import Launching
+from maect.tools.launching import Launching, node_range
 from maect.train.engine import Engine, start
 from maect.train.stage import grouped
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maect.core.errors import MissingFileError, UserError, counted
 from maect.core.files import need, read_record, sha256_file, with_retries
@@ -16,15 +16,12 @@ from maect.evaluate import EvaluationConfig, FeaturesConfig
 from maect.evaluate.evaluation import Completion
 from maect.launch import Resources, Task, launch
 from maect.launch.record import read_job
-from maect.launch.resources import fixed_nodes, gpu_here, node_range, training_nodes
 from maect.recipes.cost import relative_speed
 from maect.recipes.memory import gpu_memory
 from maect.records import RunRecord
 from maect.stages.run import RunConfig
+from maect.tools.launching import Launching, fixed_nodes, gpu_here, node_range, training_nodes
 from maect.train import run_folder
-
-if TYPE_CHECKING:
-    from maect.tools.launching import Launching
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +58,7 @@ def need_shards(folder: Path) -> str:
 def train(
     config: RunConfig,
     path: Path,
-    launching: "Launching",
+    launching: Launching,
     *,
     gpu: str = "",
     save_every_minutes: float,
@@ -149,7 +146,7 @@ def _as_saved(run: Path, nodes: int, devices: int, allowed: str) -> int:
     )
 
 
-def extract_features(config: FeaturesConfig, path: Path, launching: "Launching") -> None:
+def extract_features(config: FeaturesConfig, path: Path, launching: Launching) -> None:
     """Write the features of a split beside their resolved file; UserError if inputs are missing."""
     encoder = need(config.run / "encoder.safetensors", "encoder")
     out = path.with_suffix(".safetensors")
@@ -174,7 +171,7 @@ def extract_features(config: FeaturesConfig, path: Path, launching: "Launching")
         run_job("features", job, task, is_done, resources, launching.detach, out)
 
 
-def evaluate(config: EvaluationConfig, path: Path, launching: "Launching") -> None:
+def evaluate(config: EvaluationConfig, path: Path, launching: Launching) -> None:
     """Evaluate as a resolved file says, the result beside it.
 
     Raises:

@@ -12,7 +12,6 @@ from maect.core.files import seek_record
 from maect.data.sources import open_source
 from maect.experiment import Experiment, resolve
 from maect.experiment import start as starting
-from maect.launch.resources import WALL_MINUTES, count_devices, fixed_nodes, training_nodes
 from maect.paper import read_paper
 from maect.recipes import Encoder
 from maect.recipes.computing import Computing
@@ -20,6 +19,7 @@ from maect.recipes.cost import encode_flops, peak_flops, relative_speed
 from maect.recipes.memory import gpu_memory
 from maect.records import RunRecord
 from maect.stages import STAGES, Training, recorded
+from maect.tools.launching import WALL_MINUTES, count_devices, fixed_nodes, training_nodes
 
 IMAGENET_VAL = 50_000  # images, which protocols without operations state their minutes for
 LEAST = 10.0  # seconds of any other job that is no training; assumed

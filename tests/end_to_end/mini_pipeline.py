@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,17 @@ MINI: dict[str, Any] = {
 }
 
 
+# One rank a training: each more is five seconds of a core, and others test several.
+ONE_RANK = (("devices: auto", "devices: 1"),)
+
+
 @dataclass
 class Pipeline:
-    """One experiment in a folder of its own."""
+    """One experiment in a folder of its own, with changes of the local profile's text."""
 
     folder: Path
     experiment: dict[str, Any]
+    changes: Sequence[tuple[str, str]] = ONE_RANK
 
     @property
     def results(self) -> Path:
@@ -55,12 +60,13 @@ class Pipeline:
         text = yaml.safe_dump(self.experiment | {"storage": str(self.results)}, sort_keys=False)
         if not file.exists() or file.read_text() != text:
             file.write_text(text)
-        # One rank a training: each more is five seconds of a core, and others test several.
         profile = self.folder / "profile/config.yaml"
         profile.parent.mkdir(exist_ok=True)
         local = (ROOT / "cluster_profiles/local/config.yaml").read_text()
-        assert "devices: auto" in local
-        profile.write_text(local.replace("devices: auto", "devices: 1"))
+        for before, after in self.changes:
+            assert before in local
+            local = local.replace(before, after)
+        profile.write_text(local)
         return [
             *(sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")),
             *("--profile", str(profile.parent), "--directory", str(self.folder)),

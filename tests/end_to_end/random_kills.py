@@ -1,21 +1,25 @@
-"""Random kills of a whole pipeline, and its results compared with those of an undisturbed one.
+"""Thirty random kills in each stage of the demo, and its bits compared with an undisturbed one's.
 
-    python tests/end_to_end/random_kills.py FOLDER [--kills 300] [--experiment mini|NAME|PATH]
+    python tests/end_to_end/random_kills.py FOLDER [--kills 30] [--table kills.csv]
 
-FOLDER has `whole`, the undisturbed pipeline, and `broken`, which is killed and started again until
-it is complete, again and again; `kills.jsonl` names every kill, with the seed of its round, and
-every comparison. Started again with the same FOLDER, it goes on where it was.
+SIGKILL hits in turn a rank, the launcher, Snakemake, and all processes at once: at any moment of a
+step, as soon as a half-written state is seen, or while something starts. The same command follows
+as often as Snakemake has ended. A run that completes is compared and, as long as there are kills
+left, begun anew. `FOLDER/whole` has the undisturbed runs. Started again with the same table, it
+goes on with the kills that are left.
 """
 
 import argparse
+import csv
 import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,76 +27,18 @@ import psutil
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mini_pipeline import MINI, ROOT, Pipeline
+from mini_pipeline import ONE_RANK, ROOT, Pipeline
 
-ALL = {
-    "runs": MINI["runs"]
-    | {
-        "refine_heads_tiny": {
-            "recipe": "refine_heads", "size": "tiny", "from": "mae_tiny", "set": {"epochs": 2},
-        },
-        "refine_tiny": {
-            "recipe": "refine", "size": "tiny", "from": "refine_heads_tiny", "set": {"epochs": 3},
-        },
-    },
-    "evaluate": [
-        {"runs": ["refine_tiny"], "protocols": ["knn", "knn_per_block"]},
-        {
-            "runs": ["ct_min_tiny"],
-            "protocols": [
-                "knn", "linear_probe", "low_shot", "clustering", "umap", "efficient_probe",
-                "effective_invariance", "retrieval", "color_histogram", "fine_tune_10pct",
-            ],
-        },
-    ],
-    "protocols": {
-        "linear_probe": {"batch_size": 256, "epochs": 2},
-        "efficient_probe": {"batch_size": 64, "base_lr": 32, "epochs": 2, "warmup_epochs": 1},
-        "color_histogram": {"epochs": 2, "batch_size": 256},
-        "fine_tune_10pct": {"epochs": 4},
-    },
-    "tables": {"low_shot": ["ct_min_tiny"], "clustering": ["ct_min_tiny"]},
-}  # fmt: skip
-KINDS = ("everything", "one process", "a node")
+STAGES = {"pre-training": "mae_tiny", "head": "head_min_tiny", "tuning": "ct_min_tiny"}
+VICTIMS = ("rank", "launcher", "Snakemake", "everything")
+MOMENTS = ("step", "save", "step", "start", "save")
+OFTEN = (("save_every_minutes: \"'0.25'\"", "save_every_minutes: \"'0.005'\""),)
+"""A state every 0.3 s, so that there is one when a kill comes."""
 TIMED = ("throughput", "status")
 """Parts of names of what measures time, and is never the same."""
 
 
-def victims(pipeline: Pipeline, kind: str, dice: random.Random) -> list[psutil.Process]:
-    """Whom a kill hits: a node is all ranks of one job, with what looks after them there."""
-    processes = pipeline.processes()
-    if kind == "everything" or not processes:
-        return processes
-    if kind == "one process":
-        return [dice.choice(processes)]
-    jobs = sorted({job for process in processes if (job := job_of(process))})
-    if not jobs:
-        return [dice.choice(processes)]
-    job = dice.choice(jobs)
-    return [process for process in processes if job_of(process) == job]
-
-
-def job_of(process: psutil.Process) -> str:
-    """The job that a process belongs to, if it is a rank or looks after ranks."""
-    try:
-        return str(process.environ().get("MAECT_JOB", ""))
-    except psutil.Error:
-        return ""
-
-
-def role(process: psutil.Process) -> str:
-    """What a process is, in a word or two."""
-    try:
-        words = " ".join(process.cmdline())
-    except psutil.Error:
-        return "gone"
-    for sign, name in {
-        "submitit.core._submit": "rank", "-m maect.launch": "rank",
-        "snakemake": "Snakemake", "/maect ": "launcher",
-    }.items():  # fmt: skip
-        if sign in words:
-            return name
-    return "other"
+# ---- what two pipelines have in common
 
 
 def content(pipeline: Pipeline) -> dict[str, Any]:
@@ -127,85 +73,173 @@ def differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     )
 
 
-def rounds(folder: Path, experiment: dict[str, Any], seed: int, mean: float) -> Iterator[dict]:
-    """Endless rounds of kills; what happened, one by one."""
-    whole, broken = (Pipeline(folder / name, experiment) for name in ("whole", "broken"))
-    if not (folder / "whole" / "complete").exists():
-        done = whole.run("report", "evaluations", timeout=36000)
-        if done.returncode:
-            raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
-        (folder / "whole" / "complete").touch()
-    expected = content(whole)
-    while True:
-        dice = random.Random(seed)
-        broken.kill_everything()
-        broken.folder.mkdir(exist_ok=True)
-        started = broken.start("report", "evaluations")
-        while True:
-            wait = dice.expovariate(1 / mean)
-            deadline = time.monotonic() + wait
-            while started.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if started.poll() is not None:
-                if started.returncode == 0:
-                    break
-                started = broken.start("report", "evaluations")  # what was killed has ended it
+# ---- one run that is killed
+
+
+class KilledRun:
+    """One stage of the demo, from the finished stages before it to its own end."""
+
+    def __init__(self, pipeline: Pipeline, run: str) -> None:
+        self.pipeline = pipeline
+        self.folder = pipeline.results / "runs" / run
+        self.snakemake: subprocess.Popen[str] | None = None
+        self.failures = 0  # ends of Snakemake since the last kill
+
+    def goes_on(self) -> bool:
+        """Whether the run is not complete yet; starts Snakemake anew if that has ended."""
+        if self.snakemake is not None and self.snakemake.poll() == 0:
+            return False
+        if self.snakemake is None or self.snakemake.poll() is not None:
+            self.failures += 1
+            if self.failures > 3:
+                log = (self.pipeline.folder / "snakemake.log").read_text()
+                raise SystemExit(f"Snakemake fails without a kill:\n{log[-5000:]}")
+            self.snakemake = self.pipeline.start(str(self.folder / "done"))
+        return True
+
+    def steps(self) -> int:
+        """Number of updates that are logged."""
+        file = self.folder / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def half_written(self) -> bool:
+        """Whether a state is being written, or was left half written."""
+        states = self.folder.glob("state/step-*")
+        return any(not (state / "state.json").exists() for state in states)
+
+    def is_saving(self) -> bool:
+        """Whether a rank is writing its part of a state just now."""
+        return any(self.folder.glob("state/step-*/.rank-*.tmp"))
+
+    def waits_for(self, condition: Callable[[], bool]) -> bool:
+        """Wait for a condition; return False if the run was completed first."""
+        while not condition():
+            if not self.goes_on():
+                return False
+            time.sleep(0.002)
+        return True
+
+    def processes(self, victim: str) -> list[psutil.Process]:
+        """Live processes that a kill may hit."""
+        signs = {"rank": "-m maect.launch ", "launcher": "maect train ", "everything": ""}
+        if victim == "Snakemake":
+            assert self.snakemake is not None
+            return [psutil.Process(self.snakemake.pid)] if self.snakemake.poll() is None else []
+        found = []
+        for process in self.pipeline.processes():
+            try:
+                words = " ".join(process.cmdline()) + " "
+            except psutil.Error:
                 continue
-            kind = dice.choice(KINDS)
-            hit = victims(broken, kind, dice)
-            roles = Counter(map(role, hit))
-            running = sorted(path.parent.name for path in broken.results.glob("*/*/job.json"))
-            for process in hit:
-                try:
-                    process.kill()
-                except psutil.Error:
-                    continue
-            yield {"seed": seed, "kind": kind, "after": round(wait, 2), "killed": roles,
-                   "begun": len(running)}  # fmt: skip
-            if kind == "everything":
-                started.wait()
-                started = broken.start("report", "evaluations")
-        yield {
-            "seed": seed,
-            "compared": len(expected),
-            "differ": differing(expected, content(broken)),
+            is_shell = words.startswith(("/bin/bash", "bash"))
+            if signs[victim] in words and (victim == "everything" or not is_shell):
+                found.append(process)
+        return found
+
+    def strike(self, victim: str, moment: str, dice: random.Random) -> dict[str, Any] | None:
+        """Kill at a random moment; return what was killed, or None if the run was complete."""
+        goal = self.steps() + dice.randint(2, 25)
+        if moment == "start":
+            until = time.monotonic() + dice.uniform(0, 8)
+            reached = self.waits_for(lambda: time.monotonic() >= until)
+        elif moment == "save":
+            reached = self.waits_for(lambda: self.steps() >= goal) and self.waits_for(
+                self.is_saving
+            )
+        else:
+            reached = self.waits_for(lambda: self.steps() >= goal)
+            time.sleep(dice.uniform(0, 0.2))
+        if not reached or not self.waits_for(lambda: bool(self.processes(victim))):
+            return None
+        alive = self.processes(victim)
+        if not alive:
+            return None
+        hit = alive if victim == "everything" else [dice.choice(alive)]
+        for process in hit:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        if victim == "everything" and self.snakemake is not None:
+            self.snakemake.wait()
+            self.pipeline.kill_everything()  # what was being started at that moment
+        self.failures = 0
+        return {
+            "killed": victim,
+            "moment": moment,
+            "processes": len(hit),
+            "steps logged": self.steps(),
+            "half-written state": self.half_written(),
         }
-        shutil.rmtree(broken.folder)
-        seed += 1
+
+
+def kill_stage(
+    stage: str, whole: Pipeline, folder: Path, kills: int, done: int
+) -> list[dict[str, Any]]:
+    """Run a stage once, with so many kills at most; what was killed, and how it ended."""
+    run = STAGES[stage]
+    names = list(STAGES.values())
+    broken = Pipeline(folder / "broken", whole.experiment, (*ONE_RANK, *OFTEN))
+    broken.kill_everything()
+    shutil.rmtree(broken.folder, ignore_errors=True)
+    for name in ("images", "shards", *(f"runs/{one}" for one in names[: names.index(run)])):
+        shutil.copytree(whole.results / name, broken.results / name)
+    dice = random.Random(f"{stage} {done}")
+    attempt = KilledRun(broken, run)
+    rows: list[dict[str, Any]] = []
+    order = islice(zip(cycle(VICTIMS), cycle(MOMENTS), strict=False), done, done + kills)
+    for victim, moment in order:
+        if not attempt.goes_on() or (row := attempt.strike(victim, moment, dice)) is None:
+            break
+        rows.append({"stage": stage, **row})
+        print(rows[-1], flush=True)
+    attempt.waits_for(lambda: False)
+    found = differing(content_of(whole, run), content_of(broken, run))
+    for row in rows:
+        row["end"] = f"differs: {' '.join(found)}" if found else "same bits"
+    return rows
+
+
+def content_of(pipeline: Pipeline, run: str) -> dict[str, Any]:
+    """Everything of one run that no clock has a part in."""
+    prefix = f"runs/{run}/"
+    found = {name: given for name, given in content(pipeline).items() if name.startswith(prefix)}
+    assert found, f"{pipeline.results / prefix} is empty"
+    return found
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--mean", type=float, default=20.0, help="seconds between two kills")
-    parser.add_argument("--experiment", default="mini")
+    parser.add_argument("--kills", type=int, default=30, help="in each stage")
+    parser.add_argument("--table", type=Path, help="default: FOLDER/kills.csv")
     options = parser.parse_args()
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    if options.experiment == "mini":
-        experiment = MINI | ALL
-    else:
-        named = ROOT / "workflow" / "experiments" / f"{options.experiment}.yaml"
-        file = named if named.exists() else Path(options.experiment)
-        experiment = yaml.safe_load(file.read_text())
-    log = folder / "kills.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    kills = sum("kind" in line for line in lines)
-    # A round that this script was interrupted in goes on with kills of its own.
-    seed = max((line["seed"] for line in lines), default=-1) + 1
-    for line in rounds(folder, experiment, seed, options.mean):
-        with open(log, "a") as file:
-            file.write(json.dumps(line) + "\n")
-        kills += "kind" in line
-        if line.get("differ"):
-            raise SystemExit(f"seed {line['seed']}: {line['differ']} differ; see {folder}")
-        if "compared" in line and kills >= options.kills:
-            print(f"{kills} kills; results as without any")
-            return
+    digits = yaml.safe_load((ROOT / "workflow/experiments/digits.yaml").read_text())
+    experiment = {key: digits[key] for key in ("datasets", "online_evaluation", "runs")}
+    whole = Pipeline(folder / "whole", experiment)
+    stamps = [str(whole.results / "runs" / run / "done") for run in STAGES.values()]
+    done = whole.run(*stamps, timeout=3600)
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    table = options.table or folder / "kills.csv"
+    rows: list[dict[str, Any]] = []
+    if table.exists():
+        rows = list(csv.DictReader(table.read_text().splitlines()))
+    for stage in STAGES:
+        while (struck := sum(row["stage"] == stage for row in rows)) < options.kills:
+            rows += kill_stage(stage, whole, folder, options.kills - struck, struck)
+            with table.open("w", newline="") as file:
+                writer = csv.DictWriter(file, rows[0])
+                writer.writeheader()
+                writer.writerows(rows)
+    bad = [row for row in rows if row["end"] != "same bits"]
+    print(f"{len(rows)} kills; {len(bad)} in runs that ended with other bits")
+    sys.exit(bool(bad))
 
 
 if __name__ == "__main__":
-    os.nice(19)
+    os.nice(5)
     main()

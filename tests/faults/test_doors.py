@@ -30,9 +30,9 @@ from maect.experiment.profile import by_rule, find_profile  # noqa: E402
 from maect.launch import Resources, Task, clusters, launch, record, sbatch  # noqa: E402
 from maect.launch.owner import SNAKEMAKE  # noqa: E402
 from maect.launch.record import Job  # noqa: E402
-from maect.launch.resources import full_paths  # noqa: E402
 from maect.launch.shell import MARK  # noqa: E402
 from maect.launch.state import STOPPED  # noqa: E402
+from maect.tools.launching import full_paths  # noqa: E402
 from maect.tools.status import status_of  # noqa: E402
 
 B = 12345  # another user, without a name

@@ -15,9 +15,8 @@ import pytest
 from maect import cli
 from maect.core.errors import UserError
 from maect.core.files import write_record
-from maect.launch.resources import count_devices
 from maect.records import RunRecord
-from maect.tools.launching import Launching
+from maect.tools.launching import Launching, count_devices
 
 
 @pytest.mark.parametrize("command", ["-m maect show {}", "-m maect.recipes ct_min"])

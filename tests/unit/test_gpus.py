@@ -24,7 +24,6 @@ from maect.core.errors import NodeError, UserError
 from maect.evaluate import evaluation as evaluations
 from maect.evaluate import features
 from maect.launch import Resources
-from maect.launch.resources import gpu_here
 from maect.models.vit import build_encoder
 from maect.recipes import load_encoder
 from maect.recipes.memory import GIB, gpu_memory
@@ -32,6 +31,7 @@ from maect.stages import load_recipe, run
 from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
+from maect.tools.launching import gpu_here
 from maect.train import trainer
 from maect.train.engine import random_batch
 from maect.train.objective import tensors_in

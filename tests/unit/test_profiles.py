@@ -14,11 +14,11 @@ from snakemake.resources import Resource
 
 from maect.core.errors import UserError
 from maect.experiment.profile import HERE, by_rule, find_profile, like_slurm
-from maect.launch.resources import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
 from maect.recipes import load_encoder
 from maect.recipes.cost import relative_speed
 from maect.stages import STAGES, load_recipe
 from maect.tools import doctor
+from maect.tools.launching import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
 from maect.train.watchdog import LIMIT
 
 ROOT = Path(__file__).parents[2]

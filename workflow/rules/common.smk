@@ -26,7 +26,8 @@ try:
         report_inputs,
         shown_evaluations,
     )
-    from maect.experiment.pipeline import CLUSTER, Asked, on_devices
+    from maect.experiment.pipeline import Asked
+    from maect.experiment.profile import CLUSTER, on_devices
     from maect.experiment.schema import one_of
     from maect.launch.owner import SNAKEMAKE, lock_folder, this_process
     from maect.stages import STAGES

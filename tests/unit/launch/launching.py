@@ -141,11 +141,9 @@ class Run:
         folder = make_job_folder(self.folder, self.job().name)
         write_record(folder / "rank-0.json", {"rank": 0, "end": how})
 
-    def rendezvous(self) -> dict:
+    def address(self) -> str:
         """Where rank 0 says that the ranks meet."""
-        report = rank_0(self.folder, self.job())
-        assert report.meeting is not None
-        return report.meeting
+        return rank_0(self.folder, self.job()).address
 
     def progress(self) -> dict:
         """The last report."""

@@ -286,6 +286,17 @@ def test_folder_has_one_owner(run):
         pass
 
 
+def test_a_launcher_whose_record_was_replaced_leaves(run):
+    """Two of them started on a file system without locks."""
+    run.hold(5)
+    launcher = run.start()
+    run.reaches(5)
+    run.change_job(name="maect-other-1", id="8")
+    words = finish(launcher)
+    assert launcher.returncode == 2
+    assert "another launcher has started local job 8" in words.splitlines()[-2], words
+
+
 def test_snakemake_killed(run, tmp_path):
     """The launcher of a killed Snakemake ends; the next Snakemake's waits for that."""
     gate = run.hold(5)
@@ -319,8 +330,9 @@ def test_the_snakemake_of_a_launcher(monkeypatch):
         began = Path(f"/proc/{child.pid}/stat").read_text().split()[21]
         monkeypatch.setenv("MAECT_SNAKEMAKE", f"{child.pid} {began}")
         assert not is_snakemake_alive(), "it has ended, and nobody has asked how"
-    monkeypatch.delenv("MAECT_SNAKEMAKE")
-    assert is_snakemake_alive(), "there is none"
+    for none in ("", "nonsense", "12", "12 then"):
+        monkeypatch.setenv("MAECT_SNAKEMAKE", none)
+        assert is_snakemake_alive(), "there is none"
 
 
 def test_found_job_whose_files_are_gone_runs_again(run):

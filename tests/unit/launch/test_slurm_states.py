@@ -13,9 +13,10 @@ from maect.core.errors import UserError
 from maect.core.files import sealed
 from maect.launch import Resources, Task, launcher, record, slurm
 from maect.launch.record import Job
-from maect.launch.resources import LaunchError, sbatch_arguments
+from maect.launch.resources import LaunchError
 from maect.launch.shell import check_shell, command, environment
 from maect.launch.slurm import Slurm
+from maect.tools.launching import sbatch_arguments
 
 NAME = "maect-a-1"
 
@@ -348,6 +349,18 @@ def test_an_interrupt_ends_the_wait_for_a_limit(run, commands):
     assert launcher.returncode == 130 and "no job is running" in words, words
     assert run.state() == "ended" and run.job().ending.startswith("not accepted for now: sbatch")
     assert run.job().earlier == [] and not list((run.folder / "jobs").iterdir())
+
+
+def test_nothing_is_submitted_beside_the_job_of_another_launcher(run, commands):
+    """Its record appears while this one waits, on a file system without locks."""
+    run.resources |= {"cluster": "slurm", "devices": 1}
+    commands.fails("sbatch", LIMIT)
+    launcher = run.start()
+    wait_for(lambda: run.state() == "ended")
+    run.change_job(name="maect-other-1", state="submitted", id="9")
+    words = finish(launcher)
+    assert launcher.returncode == 2, words
+    assert "another launcher has started slurm job 9" in words
 
 
 def test_refusals_are_tried_again_for_an_hour(tmp_path, monkeypatch):
