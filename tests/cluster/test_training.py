@@ -61,12 +61,13 @@ class Training(SlurmRun):
         python = [sys.executable, "-m", "maect"]
         return [*python, *self.recipe(self.folder, self.shards), *options, *words]
 
-    def pids(self) -> dict[int, int]:
-        place = self.folder / "jobs" / self.read("job.json")["name"]
-        return {
-            int(file.stem.split("-")[1]): json.loads(file.read_text())["pid"]
-            for file in place.glob("rank-*.json")
-        }
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank."""
+        for process in self.processes():
+            is_rank = "submitit.core._submit" in process.cmdline()
+            if is_rank and process.environ().get("SLURM_PROCID") == str(number):
+                return process
+        raise AssertionError(f"no rank {number}")
 
     def trains(self, step: int) -> None:
         """Wait for a step, and for some steps after a state; note how far it is."""
@@ -128,7 +129,7 @@ def test_killed_snakemake_and_launcher(training, reference, tmp_path):
 def test_killed_rank(training, reference):
     launcher = training.start()
     training.trains(10)
-    psutil.Process(training.pids()[1]).kill()
+    training.rank(1).kill()
     words = finish(launcher, 400)
     assert len(training.jobs()) == 2 and "submitting it again" in words
     training.is_the_same_as(reference, "kill -9 of one rank", "submitted again from its last state")
