@@ -3,10 +3,9 @@
 k-NN, logistic regression on few and on all labels, RankMe and uniformity. Each measure is the mean
 of a score per test image, so that intervals and differences follow from it.
 
-k-NN votes as in the protocol `knn` (`maect.evaluate.knn`). Four things differ, so its numbers do,
-too: features are never standardised, while the report judges by `knn_standardized`; the split is
-the folder's own, and without one a fifth of the images is tested on; images that one encoder cannot
-read are left out for all; and products are in float32 (`maect features` may use TF32 on GPUs).
+k-NN holds out, votes and chooses by the functions of the protocol `knn` (`maect.evaluate.knn`).
+Its images and features may still be others than a report's; docs/reference/compare.md lists every
+difference.
 """
 
 import warnings
@@ -25,8 +24,8 @@ from maect.evaluate.geometry import RAW, FeatureTask, corrections
 from maect.evaluate.knn import sweep_settings
 from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
 from maect.evaluate.low_shot import center_and_scale, classify
-from maect.evaluate.outcomes import held_out_mask, held_out_share
-from maect.evaluate.protocols import REMOVED, SHRINKAGES, Knn, LowShot
+from maect.evaluate.outcomes import held_out_for, held_out_mask
+from maect.evaluate.protocols import REMOVED, SHRINKAGES, Knn, Logistic, LowShot
 from maect.evaluate.real import Real
 from maect.evaluate.store import Array, in_memory
 from maect.measures import rank_me, uniformity
@@ -98,7 +97,7 @@ class Score:
 def measure_with_labels(
     train: Array,
     labels: NDArray[np.int64],
-    contents: Sequence[str],
+    contents: Sequence[int] | Sequence[str],
     test: Array,
     test_labels: NDArray[np.int64],
     threads: int = 1,
@@ -107,38 +106,38 @@ def measure_with_labels(
     """Measure k-NN and logistic regressions; shots with too few images per class are left out.
 
     Args:
-        contents: digest of each training image.
+        contents: checksum of each training image, by which some are held out.
         real: ReaL's labels of the test images, which k-NN and logistic regression are scored by,
             too.
 
     Raises:
         UserError: fewer training images than k-NN compares with, or one class only.
     """
-    held = held_out_mask(labels, contents, held_out_share(len(labels), len(test)))
-    if (~held).sum() < KNN_K:
+    if len(labels) < KNN_K:
         raise UserError(f"{len(labels)} training images, too few for k-NN with k {KNN_K}")
-    if len(np.unique(labels[~held])) < 2:
+    held = held_out_for(labels, contents, len(test))
+    held_for_logistic = held_out_mask(labels, contents, Logistic().one_in)
+    if min(len(np.unique(labels[~mask])) for mask in (held, held_for_logistic)) < 2:
         raise UserError("all training images are of one class")
     own = Knn()
-    grid = own.grid(int((~held).sum()))
-    voted, inner = sweep_settings(in_memory(train), labels, held, test, grid, None, threads)
-    outer = {pair: _percent(classes, test_labels) for pair, classes in voted.items()}
-    best = {pair: float(right.mean()) for pair, right in outer.items()}
+    sweep = sweep_settings(own, in_memory(train), labels, held, test, None, threads)
+    outer = {pair: _percent(classes, test_labels) for pair, classes in sweep.votes.items()}
+    best = max(outer, key=lambda pair: float(outer[pair].mean()))
     scores = {KNN: Score(outer[own.k, own.temperature])}
-    for name, by in ((KNN_HELD_OUT, inner), (KNN_BEST, best)):
-        pair = max(grid, key=by.__getitem__)
-        scores[name] = Score(outer[pair], f"k {pair[0]}, T {pair[1]:g}")
+    for name, pair in ((KNN_HELD_OUT, sweep.chosen), (KNN_BEST, best)):
+        if pair is not None:
+            scores[name] = Score(outer[pair], f"k {pair[0]}, T {pair[1]:g}")
     counts = np.bincount(labels)
     # A weak penalty may not converge, nor need to.
     with threadpool_limits(1), warnings.catch_warnings(action="ignore"):
         for shots in SHOTS:
             if shots <= counts[counts > 0].min():
                 scores[f"shots_{shots}"] = _shots(train, labels, test, test_labels, shots)
-        c = best_penalty(try_penalties(train, labels, held, threads=threads))
+        c = best_penalty(try_penalties(train, labels, held_for_logistic, threads=threads))
         classes = fit_logistic(train, labels, c)(test)
     scores[LOGISTIC] = Score(_percent(classes, test_labels), f"C {c:.3g}")
     if real is not None:
-        for name, predicted in ((KNN, voted[own.k, own.temperature]), (LOGISTIC, classes)):
+        for name, predicted in ((KNN, sweep.votes[own.k, own.temperature]), (LOGISTIC, classes)):
             scores[name + REAL] = Score(100 * real.right(predicted).astype(np.float64))
     return scores
 

@@ -11,7 +11,7 @@ al. 2025). Tuning and refinement are to move it to the end.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,13 +23,10 @@ from maect.core import distributed
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.evaluate.base import (
-    EvaluationJob,
-    idle_cpus,
-)
+from maect.evaluate.base import EvaluationJob, idle_cpus
 from maect.evaluate.clusters import comparable
 from maect.evaluate.encoding import Encoding, check_finite, encode_split
-from maect.evaluate.outcomes import held_out_mask, held_out_share
+from maect.evaluate.outcomes import held_out_for
 from maect.evaluate.probe_training import check_splits
 from maect.evaluate.protocols import Knn, KnnPerBlock
 from maect.evaluate.real import real_labels_of
@@ -39,6 +36,8 @@ from maect.train.scores import BATCH
 
 QUERIES = 1024
 TRAIN_ROWS = 16384
+Pair = tuple[int, float]
+"""A number of neighbours, k, and a temperature, T."""
 
 
 def evaluate(settings: Knn, context: Context, job: EvaluationJob) -> dict[str, Any]:
@@ -49,63 +48,81 @@ def evaluate(settings: Knn, context: Context, job: EvaluationJob) -> dict[str, A
     train, test = job.train_and_test()
     if settings.k > train.n:
         raise UserError(f"knn: k {settings.k} is more than the {train.n} samples of {train.path}")
-    grid = settings.grid(train.n)
     real = real_labels_of(settings, test.names, test.record["class_names"], test.labels)
-    held = held_out_mask(train.labels, train.contents(), held_out_share(train.n, test.n))
+    held = held_out_for(train.labels, train.contents(), test.n)
     metrics: dict[str, Any] = {}
-    sweep: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     correct: dict[str, NDArray[np.bool_]] = {}
     threads = idle_cpus(context)
     own = (settings.k, settings.temperature)
     for name, standardized in (("knn", False), ("knn_standardized", True)):
         scale = moments(train) if standardized else None
-        voted, inner = sweep_settings(train, train.labels, held, test.all(), grid, scale, threads)
-        right = {pair: classes == test.labels for pair, classes in voted.items()}
+        sweep = sweep_settings(settings, train, train.labels, held, test.all(), scale, threads)
+        right = {pair: classes == test.labels for pair, classes in sweep.votes.items()}
         accuracy = {pair: 100 * int(np.sum(hits)) / test.n for pair, hits in right.items()}
-        for k, t in grid:
+        for k, t in sweep.votes:
             row = {"k": k, "temperature": t, "standardized": standardized}
-            sweep.append(row | {"accuracy": accuracy[k, t], "held_out": inner.get((k, t))})
+            rows.append(row | {"accuracy": accuracy[k, t], "held_out": sweep.held_out.get((k, t))})
         metrics[name], correct[name] = accuracy[own], right[own]
         if real is not None:
-            metrics[f"{name}_real"] = real.accuracy(voted[own])
+            metrics[f"{name}_real"] = real.accuracy(sweep.votes[own])
         metrics[f"{name}_best"] = max(accuracy.values())
         of_own = [value for (_, t), value in accuracy.items() if t == settings.temperature]
         metrics[f"{name}_best_k"] = max(of_own)
-        if inner:
-            best = max(inner, key=inner.__getitem__)  # of equal ones the first
+        if (best := sweep.chosen) is not None:
             metrics[f"{name}_held_out"] = accuracy[best]
             correct[f"{name}_held_out"] = right[best]
-    return {**metrics, **job.keep_outcomes(correct), "sweep": sweep}
+    return {**metrics, **job.keep_outcomes(correct), "sweep": rows}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Votes by every k and temperature, and the choice among them.
+
+    Attributes:
+        votes: on the queries, int64 [q].
+        held_out: percent of the held-out training samples that the others' votes get right; of
+            those pairs that are possible without the held-out samples.
+    """
+
+    votes: dict[Pair, NDArray[np.int64]]
+    held_out: dict[Pair, float]
+
+    @property
+    def chosen(self) -> Pair | None:
+        """Return the pair of the highest `held_out`, of equal ones the first; None without any."""
+        return max(self.held_out, key=self.held_out.__getitem__, default=None)
 
 
 def sweep_settings(
+    settings: Knn,
     train: Rows,
     labels: NDArray[np.int64],
     held: NDArray[np.bool_],
     queries: Array,
-    grid: Sequence[tuple[int, float]],
     scale: Scale | None,
     threads: int,
-) -> tuple[dict[tuple[int, float], NDArray[np.int64]], dict[tuple[int, float], float]]:
-    """Return the votes on queries, and the accuracy of the others' votes on held-out samples.
+) -> Sweep:
+    """Vote by every pair of the settings' grid, on queries and on held-out training samples.
+
+    `maect compare` calls it, too, so both have one grid and one way to choose.
 
     Args:
         labels: of the training samples, int64 [n].
         held: which of these are held out, bool [n].
-        grid: pairs of k and temperature.
-
-    Returns:
-        By pair: int64 [q]; percent, of the pairs that are possible without the held-out samples.
+        queries: float32 [q, width].
     """
-    voted = votes_by_setting(train, labels, queries, grid, scale, threads)
+    grid = settings.grid(train.n)
+    votes = votes_by_setting(train, labels, queries, grid, scale, threads)
     ids = np.flatnonzero(~held)
     fitting = [(k, t) for k, t in grid if k <= len(ids)]
     if not held.any() or not fitting:
-        return voted, {}
+        return Sweep(votes, {})
     others = Rows(len(ids), train.width, lambda start, stop: train.take(ids[start:stop]))
     asked = train.take(np.flatnonzero(held))
-    votes = votes_by_setting(others, labels[ids], asked, fitting, scale, threads)
-    return voted, {pair: 100 * float(np.mean(v == labels[held])) for pair, v in votes.items()}
+    inner = votes_by_setting(others, labels[ids], asked, fitting, scale, threads)
+    right = {pair: 100 * float(np.mean(v == labels[held])) for pair, v in inner.items()}
+    return Sweep(votes, right)
 
 
 def votes_by_setting(
@@ -208,8 +225,7 @@ def evaluate_per_block(
     )
     compared = replace(train, rows=train.rows[chosen.start : chosen.stop : chosen.step])
     labels = compared.labels
-    contents = compared.contents.tolist()
-    held = held_out_mask(labels, contents, held_out_share(len(chosen), test.n))
+    held = held_out_for(labels, compared.contents.tolist(), test.n)
     held &= len(chosen) - held.sum() >= settings.k
     inner = np.zeros(encoding.blocks)
     mine = distributed.share_of(context, test.n, BATCH)

@@ -90,7 +90,7 @@ def difference(first: NDArray[np.float64], second: NDArray[np.float64]) -> Diffe
         second: likewise, of the second encoder.
 
     Raises:
-        ValueError: of other numbers of images, or of none.
+        ValueError: the lengths differ or are zero.
     """
     if first.shape != second.shape or not len(first):
         raise ValueError(f"outcomes of {len(first)} and {len(second)} images")
@@ -174,12 +174,15 @@ def compare_results(first: str | Path, second: str | Path) -> dict[str, Differen
     return {name: difference(unpack(one[name]), unpack(two[name])) for name in one if name in two}
 
 
-def held_out_share(train: int, test: int) -> int:
-    """Return one in how many training images is held out: ten, or as many as there are test images.
+def held_out_for(
+    labels: NDArray[np.int64], contents: Sequence[str] | Sequence[int], tests: int
+) -> NDArray[np.bool_]:
+    """Choose training images to hold out: one in ten, or about as many as test images if fewer.
 
-    Whatever is chosen need not be measured more finely than the result.
+    A choice need not be measured more finely than the result. Arguments are those of
+    `held_out_mask`, and the number of test images.
     """
-    return max(ONE_IN, -(-train // max(1, test)))
+    return held_out_mask(labels, contents, max(ONE_IN, -(-len(labels) // max(1, tests))))
 
 
 def held_out_mask(

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from maect.answers.encoder import ImageEncoder
 from maect.core.errors import counted
-from maect.evaluate.clusters import unit
 from maect.evaluate.encoding import LastBlocks
-from maect.evaluate.outcomes import Difference, difference, held_out_mask, held_out_share
-from maect.measures import vote
+from maect.evaluate.knn import votes_by_setting
+from maect.evaluate.outcomes import Difference, difference, held_out_for
+from maect.evaluate.store import in_memory, moments
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 from maect.tools.compare import ImageFolder, Matrix, vectors
 
@@ -115,9 +114,8 @@ def recommend(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Recomme
     columns = features.reshape(len(features), len(names), -1)
     good = np.isfinite(features).all(axis=1)
     train, test = np.flatnonzero(good & ~folder.test), np.flatnonzero(good & folder.test)
-    contents = [folder.contents[row] for row in train]
-    share = held_out_share(len(train), len(test))
-    held = held_out_mask(folder.labels[train], contents, share)
+    checksums = [folder.checksums[row] for row in train]
+    held = held_out_for(folder.labels[train], checksums, len(test))
     if (~held).sum() < KNN_K or not held.any():
         return None
     inner = {
@@ -157,9 +155,7 @@ def _right(
     queries: NDArray[np.int64],
 ) -> NDArray[np.bool_]:  # fmt: skip
     """Return which queries k-NN gets right, with features standardised by the bank, bool [n]."""
-    known = features[bank]
-    mean, scale = known.mean(axis=0), known.std(axis=0).clip(1e-6)
-    rows, asked = (unit((part - mean) / scale) for part in (known, features[queries]))
-    similarity, near = (torch.from_numpy(asked) @ torch.from_numpy(rows).T).topk(KNN_K, dim=1)
-    classes = vote(similarity.double().numpy(), labels[bank][near.numpy()], KNN_TEMPERATURE)
-    return classes == labels[queries]
+    known = in_memory(features[bank])
+    pair = (KNN_K, KNN_TEMPERATURE)
+    votes = votes_by_setting(known, labels[bank], features[queries], [pair], moments(known), 1)
+    return votes[pair] == labels[queries]

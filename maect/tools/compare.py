@@ -29,8 +29,8 @@ from maect.evaluate.store import Array
 from maect.tools.own_images import (
     Images,
     check_same_classes,
-    contents_of,
     find_splits,
+    hashes_of,
     inspect_images,
 )
 
@@ -48,7 +48,8 @@ class ImageFolder:
     Attributes:
         name: how tables call it.
         parts: its training and test images, or all in one.
-        contents: sha256 of every image's bytes, part after part.
+        contents: SHA-256 of every image's bytes, part after part.
+        checksums: their CRC-32, as in shards: the protocols hold out images by it.
         labels: class of every image, int64 [n]; None without classes.
         test: which are tested on, bool [n]; none without classes.
         remarks: on the split, a sentence each.
@@ -58,6 +59,7 @@ class ImageFolder:
     path: Path
     parts: tuple[Images, ...]
     contents: list[str]
+    checksums: list[int]
     labels: NDArray[np.int64] | None
     test: NDArray[np.bool_]
     remarks: tuple[str, ...]
@@ -96,7 +98,9 @@ def open_folder(name: str, path: Path) -> ImageFolder:
     if val is not None:
         parts = (*parts, inspect_images(val, 1, skip_unreadable=True))
         check_same_classes(*parts)
-    contents = [content for part in parts for content in contents_of(part, near=False)]
+    hashes = [found for part in parts for found in hashes_of(part)]
+    contents = [one.sha256 for one in hashes]
+    checksums = [one.crc32 for one in hashes]
     n = len(contents)
     remarks = []
     labels = np.array([entry.label for part in parts for entry in part.entries], np.int64)
@@ -105,7 +109,8 @@ def open_folder(name: str, path: Path) -> ImageFolder:
             lie = "image lies" if parts[0].loose == 1 else "images lie"
             remarks.append(f"{parts[0].loose} {lie} beside class folders: no labels")
         remarks.append("No classes: only what needs no labels")
-        return ImageFolder(name, path, parts, contents, None, np.zeros(n, bool), tuple(remarks))
+        untested = np.zeros(n, bool)
+        return ImageFolder(name, path, parts, contents, checksums, None, untested, tuple(remarks))
     if labels.min() < 0:
         row = int(labels.argmin())
         entries = [entry for part in parts for entry in part.entries]
@@ -121,7 +126,7 @@ def open_folder(name: str, path: Path) -> ImageFolder:
         if both:
             are = "image is" if both == 1 else "images are"
             remarks.append(f"{both} test {are} also among the training images")
-    return ImageFolder(name, path, parts, contents, labels, test, tuple(remarks))
+    return ImageFolder(name, path, parts, contents, checksums, labels, test, tuple(remarks))
 
 
 def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
@@ -175,7 +180,7 @@ def compare(
         pixels: how all of them read images, in place of what their data sets say.
 
     Raises:
-        UserError: an encoder or folder that cannot be used, or ReaL's labels that are of none,
+        UserError: an encoder or folder that cannot be used, or ReaL's labels that match no folder,
             before anything is computed.
     """
     loaded = load_alike(encoders, device, pixels or {})
@@ -275,10 +280,10 @@ def measured(
         return spread
     train = good & ~folder.test
     test = good & folder.test
-    contents = [folder.contents[row] for row in np.flatnonzero(train)]
-    given = features[train], folder.labels[train], contents, features[test], folder.labels[test]
-    scores = measure_with_labels(*given, threads, real) | spread
+    checksums = [folder.checksums[row] for row in np.flatnonzero(train)]
+    known = features[train], folder.labels[train]
+    asked = features[test], folder.labels[test]
+    scores = measure_with_labels(*known, checksums, *asked, threads, real) | spread
     if not geometry:
         return scores
-    x, known, _, y, wanted = given
-    return scores | measure_corrections(x, known, y, wanted, threads)
+    return scores | measure_corrections(*known, *asked, threads)

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import statistics
+import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -332,33 +333,44 @@ def check_same_classes(train: Images, val: Images) -> None:
     )
 
 
-def contents_of(images: Images, near: bool) -> list[str]:
-    """Return a word for each image; duplicates share one, the smallest SHA-256 of them.
+def near_contents(images: Images) -> list[str]:
+    """Return a word for each image; near-duplicates share one, the smallest SHA-256 of them.
 
-    Args:
-        near: near-duplicates, too. An image that cannot be read stands for itself.
+    An image that cannot be read stands for itself.
     """
     source = open_source(images.kind, images.folder, pixels=images.pixels)
-    listed = {entry.name: entry for entry in source.listing().entries}
+    source.listing()
     names = [entry.name for entry in images.entries]
-    if not near:
-        found = {name: _sha256(source, listed[name]) for name in names}
-    else:
-        seen = read_images(source, images.pixels.as_seen, set(names)).images
-        groups = groups_of(seen)
-        digests: dict[int, str] = {}
-        for group, digest in zip(groups, seen.digests, strict=True):
-            assert digest is not None  # all were read
-            digests[group] = min(digest.hex(), digests.get(group, digest.hex()))
-        found = {name: digests[group] for name, group in zip(seen.names, groups, strict=True)}
+    seen = read_images(source, images.pixels.as_seen, set(names)).images
+    groups = groups_of(seen)
+    digests: dict[int, str] = {}
+    for group, digest in zip(groups, seen.digests, strict=True):
+        assert digest is not None  # all were read
+        digests[group] = min(digest.hex(), digests.get(group, digest.hex()))
+    found = {name: digests[group] for name, group in zip(seen.names, groups, strict=True)}
     return [found.get(name) or hashlib.sha256(name.encode()).hexdigest() for name in names]
 
 
-def _sha256(source: ImageSource, entry: Entry) -> str | None:
-    try:
-        return hashlib.sha256(source.read(entry)).hexdigest()
-    except OSError:
-        return None
+@dataclass(frozen=True)
+class Hashes:
+    """Hashes of an image's bytes; of a file that cannot be read those of its name."""
+
+    sha256: str
+    crc32: int
+
+
+def hashes_of(images: Images) -> list[Hashes]:
+    """Read every image once; return its hashes."""
+    source = open_source(images.kind, images.folder, pixels=images.pixels)
+    listed = {entry.name: entry for entry in source.listing().entries}
+    found = []
+    for entry in images.entries:
+        try:
+            data = source.read(listed[entry.name])
+        except OSError:
+            data = entry.name.encode()
+        found.append(Hashes(hashlib.sha256(data).hexdigest(), zlib.crc32(data)))
+    return found
 
 
 def held_out(images: Images) -> set[str]:
@@ -373,7 +385,7 @@ def held_out(images: Images) -> set[str]:
     names = [entry.name for entry in images.entries]
     labels = np.array([entry.label for entry in images.entries])
     for near in (True, False) if len(names) <= MOST_NEAR else (False,):
-        contents = contents_of(images, near)
+        contents = near_contents(images) if near else [one.sha256 for one in hashes_of(images)]
         for part in HELD_OUT:
             chosen = set(compress(names, outcomes.held_out_mask(labels, contents, part)))
             if len(chosen) >= FEWEST_VAL:

@@ -10,14 +10,20 @@ import pandas as pd
 import pytest
 import torch
 
+import maect
 from maect.answers.encoder import ImageEncoder
 from maect.cli import main
 from maect.core.arrays import read_arrays, write_kept
+from maect.core.context import Context
 from maect.core.files import sha256_file
+from maect.data.shards import shard
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.comparison_scores import GEOMETRY
+from maect.evaluate.protocols import Knn
+from maect.evaluate.store import open_features
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.records import RunRecord
-from maect.tools.compare import named, open_folder
+from maect.tools.compare import measured, named, open_folder, vectors
 
 from .conftest import photograph
 
@@ -106,6 +112,41 @@ def test_encoders_and_folders_make_a_table(
     assert main([*words[: words.index("--images") + 1], f"split={moved}"]) == 0
     again = pd.read_csv(out / "compare.csv")
     pd.testing.assert_frame_equal(again, split.reset_index(drop=True), check_dtype=False)
+
+
+def test_knn_is_that_of_the_protocol_on_the_same_images(run: Path, tmp_path: Path) -> None:
+    """Shards of an unchanged folder: the same held-out images, grid, k, T and accuracies."""
+    images, rng = tmp_path / "images", np.random.default_rng(5)
+    for number in range(260):
+        # A third is in a class at random, so that no k and T get all images right.
+        kind = "abc"[number % 3 if number % 9 < 6 else int(rng.integers(3))]
+        file = images / ("train" if number < 200 else "val") / kind / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        photograph(number, 26, 24).save(file)
+    inputs = {}
+    for name, split in (("train", "train"), ("test", "val")):
+        shards, inputs[name] = tmp_path / split, tmp_path / f"{split}.safetensors"
+        shard(images / split, shards, "folder", 2, split=split)
+        assert (
+            main(["features", str(run), "--shards", str(shards), "--out", str(inputs[name])]) == 0
+        )
+    metrics = Knn().evaluate(Context(cpus=1), EvaluationJob(run, tmp_path / "knn.json", inputs))
+
+    folder = open_folder("images", images)
+    train = open_features(inputs["train"])
+    names = [entry.name for entry in folder.parts[0].entries]
+    checksums = dict(zip(names, folder.checksums, strict=False))
+    assert [checksums[name.partition("/")[2] or name] for name in train.names()] == train.contents()
+    score = measured(
+        folder, vectors(maect.load(run), folder, tmp_path / "kept"), np.ones(260, bool), threads=1
+    )
+    plain = [row for row in metrics["sweep"] if not row["standardized"]]
+    best = max(plain, key=lambda row: row["held_out"] or 0)
+    assert score["knn_held_out"].chosen == f"k {best['k']}, T {best['temperature']:g}"
+    assert len({row["held_out"] for row in plain}) > 3 and {row["k"] for row in plain} >= {200}
+    for measure, metric in (("knn", "knn"), ("knn_held_out", "knn_held_out"),
+                            ("knn_best_on_test", "knn_best")):  # fmt: skip
+        assert score[measure].value == pytest.approx(metrics[metric], abs=1e-9)
 
 
 def test_geometry_adds_corrections(

@@ -121,8 +121,8 @@ def test_what_is_too_little_is_refused_or_left_out() -> None:
     labels[[0, 1, 2]] = 3  # three images of a class
     scores = measure_with_labels(train, labels, contents, test, wanted)
     assert "shots_2" in scores and "shots_5" not in scores
-    with pytest.raises(UserError, match="10 training images, too few"):
-        measure_with_labels(train[:10], labels[:10], contents[:10], test, wanted)
+    with pytest.raises(UserError, match="9 training images, too few"):
+        measure_with_labels(train[:9], labels[:9], contents[:9], test, wanted)
     with pytest.raises(UserError, match="one class"):
         measure_with_labels(train, np.zeros(40, int), contents, test, wanted)
 
