@@ -15,12 +15,64 @@ from maect import make_callable
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import LocalPath, digest, validated
 from maect.core.stamps import Checksums, StampedFile, known_record, record_checksum, size_and_time
-from maect.evaluate.base import Features, Protocol, Shards, Trained, check_blocks
-from maect.evaluate.protocols import PROTOCOLS, RealLabels
+from maect.evaluate.agreement import Agreement
+from maect.evaluate.base import Features, Protocol, RealLabels, Shards, Trained, check_blocks
+from maect.evaluate.protocols import (
+    Accuracy,
+    AttentiveProbe,
+    Clustering,
+    ColorHistogram,
+    EffectiveInvariance,
+    EfficientProbe,
+    Explore,
+    Geometry,
+    Knn,
+    KnnPerBlock,
+    LarsLinearProbe,
+    LinearProbe,
+    Logistic,
+    LowShot,
+    PatchKnn,
+    PatchLinear,
+    PatchLogistic,
+    Retrieval,
+    Robustness,
+    Throughput,
+    Umap,
+)
 from maect.recipes import variant_names, variant_values
 from maect.records import ENCODER, EvaluationRecord, RunRecord, weights_checksum
 
 make_callable(__name__)
+
+PROTOCOLS: dict[str, type[Protocol]] = {
+    one.name: one
+    for one in (
+        Knn,
+        LowShot,
+        Logistic,
+        LinearProbe,
+        EfficientProbe,
+        LarsLinearProbe,
+        AttentiveProbe,
+        PatchKnn,
+        PatchLogistic,
+        PatchLinear,
+        Accuracy,
+        ColorHistogram,
+        KnnPerBlock,
+        Clustering,
+        Geometry,
+        Retrieval,
+        Robustness,
+        EffectiveInvariance,
+        Throughput,
+        Umap,
+        Explore,
+        Agreement,
+    )
+}
+"""Protocols by name."""
 
 
 def evaluation_names() -> tuple[str, ...]:

@@ -5,6 +5,7 @@ declaration; `evaluate` does the work, and imports what it needs for that itself
 """
 
 import json
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ from pydantic import Field, model_validator
 from maect.core.context import Context
 from maect.core.errors import SupersededError, UserError
 from maect.core.files import atomic_write, seek_record, write_record
-from maect.core.settings import Settings
-from maect.recipes import Encoder
+from maect.core.settings import ContentPath, Settings
+from maect.recipes import KNN_K, KNN_TEMPERATURE, Encoder
 from maect.recipes.cost import encode_flops
 from maect.records import Outcome, checked_sha256, need_encoder
 
@@ -294,6 +295,29 @@ class ReadsFeatures(Protocol):
     def read(self, split: str) -> Features:
         """Return the features of a split that these settings ask for."""
         return Features(split, self.norm, self.blocks)
+
+
+class RealLabels(Settings):
+    """Settings of protocols that can also score by ImageNet-ReaL's labels."""
+
+    real_labels: ContentPath | None = None
+    """ReaL's `real.json`: a list of classes for each of ImageNet's 50,000 validation images."""
+
+    @property
+    def labels_file(self) -> Path | None:
+        """Return where the labels are; None if they are not asked for."""
+        if self.real_labels is None:
+            return None
+        return Path(os.path.expandvars(self.real_labels)).expanduser()
+
+
+class KnnVote(Settings):
+    """Neighbours and temperature of weighted k-NN."""
+
+    k: int = Field(default=KNN_K, gt=0)
+    """Number of neighbours that vote."""
+    temperature: float = Field(default=KNN_TEMPERATURE, gt=0)
+    """T: a neighbour of cosine similarity s has the weight exp(s / T)."""
 
 
 class Encodes(Protocol):

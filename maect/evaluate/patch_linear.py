@@ -41,7 +41,7 @@ from maect.evaluate.probe_training import (
     ProbeTask,
     train_probe,
 )
-from maect.evaluate.protocols import PatchLinear, Schedule
+from maect.evaluate.protocols import PatchLinear, UpdateSchedule
 from maect.models.vit import seeded
 
 IGNORED = 255
@@ -361,7 +361,7 @@ class Segmenter(Probe):
             yield ProbeBatch(images, targets, found.epochs, found.ids)
 
     @staticmethod
-    def rate(step: int, schedule: Schedule) -> float:
+    def rate(step: int, schedule: UpdateSchedule) -> float:
         """Return the fraction of the peak rate: the first two updates have the same."""
         number = max(0, step - 1)
         total = schedule.steps

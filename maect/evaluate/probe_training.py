@@ -30,7 +30,7 @@ from maect.data.subsets import held_out_mask
 from maect.data.transforms import augment
 from maect.evaluate.base import EvaluationJob, Interrupted, encoder_checksum
 from maect.evaluate.encoding import Encoding, check_finite, encode_split
-from maect.evaluate.protocols import OnCrops, RealLabels, Schedule, TrainsProbe
+from maect.evaluate.protocols import OnCrops, RealLabels, TrainsProbe, UpdateSchedule
 from maect.evaluate.real import Real, real_labels_of, real_sha256
 from maect.models.weights import save_tensors
 from maect.recipes import View
@@ -218,7 +218,7 @@ class Probe(ABC):
             yield ProbeBatch(x, targets, batch.epochs, batch.ids)
 
     @staticmethod
-    def rate(step: int, schedule: Schedule) -> float:
+    def rate(step: int, schedule: UpdateSchedule) -> float:
         """Return the fraction of the peak learning rates in an update, from 0."""
         return stage.schedule(step, schedule.steps, schedule.warmup)
 

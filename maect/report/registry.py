@@ -65,12 +65,12 @@ class Shown:
     """A table or figure of the report."""
 
     title: str
-    paper: str
-    """Where it is in the paper; empty: nowhere."""
     caption: str
     """What the report says of it."""
     compared: str = ""
     """What it adds where the paper is compared with; empty: where it is in the paper."""
+    paper: str = ""
+    """Where it is in the paper; empty: nowhere."""
 
     def about(self, compare: bool) -> str:
         """Return the caption. `compare`: mention the paper's numbers."""
@@ -136,9 +136,9 @@ class Figure(Shown):
     draw: str
     """`MODULE:FUNCTION` of `maect.report.figures`: a `ShownConfig` to a matplotlib figure."""
     needs: tuple[str, ...] = ()
-    """The evaluations that it shows: it can be drawn of rows that have one of them,"""
+    """The evaluations that it shows: it can be drawn of rows that have one of them."""
     besides: tuple[str, ...] = ()
-    """and then also shows these."""
+    """Evaluations that it also shows of these rows."""
     reads_runs: bool = False
     """Whether it also reads the records of all runs behind its rows."""
     first_seed: bool = False
@@ -149,9 +149,9 @@ class Figure(Shown):
     groups_classes: bool = False
     """Whether it shows groups of classes in place of the classes, where the dataset has any."""
     trained_here: bool = False
-    """Whether it leaves out what begins with imported weights, whose cost is not known,"""
+    """Whether it leaves out what begins with imported weights, whose cost is not known."""
     unless: str = ""
-    """unless any row has this evaluation, which tells it."""
+    """Evaluation that gives this cost: if any row has it, nothing is left out."""
 
     def reads(self, method: str) -> tuple[str, ...]:
         """Return every evaluation that a row reads."""

@@ -64,6 +64,8 @@ class DropPath(nn.Module):
 class Classifier(Objective):
     """Cross-entropy of a linear classifier on the pooled encoder."""
 
+    passes: Passes
+
     def __init__(
         self, stage: Supervised, encoder: VisionEncoder, classes: int, pooling: Pooling, seed: int
     ) -> None:

@@ -91,6 +91,8 @@ class Diet(UpperLayers, WithoutLabels):
         class DietObjective(ViewsObjective):
             """Cross-entropy of the images' numbers, by one linear layer on the pooled tokens."""
 
+            passes: Passes
+
             def __init__(self, vit: VisionEncoder, layer: nn.Linear) -> None:
                 super().__init__(stage, vit, seed)
                 self.numbers = layer

@@ -188,6 +188,8 @@ class MaskedAutoencoder(ViewsObjective):
     otherwise the loss is MAE + weight * NNCLR (paper, section 4.4).
     """
 
+    passes: Passes
+
     def __init__(
         self,
         stage: WithoutLabels,
@@ -281,6 +283,8 @@ class MaskedAutoencoder(ViewsObjective):
 class ContrastiveObjective(ViewsObjective):
     """The NNCLR loss on top of the encoder: head initialisation and contrastive tuning."""
 
+    passes: Passes
+
     def __init__(
         self, stage: WithoutLabels, encoder: VisionEncoder, head: NNCLRHead, seed: int
     ) -> None:
@@ -318,6 +322,8 @@ class ContrastiveObjective(ViewsObjective):
 
 class RefinerObjective(ViewsObjective):
     """MIM-Refiner: the sum of the losses of heads on several blocks."""
+
+    passes: Passes
 
     def __init__(
         self, stage: WithoutLabels, encoder: VisionEncoder, heads: RefinerHeads, seed: int

@@ -241,6 +241,7 @@ class Engine:
         No other thread may use the device meanwhile.
         """
         objective = cast(Objective, self.module)
+        assert objective.passes is not None
         for tensors in objective.inputs_of_passes(inputs):
             objective.passes.capture(*tensors)
 
@@ -348,8 +349,9 @@ class Engine:
 
     def close(self) -> None:
         """Release the module: DeepSpeed's hooks and closures would keep it and the optimizer."""
-        if self.captures:
-            cast(Objective, self.module).passes.release()
+        passes = cast(Objective, self.module).passes
+        if self.captures and passes is not None:
+            passes.release()
         self._engine.destroy()
         if self._stage < 3:
             return

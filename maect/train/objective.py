@@ -24,11 +24,12 @@ class Objective(nn.Module):
 
     Attributes:
         encoder: a part of every objective.
-        passes: the part of `forward` that has fixed shapes and waits for no other rank.
+        passes: the part of `forward` that has fixed shapes and waits for no other rank; None: no
+            part is captured (`Training.captured`).
     """
 
     encoder: VisionEncoder
-    passes: Passes
+    passes: Passes | None = None
 
     @property
     def has_health(self) -> bool:

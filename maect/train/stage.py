@@ -29,8 +29,6 @@ EVERY_OTHER = "every other"
 """In `starts_from`: all stages but the one itself."""
 LEAST_IMAGES = 16
 """Images of a rank in a pass, at least, if accumulation is chosen: fewer would be slow."""
-CAPTURED = {"encoder", "decoder"}
-"""Parts of an objective whose passes are captured."""
 STATES = 3
 """States on disk at once: two are kept and one is being written."""
 
@@ -188,9 +186,12 @@ class Training(Updates, Stage):
 
     Attributes:
         highest_zero: highest ZeRO stage that it can be computed with.
+        captured: parts, by their names in `costs`, that the objective's `passes` compute and one
+            GPU captures as CUDA graphs; () if it sets no `passes`.
     """
 
     highest_zero: ClassVar[int] = 3
+    captured: ClassVar[tuple[str, ...]] = ("encoder", "decoder")
 
     @property
     def whole_batch(self) -> bool:
@@ -300,7 +301,7 @@ class Training(Updates, Stage):
         """Return the device memory of a pass over `images` images on one rank."""
         costs = self.costs(encoder, computing)
         averaged = 0 if self.encoder_average is None else costs["encoder"].trained
-        captured = len(costs.keys() & CAPTURED) if computing.captures_passes else 0
+        captured = len(costs.keys() & set(self.captured)) if computing.captures_passes else 0
         return footprint(
             encoder, self.view_settings(), images, list(costs.values()),
             precision=self.precision, averaged=averaged, mixes=self.mixes, captured=captured,
