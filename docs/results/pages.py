@@ -12,7 +12,7 @@ import yaml
 
 from maect.core.files import read_json
 from maect.records import seedless
-from maect.report.comparisons import LEVEL, chance_of
+from maect.report.bounds import LEVEL, chance_of
 from maect.report.registry import TABLES
 from maect.report.render import MISSING
 from maect.report.tables import paper_value, read_table

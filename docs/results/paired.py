@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from maect.evaluate.outcomes import difference, holm, unpack
 from maect.records import Outcome
-from maect.report.comparisons import LEVEL, chance_of
+from maect.report.bounds import LEVEL, chance_of
 from maect.report.render import MISSING
 
 MAE, LOOKUP, NONE, STOPPED = "MAE", "lookup", "no lookup", "no lookup, gradient stopped"

@@ -42,13 +42,13 @@ from maect.experiment import Experiment, load
 from maect.experiment.pages import claims_config, figures, inputs_of_shown, shown_config, tables
 from maect.experiment.resolve import evaluation_config, run_config
 from maect.records import EvaluationRecord, RunRecord
+from maect.report.bounds import COST
 from maect.report.claims import (
     claims_table,
     tables_of_runs,
     tables_of_seeds,
     tables_of_sets,
 )
-from maect.report.comparisons import COST
 from maect.report.configs import Row, ShownConfig
 from maect.report.figures import draw
 from maect.report.registry import FIGURES

@@ -24,7 +24,7 @@ from maect.evaluate.geometry import RAW, FeatureTask, corrections
 from maect.evaluate.knn import sweep_settings
 from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
 from maect.evaluate.low_shot import center_and_scale, classify
-from maect.evaluate.outcomes import held_out_for, held_out_mask
+from maect.evaluate.outcomes import held_out_by_content, held_out_for
 from maect.evaluate.protocols import REMOVED, SHRINKAGES, Knn, Logistic, LowShot
 from maect.evaluate.real import Real
 from maect.evaluate.store import Array, in_memory
@@ -116,7 +116,7 @@ def measure_with_labels(
     if len(labels) < KNN_K:
         raise UserError(f"{len(labels)} training images, too few for k-NN with k {KNN_K}")
     held = held_out_for(labels, contents, len(test))
-    held_for_logistic = held_out_mask(labels, contents, Logistic().one_in)
+    held_for_logistic = held_out_by_content(labels, contents, Logistic().one_in)
     if min(len(np.unique(labels[~mask])) for mask in (held, held_for_logistic)) < 2:
         raise UserError("all training images are of one class")
     own = Knn()

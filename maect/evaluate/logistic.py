@@ -22,7 +22,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.settings import digest
 from maect.evaluate.base import EvaluationJob, idle_cpus
-from maect.evaluate.outcomes import held_out_mask
+from maect.evaluate.outcomes import held_out_by_content
 from maect.evaluate.protocols import PENALTIES, Logistic
 from maect.evaluate.real import real_labels_of
 from maect.evaluate.store import Array, Scale, in_memory, moments, standardize
@@ -35,7 +35,7 @@ def evaluate(settings: Logistic, context: Context, job: EvaluationJob) -> dict[s
     """
     train, test = job.train_and_test()
     real = real_labels_of(settings, test.names, test.record["class_names"], test.labels)
-    held = held_out_mask(train.labels, train.contents(), settings.one_in)
+    held = held_out_by_content(train.labels, train.contents(), settings.one_in)
     if len(np.unique(train.labels)) < 2 or not held.any():
         raise UserError(f"{train.path}: logistic needs two classes and two images of a class")
     given = (train.all(), train.labels)

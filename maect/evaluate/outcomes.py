@@ -180,12 +180,12 @@ def held_out_for(
     """Choose training images to hold out: one in ten, or about as many as test images if fewer.
 
     A choice need not be measured more finely than the result. Arguments are those of
-    `held_out_mask`, and the number of test images.
+    `held_out_by_content`, and the number of test images.
     """
-    return held_out_mask(labels, contents, max(ONE_IN, -(-len(labels) // max(1, tests))))
+    return held_out_by_content(labels, contents, max(ONE_IN, -(-len(labels) // max(1, tests))))
 
 
-def held_out_mask(
+def held_out_by_content(
     labels: NDArray[np.int64], contents: Sequence[str] | Sequence[int], one_in: int = ONE_IN
 ) -> NDArray[np.bool_]:
     """Choose about one image in `one_in` of every class, at least one of two, whatever the order.

@@ -306,7 +306,7 @@ def refiner_cost(head: Refiner, given: HeadInputs) -> Cost:
     next product. The loss keeps the softmax of all pairs. Heads look up in turn.
     """
     width, hidden, embedding = given.width, head.projector_hidden, head.embedding
-    heads, querying = head.heads, given.groups[0].views
+    heads, querying = head.count, given.groups[0].views
     views = sum(group.views for group in given.groups)
     first, rest = width * hidden, hidden * (hidden + embedding)
     predictor = 2 * embedding * head.predictor_hidden

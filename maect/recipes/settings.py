@@ -349,7 +349,7 @@ class Refiner(HeadSettings):
     usual: ClassVar[tuple[str, ...]] = ("precision", "weights")
 
     @property
-    def heads(self) -> int:
+    def count(self) -> int:
         """Number of heads."""
         return self.blocks if isinstance(self.blocks, int) else len(self.blocks)
 

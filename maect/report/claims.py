@@ -11,7 +11,7 @@ import pandas as pd
 
 from maect.core.files import seek_record
 from maect.records import seed_of
-from maect.report.comparisons import (
+from maect.report.bounds import (
     COST,
     LEVEL,
     PRETRAINING,

@@ -10,8 +10,7 @@ from typing import Any
 import pandas as pd
 
 from maect.core.yaml_files import read_yaml
-from maect.report.claims import evidence
-from maect.report.comparisons import (
+from maect.report.bounds import (
     LEVEL,
     Comparison,
     Key,
@@ -21,6 +20,7 @@ from maect.report.comparisons import (
     error_of_images,
     value,
 )
+from maect.report.claims import evidence
 from maect.report.configs import ReportConfig, ShownConfig
 from maect.report.registry import TABLES
 from maect.report.tables import KEYS

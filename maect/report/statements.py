@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from maect.report.comparisons import (
+from maect.report.bounds import (
     SHIFTED,
     AnySize,
     Bound,

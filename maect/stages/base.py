@@ -66,14 +66,14 @@ class WithoutLabels(Training):
     """Fraction of the patches that the encoder does not see."""
 
     @property
-    def heads(self) -> Mapping[str, HeadSettings]:
+    def head_settings(self) -> Mapping[str, HeadSettings]:
         """Settings of the heads, by the name of each in the objective: `head`, `heads.3`."""
         return {}
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Files that a finished run has: the encoder, and one for each head."""
-        return ("encoder.safetensors", *map(head_file, self.heads))
+        return ("encoder.safetensors", *map(head_file, self.head_settings))
 
     def inputs(self, source: Stage) -> tuple[str, ...]:
         """Return the encoder's file, and those of the heads that this stage continues."""
@@ -83,13 +83,13 @@ class WithoutLabels(Training):
         """Return the names of the heads that a run takes over from a run of `source`."""
         if not (self.continues_heads and isinstance(source, WithoutLabels)):
             return []
-        return [name for name in self.heads if name in source.heads]
+        return [name for name in self.head_settings if name in source.head_settings]
 
     def check_source(self, encoder: Encoder, source: Stage, source_encoder: Encoder) -> None:
         """Refuse another encoder, and heads of other shapes."""
         super().check_source(encoder, source, source_encoder)
         for name in self._continued_heads(source):
-            ours, theirs = self.heads[name], cast(WithoutLabels, source).heads[name]
+            ours, theirs = self.head_settings[name], cast(WithoutLabels, source).head_settings[name]
             for key in ours.shape:
                 if getattr(ours, key) != getattr(theirs, key, None):
                     here, there = getattr(ours, key), getattr(theirs, key, None)
@@ -134,18 +134,18 @@ class WithoutLabels(Training):
         learns = self.reaches_encoder and trained > 0
         passes = self.passes(computing)
         given = HeadInputs(passes, encoder.width, groups, self.batch_size, learns)
-        heads = {name: head_cost(head, given) for name, head in self.heads.items()}
+        heads = {name: head_cost(head, given) for name, head in self.head_settings.items()}
         return {"encoder": encoder_cost(passes, encoder, groups, trained), **heads}
 
     @property
     def whole_batch(self) -> bool:
         """Return whether there are heads, which need the statistics of the global batch."""
-        return bool(self.heads)
+        return bool(self.head_settings)
 
     @property
     def reads_labels(self) -> bool:
         """Return whether labels are read: only by the oracle lookup of a head."""
-        return any(head.needs_labels for head in self.heads.values())
+        return any(head.needs_labels for head in self.head_settings.values())
 
     @property
     def reaches_encoder(self) -> bool:
@@ -154,7 +154,7 @@ class WithoutLabels(Training):
 
     def rates(self, name: str, depth: int) -> tuple[float, float]:
         """Return each head's own rates for its parameters, else `encoder_rates`."""
-        for part, head in self.heads.items():
+        for part, head in self.head_settings.items():
             if name.startswith(f"{part}."):
                 return self.scaled_lr(head.head_lr), head.head_weight_decay
         part, _, inner = name.partition(".")
@@ -192,10 +192,10 @@ class WithoutLabels(Training):
                 raise UserError(f"{source}: its encoder has {key} {there}, this run has {here}")
         objective.encoder.load_state_dict(module.state_dict())
         if not self.trains_encoder:
-            objective.exported_pooling = pooling  # the export is a copy
+            objective.export_pooling = pooling  # the export is a copy
         if not self.continues_heads:
             return
-        for name in self.heads:
+        for name in self.head_settings:
             file = source / head_file(name)
             if not file.exists():
                 continue
@@ -216,7 +216,7 @@ class WithoutLabels(Training):
             self.start_from(self.need(source), objective, encoder)
         return objective
 
-    def pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
+    def export_pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
         """Return how the tokens of the encoder that a run exports are pooled."""
         return encoder.ct_pooling
 
@@ -228,10 +228,10 @@ class WithoutLabels(Training):
         from maect.models.weights import load_encoder_weights, save_encoder, save_tensors
         from maect.train.checkpoint import AVERAGE, PARAM
 
-        if self.heads:
+        if self.head_settings:
             with torch.device("meta"):
                 objective = self.objective(run.encoder, 0)
-        for name, settings in self.heads.items():
+        for name, settings in self.head_settings.items():
             about = {"head": settings.header, "width": str(run.encoder.width)}
             exported = cast("QueueHead", objective.get_submodule(name)).exported()
             values = reader.part(PARAM, f"{name}.", exported)
@@ -241,7 +241,7 @@ class WithoutLabels(Training):
             with atomic_write(target) as temporary:
                 shutil.copyfile(self.need(run.source) / ENCODER, temporary)
             return {"pooling": load_encoder_weights(target)[2]}
-        pooling = self.pooling(run.encoder)
+        pooling = self.export_pooling(run.encoder)
         # What is not trained is as in the source.
         if run.source is None:
             weights = build_encoder(run.encoder).state_dict()
@@ -267,12 +267,12 @@ class WithoutLabels(Training):
     @model_validator(mode="after")
     def _contrastive(self) -> Self:
         """Refuse settings with which the contrastive loss cannot be computed."""
-        if self.heads and self.views != 2:
+        if self.head_settings and self.views != 2:
             raise ValueError("the contrastive loss needs views: 2")
-        for name, head in self.heads.items():
-            first, *_ = self.heads
+        for name, head in self.head_settings.items():
+            first, *_ = self.head_settings
             for key in head.drawn:
-                here, there = getattr(head, key), getattr(self.heads[first], key, None)
+                here, there = getattr(head, key), getattr(self.head_settings[first], key, None)
                 if here != there:
                     raise ValueError(
                         f"{name}.{key} {here} differs from {first}.{key} {there}: one number is "
@@ -298,7 +298,7 @@ class SelfSupervised(WithoutLabels):
         return self.warmup_fraction
 
     @property
-    def heads(self) -> Mapping[str, HeadSettings]:
+    def head_settings(self) -> Mapping[str, HeadSettings]:
         """Settings of the head, if there is one."""
         return {} if self.head is None else {"head": self.head}
 

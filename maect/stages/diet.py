@@ -102,7 +102,7 @@ class Diet(UpperLayers, WithoutLabels):
                 """Compute the logits of images [b, C, S, S], [b, numbers], in full precision."""
                 layer = self.numbers.weight
                 with self.autocast(images.device):
-                    features = self.encoder.pool(self.encoder(images).tokens, self.pooling)
+                    features = self.encoder.pool(self.encoder(images).tokens, self.head_pooling)
                 with torch.autocast(images.device.type, enabled=False):
                     return (F.linear(features.to(layer.dtype), layer),)
 

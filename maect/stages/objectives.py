@@ -62,8 +62,8 @@ class ViewsObjective(Objective):
         self.stage = stage
         self.seed = seed
         self.view_settings = stage.view_settings()
-        self.pooling: Literal["cls", "mean"] = encoder.settings.ct_pooling
-        self.exported_pooling: Pooling = stage.pooling(encoder.settings)
+        self.head_pooling: Literal["cls", "mean"] = encoder.settings.ct_pooling
+        self.export_pooling: Pooling = stage.export_pooling(encoder.settings)
         """How evaluations pool the encoder that the run exports."""
         self.encoder = encoder
         if not stage.trains_encoder:
@@ -122,7 +122,7 @@ class ViewsObjective(Objective):
         """Return the pooled tokens of whole images, [b, D]."""
         encoder = cast(VisionEncoder, parts["encoder"])
         with self.autocast(images.device):
-            return encoder.pool(encoder(images).tokens, self.exported_pooling)
+            return encoder.pool(encoder(images).tokens, self.export_pooling)
 
     def changing_buffers(self) -> list[Tensor]:
         """Return the heads' queues and statistics."""
@@ -230,7 +230,7 @@ class MaskedAutoencoder(ViewsObjective):
             loss = reconstruction_loss(prediction, images, order, visible, self.normalize_pixels)
             if self.head is None:
                 return (loss,)
-            features = self.encoder.pool(tokens, self.pooling)
+            features = self.encoder.pool(tokens, self.head_pooling)
             return loss, features.detach() if self.detached else features
 
     def inputs_of_passes(self, views: Views) -> list[tuple[Tensor, ...]]:
@@ -300,7 +300,7 @@ class ContrastiveObjective(ViewsObjective):
         learns = self.stage.trains_encoder and torch.is_grad_enabled()
         with self.autocast(images.device), torch.set_grad_enabled(learns):
             tokens = self.encoder(images, kept).tokens
-            return (self.encoder.pool(tokens, self.pooling),)
+            return (self.encoder.pool(tokens, self.head_pooling),)
 
     def inputs_of_passes(self, views: Views) -> list[tuple[Tensor, ...]]:
         """Return all views as one batch, with their visible patches if they are masked."""
@@ -329,7 +329,7 @@ class RefinerObjective(ViewsObjective):
         self, stage: WithoutLabels, encoder: VisionEncoder, heads: RefinerHeads, seed: int
     ) -> None:
         super().__init__(stage, encoder, seed)
-        self.pooling = stage.pooling(encoder.settings)
+        self.head_pooling = stage.export_pooling(encoder.settings)
         self.heads = heads
         self.passes = Passes(self.compute, [encoder])
 
@@ -355,8 +355,8 @@ class RefinerObjective(ViewsObjective):
         lower = self.heads.numbers[:-1]
         learns = self.stage.trains_encoder and torch.is_grad_enabled()
         with self.autocast(images.device), torch.set_grad_enabled(learns):
-            found = self.encoder(images, blocks=lower, pooling=self.pooling)
-            last = self.encoder.pool(found.tokens, self.pooling)
+            found = self.encoder(images, blocks=lower, pooling=self.head_pooling)
+            last = self.encoder.pool(found.tokens, self.head_pooling)
             return (torch.stack([*(found.blocks[block] for block in lower), last]),)
 
     def inputs_of_passes(self, views: Views) -> list[tuple[Tensor, ...]]:

@@ -59,7 +59,7 @@ class Pretrain(SelfSupervised):
         """Return the rates of encoder and decoder, the same for all parameters."""
         return self.scaled_lr(self.base_lr), self.weight_decay
 
-    def pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
+    def export_pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
         """Return how evaluations pool an encoder that was only pre-trained."""
         return encoder.mae_pooling
 

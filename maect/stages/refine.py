@@ -48,7 +48,7 @@ class RefineHeads(WithoutLabels):
         return self
 
     @property
-    def heads(self) -> Mapping[str, Refiner]:
+    def head_settings(self) -> Mapping[str, Refiner]:
         """Settings of all heads, which are one part."""
         return {"heads": self.head}
 
@@ -67,9 +67,9 @@ class RefineHeads(WithoutLabels):
         """Fraction of the peak learning rates where the cosine ends."""
         return self.min_lr / self.peak_lr
 
-    def pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
+    def export_pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
         """Return how heads, and evaluations of its outputs, pool the tokens."""
-        return self.pool or super().pooling(encoder)
+        return self.pool or super().export_pooling(encoder)
 
     def view_settings(self) -> tuple[View, ...]:
         """Return two global views, then the local ones."""
@@ -94,8 +94,8 @@ class RefineHeads(WithoutLabels):
         if "heads" not in self._continued_heads(source):
             return
         before = cast(RefineHeads, source)
-        ours = self.pooling(encoder)
-        theirs = before.pooling(encoder)
+        ours = self.export_pooling(encoder)
+        theirs = before.export_pooling(encoder)
         if ours != theirs:
             raise ValueError(f"pool {ours} differs from {theirs}")
         there = before.head.read(encoder.depth)

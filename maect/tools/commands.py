@@ -201,15 +201,15 @@ def compare(
         blocks: also recommend which block of each encoder to read, and how to pool it, chosen on
             held-out training images.
     """
-    from maect.tools import block_choice, comparison
+    from maect.tools import block_choice, compare_page
     from maect.tools.compare import compare as measure
     from maect.tools.compare import named
 
     folders = named(encoders, "encoders"), named(images, "folders")
     matrix = measure(*folders, out, device, threads, real_labels, geometry, pixels)
     said = block_choice.recommended(matrix, out / "blocks") if blocks else []
-    frame = comparison.write_comparison(matrix, out, said)
-    print(comparison.summary(frame), *said, sep="\n")
+    frame = compare_page.write_comparison(matrix, out, said)
+    print(compare_page.summary(frame), *said, sep="\n")
     print(f"{out}: open {out / 'index.html'}")
 
 

@@ -22,7 +22,7 @@ from maect.evaluate.comparison_scores import (
     measure_with_labels,
     measure_without_labels,
 )
-from maect.evaluate.outcomes import held_out_mask
+from maect.evaluate.outcomes import held_out_by_content
 from maect.evaluate.protocols import RealLabels
 from maect.evaluate.real import Real, is_imagenets, real_labels_of
 from maect.evaluate.store import Array
@@ -116,7 +116,7 @@ def open_folder(name: str, path: Path) -> ImageFolder:
         entries = [entry for part in parts for entry in part.entries]
         raise UserError(f"{path}: {entries[row].name} has no class, but others have; leave it out")
     if val is None:
-        test = held_out_mask(labels, contents, ONE_IN)
+        test = held_out_by_content(labels, contents, ONE_IN)
         remarks.append(f"One image in {ONE_IN} of each class is tested on, chosen by content")
     else:
         test = np.arange(n) >= len(parts[0].entries)

@@ -121,9 +121,9 @@ def _as_saved(run: Path, nodes: int, devices: int, allowed: str) -> int:
     if not (run / "state").is_dir():
         run_folder.check_not_lost(run)
         return nodes
-    from maect.train.checkpoint import saved
+    from maect.train.checkpoint import complete_states
 
-    states = saved(run / "state")
+    states = complete_states(run / "state")
     if not states:
         run_folder.check_not_lost(run)
     before = None

@@ -387,7 +387,7 @@ def held_out(images: Images) -> set[str]:
     for near in (True, False) if len(names) <= MOST_NEAR else (False,):
         contents = near_contents(images) if near else [one.sha256 for one in hashes_of(images)]
         for part in HELD_OUT:
-            chosen = set(compress(names, outcomes.held_out_mask(labels, contents, part)))
+            chosen = set(compress(names, outcomes.held_out_by_content(labels, contents, part)))
             if len(chosen) >= FEWEST_VAL:
                 return chosen
         if near:

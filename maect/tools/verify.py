@@ -19,7 +19,7 @@ from maect.core.stamps import STAMP
 from maect.core.yaml_files import read_mapping
 from maect.experiment import Experiment, load
 from maect.records import RunRecord
-from maect.report.comparisons import ACCURACIES, split_of
+from maect.report.bounds import ACCURACIES, split_of
 from maect.report.configs import Row
 from maect.report.registry import TABLES, Metric
 from maect.report.tables import DECIMALS, build_table, read_table

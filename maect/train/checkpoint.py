@@ -1,6 +1,6 @@
 """Resumable state on disk: one file a rank, free of the world size, and never pickled.
 
-    state/step-000000123/rank-0000.safetensors ...   its shards, and rank 0's buffers
+    state/step-000000123/rank-0000.safetensors ...   its slices, and rank 0's buffers
     state/step-000000123/rank-0000.json ...          this rank's file is complete
     state/step-000000123/state.json                  all are: written last
 
@@ -55,7 +55,7 @@ _WAIT_FOR_RANKS = STEP_TIMEOUT.total_seconds() / 2
 
 
 @dataclass
-class Shard:
+class ParameterSlice:
     """A contiguous piece of a parameter that this rank updates, with moments and average.
 
     Attributes:
@@ -90,12 +90,12 @@ def compare_replicas(step: int, weights: Iterable[Tensor], buffers: dict[str, Te
         )
 
 
-def snapshot(shards: Iterable[Shard], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU of shards and buffers, by the names that a state has."""
+def snapshot(slices: Iterable[ParameterSlice], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU of slices and buffers, by the names that a state has."""
     tensors = {f"buffer|0|{name}": value for name, value in buffers.items()}
-    for shard in shards:
-        for kind, value in shard.values.items():
-            tensors[f"{kind}|{shard.start}|{shard.name}"] = value
+    for piece in slices:
+        for kind, value in piece.values.items():
+            tensors[f"{kind}|{piece.start}|{piece.name}"] = value
     return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
 
 
@@ -190,7 +190,7 @@ class Saver:
             f"rank-{rank:04d}": self._wait_for(folder, rank) for rank in range(self.world_size)
         }
         self._lock.commit(folder / "state.json", record | {"files": files})
-        for old in saved(self.folder)[KEPT:]:
+        for old in complete_states(self.folder)[KEPT:]:
             (old / "state.json").unlink(missing_ok=True)
             shutil.rmtree(old, ignore_errors=True)
 
@@ -214,7 +214,7 @@ def step_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def saved(folder: Path) -> list[Path]:
+def complete_states(folder: Path) -> list[Path]:
     """Return the complete states below `folder`, newest first."""
     return [state for state in _states(folder) if is_complete(state)]
 
@@ -348,11 +348,11 @@ class StateReader:
         """Return a whole parameter, moment or average in the shape `like`."""
         return self.values(kind, name, 0, like.numel()).view(like)
 
-    def restore(self, shards: Iterable[Shard]) -> None:
-        """Fill shards in place, whatever number of ranks saved the state."""
-        for shard in shards:
-            for kind, target in shard.values.items():
-                target.copy_(self.values(kind, shard.name, shard.start, target.numel()))
+    def restore(self, slices: Iterable[ParameterSlice]) -> None:
+        """Fill slices in place, whatever number of ranks saved the state."""
+        for piece in slices:
+            for kind, target in piece.values.items():
+                target.copy_(self.values(kind, piece.name, piece.start, target.numel()))
 
     def part(self, kind: str, prefix: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a part's parameters, moments or averages, and its buffers.
@@ -396,7 +396,7 @@ def find_state(
     """
     damaged: list[str] = []
     why = ""
-    for name in from_rank_0([state.name for state in saved(folder)]):
+    for name in from_rank_0([state.name for state in complete_states(folder)]):
         record: dict[str, Any] = {}
         fault = ""
         try:

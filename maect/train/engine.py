@@ -1,7 +1,7 @@
-"""The one module that knows DeepSpeed: forward, backward, step, and this rank's shards.
+"""The one module that knows DeepSpeed: forward, backward, step, and this rank's slices.
 
 DeepSpeed partitions optimizer states (ZeRO 1), gradients (2) or parameters (3) over the ranks. What
-a rank owns are its shards: saving, restoring and averaging work on them, so none of these gathers
+a rank owns are its slices: saving, restoring and averaging work on them, so none of these gathers
 anything and none depends on the ZeRO stage. One rank has nothing to partition: there DeepSpeed's
 stage 0 updates the parameters in place, whichever stage was asked for.
 """
@@ -28,13 +28,12 @@ from maect.models.decoder import Decoder
 from maect.models.vit import VisionEncoder
 from maect.recipes import Encoder, views_by_size
 from maect.recipes.computing import PLAIN, Computing
-from maect.train.checkpoint import AVERAGE, PARAM, Shard
+from maect.recipes.memory import BUCKET
+from maect.train.checkpoint import AVERAGE, PARAM, ParameterSlice
 from maect.train.objective import Objective
 from maect.train.passes import compile_blocks, is_to_be_captured, is_to_be_compiled
 from maect.train.stage import ParameterGroup, Training
 
-BUCKET = 50_000_000
-"""Values that DeepSpeed exchanges at once, at most."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Mark = Any
 """A moment of a device: an event of a GPU, or seconds on a CPU."""
@@ -103,7 +102,7 @@ class Engine:
 
     Attributes:
         module: that is trained; call the engine itself to run it.
-        shards: weights, moments and averages that this rank updates and saves.
+        slices: weights, moments and averages that this rank updates and saves.
         compiled: whether the transformer blocks are compiled.
         not_compiled: why they are not, although they should be; else empty.
         captures: whether `capture` is to be called before the first step.
@@ -149,7 +148,7 @@ class Engine:
             self._create_moments(self._flat_tensors())
         else:
             self._create_moments(self._trained.values())
-        self.shards = list(self._own_shards())
+        self.slices = list(self._own_slices())
 
     def _start_deepspeed(
         self, settings: Training, groups: list[ParameterGroup], computing: Computing
@@ -201,27 +200,27 @@ class Engine:
             return list(self._zero.fp32_partitioned_groups_flat)
         return list(self._zero.single_partition_of_fp32_groups)
 
-    def _own_shards(self) -> Iterator[Shard]:
+    def _own_slices(self) -> Iterator[ParameterSlice]:
         """Yield what this rank updates of each parameter."""
         flat = self._flat_tensors() if self._stage else []
         for name, parameter in self._trained.items():
             if self._stage == 0:
-                yield self._shard(name, 0, parameter, 0, parameter.numel())
+                yield self._slice(name, 0, parameter, 0, parameter.numel())
             elif self._stage == 3:
                 group, offset, padded = self._zero.grad_position[self._zero.get_param_id(parameter)]
                 start = dist.get_rank() * padded
                 length = min(padded, parameter.ds_numel - start)
                 if length > 0:
-                    yield self._shard(name, start, flat[group], offset, length)
+                    yield self._slice(name, start, flat[group], offset, length)
             elif parameter._hp_mapping is not None:
                 mapping = parameter._hp_mapping
                 start = mapping.lp_fragment_address.start
                 place = mapping.get_hp_fragment_address()
                 updated = flat[mapping.param_group_index]
-                yield self._shard(name, start, updated, place.start, place.numel)
+                yield self._slice(name, start, updated, place.start, place.numel)
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the averaged gradients of this rank's shards, by the parameter's name."""
+        """Yield the averaged gradients of this rank's slices, by the parameter's name."""
         if self._stage == 0:
             for name, parameter in self._trained.items():
                 if parameter.grad is not None:
@@ -311,7 +310,9 @@ class Engine:
             step = torch.zeros((), dtype=torch.float32, device=on)
             self._adam.state[values] = {"step": step, **moments}
 
-    def _shard(self, name: str, start: int, flat: Tensor, offset: int, length: int) -> Shard:
+    def _slice(
+        self, name: str, start: int, flat: Tensor, offset: int, length: int
+    ) -> ParameterSlice:
         """Return values of a parameter with their moments, as views of what the optimizer updates.
 
         Args:
@@ -324,26 +325,26 @@ class Engine:
         state = self._adam.state[flat]
         values = {PARAM: flat, **{moment: state[moment] for moment in MOMENTS}}
         pieces = {k: v.detach().view(-1)[offset : offset + length] for k, v in values.items()}
-        return Shard(name, start, pieces)
+        return ParameterSlice(name, start, pieces)
 
     def start_average(self, prefix: str) -> None:
         """Start a running average of the parameters whose names begin with `prefix`."""
-        for shard in self.shards:
-            if shard.name.startswith(prefix):
-                shard.values[AVERAGE] = shard.values[PARAM].clone()
+        for piece in self.slices:
+            if piece.name.startswith(prefix):
+                piece.values[AVERAGE] = piece.values[PARAM].clone()
 
     @torch.no_grad()
     def update_average(self, momentum: float) -> None:
         """Set each average to momentum * average + (1 - momentum) * float32 weights."""
-        averaged = [shard.values for shard in self.shards if AVERAGE in shard.values]
+        averaged = [piece.values for piece in self.slices if AVERAGE in piece.values]
         if averaged:
             averages = [values[AVERAGE] for values in averaged]
             weights = [values[PARAM] for values in averaged]
             torch._foreach_lerp_(averages, weights, 1 - momentum)
 
-    def restore(self, fill: Callable[[list[Shard]], None], step: int) -> None:
-        """Restore all shards by `fill`, and AdamW's count of updates to `step`."""
-        fill(self.shards)
+    def restore(self, fill: Callable[[list[ParameterSlice]], None], step: int) -> None:
+        """Restore all slices by `fill`, and AdamW's count of updates to `step`."""
+        fill(self.slices)
         for state in self._adam.state.values():
             state["step"].fill_(step)
 

@@ -24,7 +24,7 @@ from maect.data.loader import evaluation_parts, view_parts
 from maect.data.transforms import augment, denormalize, normalize
 from maect.measures import alignment, knn, rank_me, same_class, uniformity
 from maect.recipes import AUGMENTATIONS, OnlineEvaluation
-from maect.train.checkpoint import AVERAGE, PARAM, Shard
+from maect.train.checkpoint import AVERAGE, PARAM, ParameterSlice
 from maect.train.hooks import Hook, Session, Update
 from maect.train.objective import Objective
 from maect.train.watchdog import EVALUATING
@@ -60,7 +60,7 @@ class EvaluateOnline(Hook):
         clock = self._session.clock
         self._session.begin(EVALUATING, update.step)
         with clock.outside_steps(useful=True, online=True):
-            found = self._evaluator.evaluate(self._session.engine.shards)
+            found = self._evaluator.evaluate(self._session.engine.slices)
         update.pictures |= self._evaluator.pictures
         update.values |= found
         if found:
@@ -118,12 +118,12 @@ class OnlineEvaluator:
         return before // self.every < after // self.every or last
 
     @torch.no_grad()
-    def evaluate(self, shards: list[Shard]) -> dict[str, float]:
-        """Return `measures` of the fixed images with the weights in all ranks' shards.
+    def evaluate(self, slices: list[ParameterSlice]) -> dict[str, float]:
+        """Return `measures` of the fixed images with the weights in all ranks' slices.
 
         Called on every rank.
         """
-        self._copy_weights(shards)
+        self._copy_weights(slices)
         n, size, width = self.index.n, self.encoder.image_size, self.encoder.width
         rank, ranks = rank_and_size()
         pixels = self.encoder.pixels
@@ -190,15 +190,15 @@ class OnlineEvaluator:
     def _features(self, images: Tensor) -> Tensor:
         return self.objective.features(self.parts, images).float()
 
-    def _copy_weights(self, shards: list[Shard]) -> None:
+    def _copy_weights(self, slices: list[ParameterSlice]) -> None:
         """Set the copies to the running averages where there are any, else to the weights."""
         parameters = dict(self.parts.named_parameters())
         for name in self._trained:
             parameters[name].zero_()
-        for shard in shards:
-            if shard.name in parameters:
-                values = shard.values.get(AVERAGE, shard.values[PARAM])
-                part = parameters[shard.name].view(-1)[shard.start : shard.start + len(values)]
+        for piece in slices:
+            if piece.name in parameters:
+                values = piece.values.get(AVERAGE, piece.values[PARAM])
+                part = parameters[piece.name].view(-1)[piece.start : piece.start + len(values)]
                 part.copy_(values)
         for name in self._trained:
             sum_over_ranks(parameters[name])

@@ -30,9 +30,9 @@ from maect.train.checkpoint import (
     Saver,
     StateReader,
     compare_replicas,
+    complete_states,
     find_state,
     remove_incomplete,
-    saved,
     snapshot,
     state_record,
 )
@@ -529,7 +529,7 @@ class Trainer(Session):
                 hook.before_save(record)
             record["useful_seconds"] = self.clock.useful
             own = buffers if self.context.rank == 0 else {}
-            self.saver.save(self.step, snapshot(self.engine.shards, own), record)
+            self.saver.save(self.step, snapshot(self.engine.slices, own), record)
         self._saved_at = time.monotonic()
         if wait:
             self.saver.wait()
@@ -567,7 +567,7 @@ def _write_final_record(
 ) -> None:
     """Export the weights of the final state and write the completion record, last; on rank 0."""
     images = prepared.images
-    state = saved(run.folder / "state")[0]
+    state = complete_states(run.folder / "state")[0]
     reader = StateReader(state, state_record(state, prepared.identity))
     exported = run.stage.export(run, reader, images)
     logged = entries(run.folder / "metrics.jsonl")

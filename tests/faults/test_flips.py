@@ -29,7 +29,7 @@ from maect.evaluate import EvaluationConfig
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.probe_training import STATE
 from maect.records import RunRecord
-from maect.train.checkpoint import check_files, saved, state_record
+from maect.train.checkpoint import check_files, complete_states, state_record
 from maect.train.run_folder import check_weights, is_finished, take_over_folder
 
 SEED = 7
@@ -134,7 +134,7 @@ def finished(root: Path, folder: Path) -> object:
     run = root / "runs" / RUN
     told = is_finished(run, IDENTITY[0])
     check_weights(run)
-    for state in saved(run / "state"):
+    for state in complete_states(run / "state"):
         check_files(state, state_record(state, IDENTITY[0]), 0, 1)
     return told
 

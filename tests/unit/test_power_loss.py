@@ -29,7 +29,13 @@ from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.launch import Resources, Task, record
 from maect.records import RunRecord
-from maect.train.checkpoint import Saver, check_files, remove_incomplete, saved, state_record
+from maect.train.checkpoint import (
+    Saver,
+    check_files,
+    complete_states,
+    remove_incomplete,
+    state_record,
+)
 from maect.train.metrics import Metrics
 from maect.train.run_folder import check_weights, is_finished
 from maect.train.run_lock import RunLock
@@ -195,7 +201,7 @@ class Rank(Context):
         super().__init__()
         self.rank, self.world_size, self.disk = rank, world_size, disk
 
-    def saved(self, step: int, /) -> None:
+    def complete_states(self, step: int, /) -> None:
         if self.rank == 0:
             self.disk.tell(step)
 
@@ -229,7 +235,7 @@ def test_states_of_a_training(disk: Disk, tmp_path: Path, monkeypatch) -> None:
     count = 0
     for folder, told in disk.after_power_loss(tmp_path / "left"):
         count += 1
-        states = saved(folder / "runs/mae/state")
+        states = complete_states(folder / "runs/mae/state")
         steps = [sound(state) for state in states]
         newest = max((step or 0 for step in steps), default=0)
         assert newest >= max(told, default=0), (told, states, steps)
@@ -242,7 +248,7 @@ def test_states_of_a_training(disk: Disk, tmp_path: Path, monkeypatch) -> None:
     saver = Saver(folder / "runs/mae", again, RunLock(folder / "runs/mae", again))
     saver.save(9, {}, {"fingerprint": "ours"})
     saver.wait()
-    assert saver.error is None and sound(saved(folder / "runs/mae/state")[0]) == 9
+    assert saver.error is None and sound(complete_states(folder / "runs/mae/state")[0]) == 9
 
 
 def test_what_a_finished_run_leaves(disk: Disk, tmp_path: Path) -> None:

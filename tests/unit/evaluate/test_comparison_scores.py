@@ -16,7 +16,7 @@ from maect.evaluate.comparison_scores import (
     measure_without_labels,
 )
 from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
-from maect.evaluate.outcomes import held_out_mask, interval_metrics, intervals
+from maect.evaluate.outcomes import held_out_by_content, interval_metrics, intervals
 from maect.evaluate.protocols import PENALTIES, Logistic
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
@@ -36,11 +36,11 @@ def test_held_out_images_depend_on_content_alone() -> None:
     labels = np.array([0] * 30 + [1] * 12 + [2] * 2 + [3])
     contents = [f"{17 * i % 101:03d}" for i in range(len(labels))]
     contents[5] = contents[7]  # the same image twice
-    chosen = held_out_mask(labels, contents, 5)
+    chosen = held_out_by_content(labels, contents, 5)
     assert [int(chosen[labels == label].sum()) for label in (1, 2, 3)] == [2, 1, 0]
     assert 5 <= chosen[labels == 0].sum() <= 6 and chosen[5] == chosen[7]
     order = np.random.default_rng(0).permutation(len(labels))
-    again = held_out_mask(labels[order], [contents[i] for i in order], 5)
+    again = held_out_by_content(labels[order], [contents[i] for i in order], 5)
     np.testing.assert_array_equal(again, chosen[order])
 
 
@@ -84,7 +84,7 @@ def test_measures_are_those_of_a_second_implementation() -> None:
     assert (first - second > 1e-4 * first).all() and (near - far).min() > 1e-6  # no near tie
     np.testing.assert_array_equal(scores["knn"].per_image, 100.0 * (votes.argmax(1) == wanted))
 
-    held = held_out_mask(labels, contents)
+    held = held_out_by_content(labels, contents)
     assert held.sum() == 20
     c = float(scores["logistic"].chosen.split()[1])
     assert min(abs(c / p - 1) for p in PENALTIES) < 0.01
@@ -100,7 +100,7 @@ def test_measures_are_those_of_a_second_implementation() -> None:
 
 def test_the_penalty_is_chosen_on_what_is_held_out() -> None:
     train, labels = clouds(80, 4, spread=2.0)
-    held = held_out_mask(labels, [f"{i:03d}" for i in range(80)], 4)
+    held = held_out_by_content(labels, [f"{i:03d}" for i in range(80)], 4)
     tried = try_penalties(train, labels, held)
     c, accuracies = best_penalty(tried), {one["c"]: one["accuracy"] for one in tried}
     assert len(tried) == 8 and accuracies[c] == max(accuracies.values())

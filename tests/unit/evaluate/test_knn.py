@@ -9,7 +9,7 @@ from maect.core.errors import UserError
 from maect.evaluate import knn
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.comparison_scores import measure_with_labels
-from maect.evaluate.outcomes import held_out_mask, intervals
+from maect.evaluate.outcomes import held_out_by_content, intervals
 from maect.evaluate.protocols import Knn
 from maect.evaluate.store import moments, open_features, standardize
 from maect.measures import vote
@@ -179,7 +179,7 @@ def test_held_out_training_images_choose(
 ) -> None:
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     metrics = Knn().evaluate(rank, job)
-    held = held_out_mask(train.labels, train.contents())
+    held = held_out_by_content(train.labels, train.contents())
     assert 15 < held.sum() < 45
     x, y = train.all() + 0, test.all() + 0
     if standardized:
@@ -210,7 +210,7 @@ def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path: Path, ra
     test = store(tmp_path / "test.safetensors", queries, others)
     file = open_features(train)
     assert file.contents() == contents.tolist()
-    held = held_out_mask(labels, file.contents())
+    held = held_out_by_content(labels, file.contents())
     assert np.array_equal(held[1::4], held[::4]) and 20 < held.sum() < 60
     for label in range(4):
         places = np.flatnonzero(held[labels == label])
@@ -228,7 +228,7 @@ def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path: Path, ra
 def test_features_of_an_earlier_version_have_digests_of_names(tmp_path: Path) -> None:
     features, labels = blobs(60, 4, 2, 0)
     file = open_features(store(tmp_path / "x.safetensors", features, labels))
-    held = held_out_mask(labels, file.contents())
+    held = held_out_by_content(labels, file.contents())
     by_name = np.argsort(file.names())[: held.sum()]
     assert not np.array_equal(np.flatnonzero(held), np.sort(by_name))
 

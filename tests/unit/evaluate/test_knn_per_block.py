@@ -14,7 +14,7 @@ from sklearn.preprocessing import StandardScaler
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.outcomes import held_out_mask
+from maect.evaluate.outcomes import held_out_by_content
 from maect.evaluate.protocols import KnnPerBlock
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import load_encoder
@@ -91,7 +91,7 @@ def test_agrees_with_a_second_writing(
     # One block for another would be seen.
     assert len({*zip(metrics["knn"], metrics["knn_standardized"], strict=True)}) == 3
     assert metrics["best_block"] == 1 + int(np.argmax(metrics["knn_standardized"]))
-    held = held_out_mask(labels, [zlib.crc32(train.read(row)) for row in chosen])
+    held = held_out_by_content(labels, [zlib.crc32(train.read(row)) for row in chosen])
     assert 0 < held.sum() < 20
     for x, accuracy in zip(known, metrics["held_out"], strict=True):
         x = StandardScaler().fit_transform(x)

@@ -315,7 +315,7 @@ def test_a_queue_that_batches_do_not_fill_is_refused():
 
 def test_blocks():
     last = Refiner(**SHAPE, blocks=8)
-    assert last.read(24) == tuple(range(16, 24)) and last.heads == 8
+    assert last.read(24) == tuple(range(16, 24)) and last.count == 8
     assert Refiner(**SHAPE, blocks=[19, 23]).read(24) == (19, 23)
     with pytest.raises(ValueError, match="blocks 8: the encoder has 4"):
         last.read(4)

@@ -9,6 +9,7 @@ from scipy import stats
 
 from maect.core.files import write_record
 from maect.records import RunRecord
+from maect.report.bounds import Bound, MeasuredModels, Model, Quantity, bound, compare, value
 from maect.report.claims import (
     claims_table,
     judge,
@@ -16,7 +17,6 @@ from maect.report.claims import (
     tables_of_seeds,
     tables_of_sets,
 )
-from maect.report.comparisons import Bound, MeasuredModels, Model, Quantity, bound, compare, value
 from maect.report.configs import ReportConfig, ShownConfig
 from maect.report.main_page import report_page
 from maect.report.render import verdicts

@@ -8,8 +8,8 @@ from maect.core.errors import UserError
 from maect.core.files import read_record, write_record
 from maect.experiment import load
 from maect.records import RunRecord
+from maect.report.bounds import MeasuredModels, Model, bound, compare, value
 from maect.report.claims import judge
-from maect.report.comparisons import MeasuredModels, Model, bound, compare, value
 from maect.report.statements import STATEMENTS
 from maect.report.tables import Row, chain, cost_table, pretraining_table, trained_table
 

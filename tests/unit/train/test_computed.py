@@ -14,7 +14,7 @@ from maect.recipes.computing import PLAIN, Computing
 from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig
-from maect.train.checkpoint import saved
+from maect.train.checkpoint import complete_states
 
 OTHERWISE = {
     3: {"zero_stage": 2, "attention": "flash_attn"},
@@ -51,7 +51,7 @@ def test_another_recipe_still_begins_anew(job, tmp_path):
     assert run(1, job("mae", "mae", base_lr=2e-3), log=log, stop_at=2) == ["requeue"]
     folder = Path(value["folder"])
     assert len(list(folder.glob("stale-*"))) == 1
-    assert [state.name for state in saved(folder / "state")] == ["step-000000002"]
+    assert [state.name for state in complete_states(folder / "state")] == ["step-000000002"]
 
 
 def test_identities_know_nothing_of_it():

@@ -14,7 +14,7 @@ from maect.core.errors import UserError
 from maect.core.files import sha256_file, write_record
 from maect.records import RunRecord
 from maect.train import checkpoint
-from maect.train.checkpoint import Saver, StateReader, find_state, saved, state_record
+from maect.train.checkpoint import Saver, StateReader, complete_states, find_state, state_record
 from maect.train.metrics import Metrics
 from maect.train.run_folder import check_not_lost, check_weights
 from maect.train.run_lock import RunLock
@@ -42,7 +42,7 @@ def find(run: Path) -> StateReader | None:
 
 
 def steps(run: Path) -> list[int]:
-    return [int(state.name[5:]) for state in saved(run / "state")]
+    return [int(state.name[5:]) for state in complete_states(run / "state")]
 
 
 def test_no_bit_of_a_record_changes_what_is_read(tmp_path: Path) -> None:

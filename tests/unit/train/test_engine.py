@@ -23,7 +23,7 @@ from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.stages.fine_tune import FineTune
 from maect.train import checkpoint
-from maect.train.checkpoint import Saver, saved
+from maect.train.checkpoint import Saver, complete_states
 from maect.train.engine import cast_parts
 from maect.train.objective import Objective
 from maect.train.passes import compile_blocks, is_to_be_compiled
@@ -214,7 +214,7 @@ def test_a_collapsed_embedding_stops_the_run_with_a_saved_state(job, tmp_path):
     message = run(1, *jobs, log=log)
     assert "step 10: all embeddings lie on a line" in message
     folder = Path(jobs[1]["folder"])
-    assert [place.name for place in saved(folder / "state")] == ["step-000000010"]
+    assert [place.name for place in complete_states(folder / "state")] == ["step-000000010"]
     assert len(losses(folder)) == 10 == len(metrics(folder))  # the last one shows the collapse
 
 
@@ -240,7 +240,7 @@ def test_a_second_save_of_a_step_that_fails_spoils_nothing(tmp_path, monkeypatch
     monkeypatch.setattr(checkpoint, "save_file", full)
     save()
     assert all("No space left" in saver.error for saver in savers)
-    (state,) = saved(tmp_path / "state")
+    (state,) = complete_states(tmp_path / "state")
     for rank in range(2):
         checkpoint.check_files(state, checkpoint.state_record(state, "ours"), rank, 2)
 
@@ -276,9 +276,9 @@ def test_training_does_not_wait_for_a_save(tmp_path):
         for place in (Place(rank, rank, 2) for rank in range(2))
     ]
     savers[0].save(1, {"param|0|x": torch.zeros(3)}, {})  # waits in its thread for rank 1
-    assert savers[0]._thread.is_alive() and not saved(tmp_path / "state")
+    assert savers[0]._thread.is_alive() and not complete_states(tmp_path / "state")
     savers[1].save(1, {"param|3|x": torch.ones(3)}, {})
     for saver in savers:
         saver.wait()
-    assert [place.name for place in saved(tmp_path / "state")] == ["step-000000001"]
+    assert [place.name for place in complete_states(tmp_path / "state")] == ["step-000000001"]
     assert savers[0].error is None

@@ -27,7 +27,7 @@ from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune
-from maect.train.checkpoint import PARAM, Shard
+from maect.train.checkpoint import PARAM, ParameterSlice
 from maect.train.online import OnlineEvaluator, measures, sheet
 
 ONLINE = {"every_epochs": 2, "images": 500}
@@ -181,7 +181,7 @@ def test_a_classifier_is_evaluated_as_it_pools(shards, pooling):
         drop_path.factor = torch.zeros(16)
     named = [(n, p.detach().view(-1)) for n, p in objective.named_parameters() if p.requires_grad]
     state, mode = torch.get_rng_state(), objective.training
-    found = evaluator.evaluate([Shard(name, 0, {PARAM: values}) for name, values in named])
+    found = evaluator.evaluate([ParameterSlice(name, 0, {PARAM: values}) for name, values in named])
     assert torch.equal(state, torch.get_rng_state()) and objective.training == mode
     assert found["online_rank_me"] > 1 and 0 <= found["online_knn"] <= 100
     taken = dict(evaluator.parts.named_parameters())

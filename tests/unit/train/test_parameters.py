@@ -8,7 +8,7 @@ import torch
 
 from maect.recipes import load_encoder, visible_patches
 from maect.stages import load_recipe
-from maect.train.checkpoint import Shard
+from maect.train.checkpoint import ParameterSlice
 from maect.train.engine import Engine
 from maect.train.stage import schedule
 
@@ -40,10 +40,10 @@ def test_schedule():
 def test_encoder_average():
     torch.manual_seed(0)
     weights = torch.randn(7)
-    shard = Shard("encoder.blocks.1.w", 0, {"param": weights})
-    head = Shard("head.w", 0, {"param": torch.randn(3)})
+    shard = ParameterSlice("encoder.blocks.1.w", 0, {"param": weights})
+    head = ParameterSlice("head.w", 0, {"param": torch.randn(3)})
     engine = Engine.__new__(Engine)
-    engine.shards = [shard, head]
+    engine.slices = [shard, head]
     engine.start_average("encoder.")
     assert "ema" not in head.values and torch.equal(shard.values["ema"], weights)
     expected = weights.double().clone()

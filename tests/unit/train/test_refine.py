@@ -44,13 +44,13 @@ def test_every_cell(row):
     read = refine.head.read(shape.depth)
     lower = {"twob14_mae": (12, 13, 14, 15)}  # that only stage 2 has
     assert heads.head.read(shape.depth) == lower.get(row[0], ()) + read
-    assert heads.pooling(shape) == refine.pooling(shape)
+    assert heads.export_pooling(shape) == refine.export_pooling(shape)
     ours = {
         "name": row[0], "run": run.name, "norm": shape.norm, "epochs2": heads.epochs,
         "epochs3": refine.epochs, "batch": refine.batch_size,
         "peak2": heads.scaled_lr(heads.head.head_lr),
         "peak3": refine.scaled_lr(refine.head.head_lr), "tau": refine.head.temperature,
-        "blocks": f"{read[0]}..{read[-1]}", "number": len(read), "pool": refine.pooling(shape),
+        "blocks": f"{read[0]}..{read[-1]}", "number": len(read), "pool": refine.export_pooling(shape),
         "local": refine.local_size, "frozen": refine.frozen_blocks,
     }  # fmt: skip
     assert [*ours] == ROWS[0]
@@ -126,7 +126,7 @@ def test_weights_of_the_heads_by_the_epoch_of_each_sample():
         "head": {"queue_size": 256, "weights": "staggered_step"},
     }  # fmt: skip
     objective = load_recipe("refine", "tiny", changes).objective(encoder, 0)
-    assert objective.pooling == objective.exported_pooling == "cls" != encoder.ct_pooling
+    assert objective.head_pooling == objective.export_pooling == "cls" != encoder.ct_pooling
     begins = batch_of(objective.stage, encoder, 4)
     for epochs, expected in (
         ([0, 0, 0, 1], [1, 1, 1, 1]), ([1, 2, 1, 2], [1, 0, 1, 0]), ([9, 9, 9, 9], [0, 0, 0, 0])

@@ -143,7 +143,7 @@ def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, t
         assert (shape, pooling) == (ENCODER, record["pooling"])
         # What an online evaluation reads is what is exported, also of a frozen encoder.
         built = stage.build(ENCODER, 1, source, ("a", "b"))
-        assert getattr(built, "exported_pooling", built.pooling) == pooling
+        assert getattr(built, "export_pooling", built.pooling) == pooling
     assert stage.flops_per_image(ENCODER) > 0 and stage.state_bytes(ENCODER) > 0
 
 

@@ -8,7 +8,7 @@ import torch
 from ranks import Place
 
 from maect.data.loader import Batch
-from maect.train.checkpoint import saved
+from maect.train.checkpoint import complete_states
 from maect.train.device_time import DeviceTime
 from maect.train.hooks import Hook
 from maect.train.step import Buffers, StepSums
@@ -248,7 +248,7 @@ def test_a_save_waits_for_the_one_before_it_and_overtakes_nothing(tmp_path, monk
     assert complete[:1] == [1]  # nothing of the second began before
     saver.wait()
     assert (order, complete, saver.error) == ([1.0, 2.0], [1, 2], None)
-    states = saved(tmp_path / "state")
+    states = complete_states(tmp_path / "state")
     assert [state.name for state in states] == ["step-000000002", "step-000000001"]
     for state, value in zip(states, (2.0, 1.0), strict=True):
         reader = StateReader(state, state_record(state, "ours"))
