@@ -37,7 +37,8 @@ def load(
         folder: of a run, such as `results/birds/runs/ct_min`, or one that `maect export` wrote; or
             the name of a public encoder, such as `dinov2_small` (`docs/weights.md`).
         device: such as "cpu" or "cuda:1"; none: a GPU where there is one.
-        precision: of the forward pass; fp32 is that of the features files.
+        precision: of the forward pass. Features files have fp32 too, or TF32 for encoders from
+            width 768 on (GPUs only), unless an experiment says otherwise.
         resize: shorter side of images before the centre crop, if not the run's.
         pixels: how images are read, such as `{"range": [0, 4095]}` (`docs/data.md`): range,
             orientation and background, if not as viewers show them and the run's data set says.

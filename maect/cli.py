@@ -175,7 +175,7 @@ def run(arguments: Sequence[str] | None) -> int:
 
 @contextmanager
 def _announced(name: str) -> Iterator[None]:
-    """Tell whoever watches what a command does, if it takes longer than `QUIET_SECONDS`."""
+    """Print the name of a command that takes longer than `QUIET_SECONDS`."""
     functions = {name_of(function): function for group in GROUPS.values() for function in group}
     about = inspect.getdoc(functions[name]) if name in functions else None
     if about is None or not is_watched() or name in BEGINS_WITH_A_LINE:

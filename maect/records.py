@@ -31,7 +31,7 @@ T = TypeVar("T", bound=Sourced)
 
 
 class Record(Settings):
-    """A JSON file with a format and its own checksum; what is none is not in it."""
+    """A JSON file with a format and its own checksum; fields that are None are left out."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -177,7 +177,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def lineage(name: str | None, find: Callable[[str], T | None]) -> Iterator[T]:
-    """Yield a run that `find` finds by its name, what it starts from, and so on, each once."""
+    """Yield a run that `find` finds by its name, its source, and so on, each once."""
     seen: set[str] = set()
     while name is not None and name not in seen and (run := find(name)) is not None:
         yield run

@@ -162,7 +162,7 @@ def find_pairs(images: SearchedImages, most: int = MOST) -> Found:
 
 
 def _pair(images: SearchedImages, i: int, j: int, kind: Kind) -> Pair:
-    """Return what two images have in common."""
+    """Return the facts that two images share."""
     bits = None
     similarity = None
     if images.hashes is not None and images.mirrored is not None:

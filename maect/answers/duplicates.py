@@ -166,7 +166,7 @@ def file_of(source: ImageSource, entry: Entry) -> tuple[Path, str] | None:
 def search_images(
     what: Path, out: Path, images: Path | None = None, read: Mapping[str, Any] | None = None
 ) -> tuple[Found, int]:
-    """Search a folder or a table of vectors; write what is found.
+    """Search a folder or a table of vectors for duplicates; write them.
 
     Args:
         what: images, or a .parquet of `maect embed`.

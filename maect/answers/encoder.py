@@ -75,7 +75,7 @@ class ImageEncoder:
         resize: int | None = None,
         pixels: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load a run, what `maect export` wrote, or a public encoder; see `maect.load`."""
+        """Load a run, an export or a public encoder; see `maect.load`."""
         folder = find_run(folder)
         if (folder / ENCODER).exists() or not (folder / "config.json").exists():
             self.sha256 = encoder_checksum(folder)
@@ -101,7 +101,7 @@ class ImageEncoder:
         self.batch_size = ON_CPU if self.encoding.device.type == "cpu" else self.encoding.batch_size
 
     def read_as(self, stated: Mapping[str, Any]) -> None:
-        """Read images as viewers show them and the data set says, but for what is stated."""
+        """Set how images are read: as viewers show them and by the data set, unless stated."""
         own = self.encoding.settings.pixels.as_seen
         if other := sorted(stated.keys() - own.reading):
             raise UserError(
@@ -110,14 +110,14 @@ class ImageEncoder:
         self.reading = validated(Pixels, own.model_dump() | dict(stated), "pixels")
 
     def warn(self, where: str | Path) -> None:
-        """Warn of what was lost of the images that were read since the last call, if much was."""
+        """Warn of information lost from the images read since the last call, if it was much."""
         if said := warning(self.facts, self.reading, option=True):
             log.warning("%s: %s", where, said)
         self.facts = {}
 
     @property
     def about(self) -> dict[str, Any]:
-        """Return what vectors depend on beside the images, as a features file says it."""
+        """Return all but the images that vectors depend on, as in a features file's header."""
         return {
             "run": self.path.parent.name,
             "encoder_sha256": self.sha256,
@@ -130,7 +130,7 @@ class ImageEncoder:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the same without what the run is called."""
+        """Return `about` without the run's name."""
         return {key: value for key, value in self.about.items() if key != "run"}
 
     def encode(
@@ -245,7 +245,7 @@ class ImageEncoder:
         return values, found
 
     def see(self, image: ImageLike) -> "SeenImage":
-        """Return what the encoder sees of an image; else an UnreadableError."""
+        """Return an image as the encoder sees it; raise UnreadableError if it cannot be read."""
         out = np.empty((1, self.reading.channels, self.image_size, self.image_size), np.uint8)
         if isinstance(image, (str, PathLike)):
             image = Path(fspath(image)).read_bytes()

@@ -70,7 +70,7 @@ def open_splits(run: Path, dataset: str | None = None) -> list[SearchedSplit]:
 
 
 def search_splits(run: Path, out: Path, dataset: str | None = None) -> tuple[Found, dict[str, str]]:
-    """Search the splits of a data set for images that two of them have; write what is found.
+    """Search the splits of a data set for images that two of them have; write these.
 
     Args:
         run: whose features are compared.

@@ -147,7 +147,7 @@ def write_vectors(path: Path, parts: Iterable[Vectors]) -> None:
 
 
 class _Content:
-    """Checksum of all that a file has: names, numbers, labels, and what made them."""
+    """Checksum of a file's content: names, numbers, labels, and the encoder that made them."""
 
     def __init__(self) -> None:
         self._parts = {name: hashlib.sha256() for name in ("file", "vector", "label", "stamp")}
@@ -248,7 +248,7 @@ def open_images(
 
 
 def parts_of(out: Path) -> Path:
-    """Return the folder beside a file that has what was computed for it before a break."""
+    """Return the folder next to a file with the parts computed before an interruption."""
     return out.with_name(f".{out.name}.parts")
 
 
@@ -275,7 +275,7 @@ def embed_into(
     batch_size: int | None = None,
     afresh: bool = False,
 ) -> Embedded:
-    """Write the vectors of all images to a file; what is there already is not computed again.
+    """Write the vectors of all images to a file, except those that it already has.
 
     The file keeps the vectors of images that it has, if the same encoder made them of the same
     folder and the images' files have the size and times that they had then. A
@@ -316,7 +316,7 @@ PART = 512
 
 
 class Work:
-    """The images that vectors are computed of: which, and what is known of them.
+    """Images to compute vectors of, and known facts about them.
 
     Attributes:
         count: how many could be read so far.

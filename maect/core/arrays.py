@@ -26,7 +26,7 @@ def write_arrays(path: Path, arrays: Arrays, texts: Mapping[str, str]) -> None:
 
 
 def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Read what `write_arrays` wrote: UserError if damaged, OSError if away."""
+    """Read a file of `write_arrays`: UserError if damaged, OSError if missing."""
     try:
         arrays, texts = with_retries(_read, path)
     except SafetensorError as error:
@@ -37,12 +37,12 @@ def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
 
 
 def write_kept(file: Path, arrays: Arrays, texts: Mapping[str, str] | None = None) -> None:
-    """Write arrays of unfinished work; the file says its name, which says of what they are."""
+    """Write arrays of unfinished work; the file records its own name, which identifies them."""
     write_arrays(file, arrays, {"name": file.name, **(texts or {})})
 
 
 def read_kept(file: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Read what `write_kept` wrote; errors as of `read_arrays`, also for a file of another name."""
+    """Read a file of `write_kept`; errors as in `read_arrays`, also for a renamed file."""
     arrays, texts = read_arrays(file)
     if texts.get("name") != file.name:
         raise UserError(f"{file}: written as {texts.get('name')}; delete it and start again")
@@ -50,7 +50,7 @@ def read_kept(file: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
 
 
 def seek_kept(file: Path, *needed: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]] | None:
-    """Return what `write_kept` wrote, to be made again (None) if it is missing or damaged.
+    """Return the content of a file of `write_kept`; None if it is missing or damaged.
 
     Likewise if one of the arrays `needed` is not in it: another version has kept it.
     """

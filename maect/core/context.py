@@ -58,5 +58,5 @@ class Context:
         return HashStore()
 
     def fail(self, error: BaseException) -> None:
-        """End this rank at once with an error, from beside a main thread that is stuck."""
+        """End this rank at once with an error, from a thread other than a stuck main thread."""
         raise error

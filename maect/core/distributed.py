@@ -351,7 +351,7 @@ def differing_ranks(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def any_rank(flag: bool) -> bool:
-    """Return whether any rank says so; waits for all of them."""
+    """Return whether the value is true on any rank; waits for all of them."""
     if rank_and_size()[1] == 1:
         return flag
     value = torch.tensor([int(flag)], device=_exchange_device())

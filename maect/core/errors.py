@@ -31,7 +31,7 @@ class RankError(RuntimeError):
 
 
 class SupersededError(Exception):
-    """Another job has taken this one's folder over: it ends, and leaves everything as it is."""
+    """Another job has taken over this one's folder: it ends and changes nothing."""
 
 
 def reason(error: Exception) -> str:

@@ -72,7 +72,7 @@ def create_file(path: Path) -> int:
 
 
 def need(path: Path, what: str) -> Path:
-    """Return `path`, if it exists; else UserError says `what` it should be."""
+    """Return `path` if it exists; else raise a UserError that names it as `what`."""
     if not path.exists():
         raise UserError(f"{path}: no such {what}")
     return path
@@ -170,7 +170,7 @@ def check_format(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def verified(value: Any) -> dict[str, Any]:
-    """Return what `sealed` was given.
+    """Return the record that `sealed` was given.
 
     Raises:
         ValueError: the checksum is missing or differs, or (OtherFormatError) the format does.
@@ -217,7 +217,7 @@ def read_json(path: str | Path, missing: Any = None) -> Any:
 
 
 def read_record(path: str | Path, cure: str = "") -> dict[str, Any]:
-    """Read what `write_record` wrote, without its format and checksum.
+    """Read a record of `write_record`, without its format and checksum.
 
     Args:
         cure: of a damaged one, in place of deleting it.

@@ -84,7 +84,7 @@ class _Lines(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to stderr as it is then: rich replaces it while it draws below the messages."""
+    """Writes to the current `sys.stderr`: rich replaces it while it draws a progress bar."""
 
     def __init__(self, form: logging.Formatter) -> None:
         logging.Handler.__init__(self)

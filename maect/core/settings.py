@@ -31,7 +31,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def is_said_by(self, values: Any) -> bool:
-        """Return whether a record says these settings; one that it lacks has its default."""
+        """Return whether a record has these settings; a missing one counts as its default."""
         try:
             return type(self).model_validate(values).identifying() == self.identifying()
         except ValidationError:
@@ -187,7 +187,7 @@ class SettingsFile(Settings):
         return validated(cls, values, where, context)
 
     def check(self, where: str) -> None:
-        """Refuse settings that do not go together, or with what they name (UserError)."""
+        """Refuse settings that contradict each other or the files they name (UserError)."""
 
     def named(self, path: Path) -> Self:
         """Return this config for another path; a name that follows from the path changes."""

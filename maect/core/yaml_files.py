@@ -32,7 +32,7 @@ _BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Loader(_BASE):
-    """Reads plain values as `PLAIN` says, and no key twice."""
+    """Reads plain values by `PLAIN`, and refuses a key given twice."""
 
     yaml_implicit_resolvers: Any = {  # noqa: RUF012
         letter: [(tag, pattern) for tag, pattern in known if tag in OTHERS]

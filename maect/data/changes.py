@@ -163,7 +163,7 @@ def _relabelled_images(out: Path, plan: dict[str, Any], listing: Listing) -> lis
 
 
 def advice(out: Path, found: Changes, again: Path | None = None) -> str:
-    """Return a message: which images have changed since they were sharded, and what to do.
+    """Return a message: images changed since they were sharded, and the remedy.
 
     `again`: folder to delete for that, if not `out`.
     """

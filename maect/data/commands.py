@@ -109,7 +109,7 @@ def shard(
 
 
 def _write_shards(out: Path, config: "ShardsConfig", threads: int, *, resolved: bool) -> str:
-    """Write the shards, or the view, that a config asks for; return what was done.
+    """Write the shards, or the view, that a config asks for; return a summary.
 
     `resolved`: by a job of an experiment, for which finished shards need their images no more.
     """

@@ -81,7 +81,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """Pixels of a whole image, converted as its data set says.
+    """Pixels of a whole image, converted by the `pixels` of its data set.
 
     Attributes:
         pixels: upright, uint8 [H, W, C], or [H, W] of one channel.
@@ -191,7 +191,7 @@ def decode(data: bytes, pixels: Pixels) -> DecodedImage:
 
 
 def _read(data: bytes, pixels: Pixels, keep: bool) -> Ready | DecodedImage:
-    """Convert an image as its data set says.
+    """Convert an image by the `pixels` of its data set.
 
     Args:
         keep: return the file's own bytes where decoding them gives the same pixels.
@@ -337,7 +337,7 @@ def convert_array(values: NDArray[Any], pixels: Pixels, facts: Facts | None = No
 
 
 def _encode(image: DecodedImage) -> Ready:
-    """Encode a converted image for a shard: as PNG, or as an array of rare numbers of channels."""
+    """Encode a converted image for a shard: as PNG, or as an array for unusual channel counts."""
     stream = io.BytesIO()
     if image.pixels.shape[2:] in ((), (3,)):
         extension = "png"
@@ -548,7 +548,7 @@ def ready_pixels(data: bytes, turned: bool, channels: int) -> NDArray[np.uint8]:
 
 
 def picture_of(data: bytes, pixels: Pixels) -> Image.Image:
-    """Return an image in RGB for people to look at; of rare numbers of channels the first."""
+    """Return an image in RGB to look at; of unusual numbers of channels the first channel."""
     values = decode(data, pixels).pixels
     if values.shape[2:] not in ((), (3,)):
         values = np.ascontiguousarray(values[..., 0])

@@ -83,7 +83,7 @@ def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
 
 
 def one_at_a_time(pixels: int) -> AbstractContextManager[object]:
-    """Return a context to decode a picture of so many pixels in: large ones wait for each other."""
+    """Return a context for decoding a picture of `pixels` pixels: large ones take turns."""
     if Image.MAX_IMAGE_PIXELS is not None and pixels > 2 * Image.MAX_IMAGE_PIXELS:
         raise UnreadableError(f"{pixels:,} pixels, more than {2 * Image.MAX_IMAGE_PIXELS:,}")
     return _large if pixels > _LARGE else nullcontext()
@@ -155,7 +155,7 @@ def _has_16_bits(image: ImageFile.ImageFile) -> bool:
 
 
 def _raw_mode(args: object) -> str:
-    """Return the raw mode (such as `RGB;16B`) in what Pillow tells its decoder."""
+    """Return the raw mode (such as `RGB;16B`) that Pillow gives its decoder."""
     first = args[0] if isinstance(args, tuple) and args else args
     return first if isinstance(first, str) else ""
 
@@ -223,7 +223,7 @@ def render_whole(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
 
 
 def _render_portable(data: bytes, geometries: NDArray[np.int32], out: Images) -> bool:
-    """Render a JPEG by simplejpeg and PyTorch; return False for what is left to Pillow."""
+    """Render a JPEG by simplejpeg and PyTorch; return False if only Pillow can."""
     import torch
 
     try:

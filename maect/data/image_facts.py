@@ -64,7 +64,7 @@ def _dark_images(deep: Facts) -> int:
 
 
 def warning(found: Facts, pixels: Pixels, *, option: bool = False) -> str | None:
-    """Warn of what is lost of images that are read as `pixels`, and say what to state, or None.
+    """Return a warning of information lost by reading with `pixels`, and the remedy, or None.
 
     Args:
         option: whether to state it by `--pixels`, rather than in an experiment's data set.

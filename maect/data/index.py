@@ -97,7 +97,7 @@ class Index:
 
     @property
     def plain(self) -> bool:
-        """Return whether every image is an RGB picture as it is stored."""
+        """Return whether every stored image is an RGB picture."""
         return "pixels" not in self.record
 
     def render(self, i: int, geometries: NDArray[np.int32], out: Images) -> None:

@@ -166,7 +166,7 @@ def read_listing(
 
 
 def image_names(index: Index) -> list[str]:
-    """Return each sample's name below its source; its key where no plan says the name."""
+    """Return each sample's name below its source; its key if no plan has the name."""
     known: dict[str, str] = {}
     out = index.directory
     if (out / "plan.json").exists():
@@ -183,13 +183,13 @@ def _listing_path(out: Path, number: int) -> Path:
 
 
 def _bounds(n: int, shards: int, number: int) -> tuple[int, int]:
-    """Return the first id of a shard, and the first behind it."""
+    """Return the first id of a shard, and the first id of the next one."""
     return number * n // shards, (number + 1) * n // shards
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Images to shard, and what the lists of names leave out.
+    """Images to shard, and those that the lists of names leave out.
 
     Attributes:
         excluded: names that are listed to be left out, sorted.

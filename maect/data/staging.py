@@ -118,7 +118,7 @@ class _File:
         return self.is_shard or sha256_file(copy) == (self.sha256 or sha256_file(self.path))
 
     def copy(self, out: Path) -> None:
-        """Copy; a NodeError if the copy is not what the record of the original says."""
+        """Copy; raise NodeError if the copy differs from the original's record."""
         with atomic_write(out / self.name) as temporary:
             shutil.copyfile(self.path, temporary)
             if self.sha256 is not None and sha256_file(temporary) != self.sha256:

@@ -153,7 +153,7 @@ def _spread(pairs: Tensor) -> dict[str, float]:
 
 
 def _evenly(n: int, most: int) -> NDArray[Any]:
-    """Return the numbers of at most so many of n images, evenly spaced, int64."""
+    """Return the numbers of at most `most` of n images, evenly spaced, int64."""
     import numpy as np
 
     return np.unique(np.linspace(0, n - 1, min(n, most)).astype(np.int64))

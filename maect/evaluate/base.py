@@ -1,7 +1,8 @@
 """Declaration of a protocol (settings, inputs, outputs, cost), and its job; torch-free.
 
 A protocol is its settings class, in a module of this package. Rules, plan and checks read the
-declaration; `evaluate` does the work, and imports what it needs for that itself.
+declaration, so its module imports nothing heavy at the top; `work` names the function that
+computes, in any module of this package.
 """
 
 import json
@@ -117,14 +118,14 @@ class EvaluationJob:
     def compute_once(self, context: Context, identity: str, compute: Callable[[], Any]) -> Any:
         """Return the JSON of a long computation, from disk if a killed job has finished it.
 
-        `identity` is of all that it depends on; `context` reports that it is saved.
+        `identity` is a digest of everything that the result depends on.
         """
         file = self.state / "once.json"
         known = seek_record(file)
         if known.get("identity") != identity:
             known = {"identity": identity, "found": compute()}
             write_record(file, known)
-            context.saved(1)
+            context.saved(1)  # the only step: progress that a restarted job keeps
         return known["found"]
 
     def path(self, name: str) -> Path:
@@ -186,11 +187,12 @@ class Protocol(Settings):
     """Base of all protocols: the settings are fields, the rest is declared."""
 
     name: ClassVar[str]
-    """Of the protocol, of its rule and of its module."""
+    """Name of the protocol and of its rule."""
     title: ClassVar[str]
-    """For messages."""
+    """Title for messages."""
     work: ClassVar[str] = ""
-    """Module of this package, and its function, that compute the metrics."""
+    """`MODULE.FUNCTION` of this package that computes the metrics from the settings, the context
+    and the job; unless the class overrides `evaluate`."""
     writes_tensors: ClassVar[bool] = False
     """Whether a safetensors file is left beside the JSON."""
     every_rank: ClassVar[bool] = False

@@ -103,7 +103,7 @@ class Encoding:
         return torch.cat(parts, dim=1)
 
     def output(self, images: Tensor, norm: Literal["last", "none"] = "none") -> EncoderOutput:
-        """All tokens that the last block gives, before the final norm or after it.
+        """Return all tokens of the last block, before the final norm or after it.
 
         Args:
             images: uint8 [b, C, S, S], or float32, normalized.
@@ -131,7 +131,7 @@ class LastBlocks(Encoding):
     """
 
     def __init__(self, path: Path, device: torch.device, precision: Precision, blocks: int) -> None:
-        """Load an encoder, as `Encoding`; of so many last blocks, or all if there are fewer."""
+        """Load an encoder, as `Encoding`, to read its last `blocks` blocks, or all of fewer."""
         super().__init__(path, device, precision, blocks=blocks)
         self.poolings: tuple[Literal["cls", "mean"], ...] = ("cls", "mean")
         if not self.settings.class_token:

@@ -35,7 +35,7 @@ PACKAGES = ("numpy", "scipy", "scikit-learn", "umap-learn", "torch", "timm")
 
 
 def evaluate(context: Context, *, config: str | Path, digest: str | None = None) -> str:
-    """Evaluate as `evaluations/RUN/NAME.yaml` says and write the JSON beside it, on every rank.
+    """Evaluate by `evaluations/RUN/NAME.yaml` and write the JSON next to it, on every rank.
 
     `digest` is that of the file when the job was submitted.
 

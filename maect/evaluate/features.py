@@ -31,7 +31,7 @@ LEAST_PARTS = 16
 
 
 def features(context: Context, *, config: str | Path, digest: str | None = None) -> str:
-    """Write the features that `features/RUN/DATASET-SPLIT.yaml` describes beside it, on every rank.
+    """Write the features that `features/RUN/DATASET-SPLIT.yaml` describes, on every rank.
 
     `digest` is that of the file when the job was submitted; returns as `extract`.
     """

@@ -71,7 +71,7 @@ def evaluate(settings: Geometry, context: Context, job: EvaluationJob) -> dict[s
 
 @dataclass(frozen=True)
 class CorrectedScores:
-    """Scores of features behind one correction.
+    """Scores of features after one correction.
 
     Attributes:
         right: whether each test image was right, bool [trials, n], by measure: `knn` (one trial),
@@ -114,7 +114,7 @@ class FeatureTask:
     def measure(
         self, train: Rows, test: Array, correct: Correction, threads: int = 1
     ) -> CorrectedScores:
-        """Measure the features of both splits behind a correction.
+        """Measure the corrected features of both splits.
 
         Args:
             test: as they are, float32 [n, d].

@@ -190,7 +190,7 @@ class LarsProbe(Probe):
         return head.predict(self.task.check_finite(self.read(images)))
 
     def metrics(self) -> dict[str, Any]:
-        """Return the accuracies of the best epoch, the last one and all; by ReaL likewise."""
+        """Return the accuracies of the best epoch, the last one and all; also by ReaL's labels."""
         history = self.record["accuracies"]
         epochs = {self.name: history.index(max(history)), f"{self.name}_last": -1}
         about: dict[str, Any] = {"best_epoch": epochs[self.name] + 1, "by_epoch": history}

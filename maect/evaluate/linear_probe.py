@@ -146,7 +146,7 @@ class Heads(HeadGroup):
             return self._logits(x).argmax(dim=2)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Of normalized features [n, D], as one product: [n, R, C]."""
+        """Return the logits of normalized features [n, D], by one product: [n, R, C]."""
         return F.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(
             1, self.bias.shape
         )
@@ -230,7 +230,7 @@ class _Forms(Probe):
         return super().metadata() | {"resize": str(resize)}
 
     def _accuracies(self, name: str, part: str) -> list[float]:
-        """Return each rate's accuracy in percent; record those by ReaL's labels beside them."""
+        """Return each rate's accuracy in percent; also record those by ReaL's labels."""
         features, labels = self.known[part]
         heads = self.groups[name + part]
         parts = features[:, self.columns[name]].split(BATCH)

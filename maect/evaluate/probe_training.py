@@ -143,7 +143,7 @@ class HeadGroup:
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state` returned."""
+        """Load tensors that `state` returned."""
         moments: dict[int, dict[str, Tensor]] = {}
         for name, value in tensors.items():
             if name.startswith(OPTIMIZER):

@@ -68,7 +68,7 @@ class Rows:
         return out
 
     def all(self) -> Array:
-        """All features, float32 [n, width]."""
+        """Return all features, float32 [n, width]."""
         return self.rows(0, self.n)
 
 

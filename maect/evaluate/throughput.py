@@ -301,5 +301,5 @@ def method_seconds(
 
 
 def _distance(tokens: Tensor, target: Tensor) -> Tensor:
-    """Compute any scalar of the tokens as a loss: it costs nothing beside the encoder."""
+    """Compute a scalar of the tokens as a loss: its cost is negligible next to the encoder's."""
     return (tokens[:, 0].float() - target).square().mean()

@@ -69,7 +69,7 @@ class Run:
 
 
 def expand_runs(spec: ExperimentSpec, file: Path) -> dict[str, Run]:
-    """All runs that the file names, one a combination of `each` and seed; UserError for a fault."""
+    """Return all runs of the file, one for each combination of `each` and seed, or UserError."""
     runs: dict[str, Run] = {}
     default = next(iter(spec.datasets))
     for template, one in spec.runs.items():
@@ -165,7 +165,7 @@ def _shared_by_seeds(runs: Mapping[str, Run]) -> dict[str, Run]:
 
 
 def _as_sources(runs: Mapping[str, Run]) -> dict[str, Run]:
-    """Give runs the registers and place of norms that their source has: no size says these."""
+    """Give runs the registers and place of norms of their source: no size has these."""
     made = dict(runs)
     for name, run in runs.items():
         first = begins_with(name, runs).encoder
@@ -209,13 +209,13 @@ def run_to_score(run: str, evaluation: str, part: str) -> str:
 
 
 def begins_with(name: str, runs: Mapping[str, Run]) -> Run:
-    """Return what a run starts from in the end."""
+    """Return the first run in the chain that a run starts from."""
     *_, first = lineage(name, runs.get)
     return first
 
 
 def check_sources(runs: Mapping[str, Run], where: str) -> None:
-    """Refuse the first run that does not start from what its stage can start from (UserError)."""
+    """Refuse the first run whose source its stage cannot start from (UserError)."""
     for run in runs.values():
         this = f"{where}: {run.name}"
         given = None

@@ -60,7 +60,7 @@ class Page:
         return [folder / f"{name}.{ending}" for ending in self.endings]
 
     def config(self, experiment: Experiment, name: str) -> configs.PageConfig:
-        """Return what is in a page's resolved file."""
+        """Return the content of a page's resolved file."""
         settings = self.settings(experiment, name)
         reads = tuple(path.absolute() for path in self.inputs(experiment, name))
         return settings.model_copy(update={"reads": reads})
@@ -74,18 +74,18 @@ HEADLINE_TABLES = ("low_shot", "clustering")
 
 
 def figures(experiment: Experiment) -> list[str]:
-    """Return the figures that have anything to show, if less is evaluated than the file says."""
+    """Return the figures that can show anything, if only a part of the experiment is evaluated."""
     return [name for name in experiment.figures if _can_show(experiment, name, FIGURES[name])]
 
 
 def tables(experiment: Experiment) -> list[str]:
-    """Likewise the tables; one of a figure's name has the numbers behind it, for the claims."""
+    """Return the tables that can show anything; one named as a figure serves the claims."""
     names = [name for name in experiment.tables if _can_show(experiment, name, TABLES[name])]
     return [*names, *(name for name in figures(experiment) if name in TABLES)]
 
 
 def _can_show(experiment: Experiment, name: str, shown: Table | Figure) -> bool:
-    """Return whether a table or figure has anything to show of what is evaluated."""
+    """Return whether any evaluation fills a table or figure."""
     if not experiment.partial or (isinstance(shown, Figure) and not shown.needs):
         return True
     return any(
@@ -230,14 +230,14 @@ def _records(experiment: Experiment, rows: list[tuple[str, ...]]) -> list[Path]:
 
 
 def _runs(row: Row, shown: Table | Figure) -> tuple[str, ...]:
-    """Those of a line that a table or figure shows."""
+    """Return the runs of a line that a table or figure shows."""
     return row.runs[:1] if isinstance(shown, Figure) and shown.first_seed else row.runs
 
 
 def _evaluations(
     experiment: Experiment, name: str, shown: Table | Figure
 ) -> Iterator[tuple[str, str]]:
-    """Those that a table or figure reads and the experiment makes, as (run, name)."""
+    """Return the evaluations that a page reads and the experiment makes, as (run, name)."""
     for row in experiment.rows(name):
         for pair in itertools.product(_runs(row, shown), shown.reads(row.method)):
             if pair in experiment.asked:

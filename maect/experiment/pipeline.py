@@ -22,7 +22,7 @@ from maect.stages import STAGES
 
 
 def fail(message: object) -> NoReturn:
-    """Print one line on what the user can mend, without a traceback, and exit."""
+    """Print one line on an error that the user can mend, without a traceback, and exit."""
     print(f"maect: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -34,7 +34,7 @@ def say(message: str) -> None:
 
 
 def load_experiment(config: Mapping[str, Any]) -> Experiment:
-    """Load the experiment that Snakemake's config names, with the changes that it says."""
+    """Load the experiment that Snakemake's config names, with the config's changes."""
     changes = {key: value for key, value in config.items() if key != "experiment"}
     try:
         check_working_folder()
@@ -57,7 +57,7 @@ def check_targets(experiment: Experiment, words: Sequence[str]) -> None:
 
 
 class Asked:
-    """The resolved files of an experiment, compared with what lies in its results folder.
+    """The resolved files of an experiment, compared with its results folder.
 
     The input of a rule is its resolved file. Snakemake goes by times: where a stamp does
     not say what is asked for, or its resolved file has to be written first, the input is an empty
@@ -94,7 +94,7 @@ class Asked:
         return self._files[path]
 
     def images(self, dataset: str) -> list[Path]:
-        """Return what bundled images are made of: nothing, or if they are another kind's a file."""
+        """Return the source of bundled images: nothing, or another kind's file."""
         return [self._newer] if self.experiment.other_kind(dataset) else []
 
     def _is_current(self, rule: str, path: Path, given: Mapping[str, str]) -> bool:

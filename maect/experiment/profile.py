@@ -1,4 +1,4 @@
-"""Cluster profiles by kind of job: a site says only what differs from the common SLURM profile.
+"""Cluster profiles by kind of job: a site lists only its differences from the SLURM profile.
 
 Snakemake reads a profile through YTE, so that it may call these functions: they make Snakemake's
 `set-resources` and `set-threads`, rule by rule, of what it says by kind of job.

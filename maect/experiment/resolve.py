@@ -65,7 +65,7 @@ def evaluation_config(experiment: Experiment, run: str, name: str) -> Evaluation
 
 
 def resize(experiment: Experiment, run: str, dataset: str) -> int | None:
-    """Shorter side of a dataset's images, where it says none that of what the run is trained on.
+    """Return the shorter side of a dataset's images: its own `resize`, else the training data's.
 
     Where neither does, that of the public encoder which the run is or began with; none: 256/224 of
     its image size. One that is trained for an evaluation sees images as its source does. An import
@@ -82,7 +82,7 @@ def resize(experiment: Experiment, run: str, dataset: str) -> int | None:
 
 
 def _resize_elsewhere(experiment: Experiment, run: Run) -> int | None:
-    """Likewise of images outside of the experiment: as those of the run's data set.
+    """Return the resize for images outside the experiment: that of the run's data set.
 
     An import may be given none of these. Images that are too small for it do not count.
     """
@@ -93,7 +93,7 @@ def _resize_elsewhere(experiment: Experiment, run: Run) -> int | None:
 
 
 def precision(experiment: Experiment, run: str) -> Literal["fp32", "tf32", "bf16"]:
-    """In which precision a run's features are computed: "fp32", "tf32" or "bf16"."""
+    """Return the precision of a run's features: "fp32", "tf32" or "bf16"."""
     stated = experiment.spec.features
     return experiment.runs[run].encoder.features_precision if stated == "auto" else stated
 
@@ -101,7 +101,7 @@ def precision(experiment: Experiment, run: str) -> Literal["fp32", "tf32", "bf16
 def features_config(
     experiment: Experiment, run: str, dataset: str, kind: Features
 ) -> FeaturesConfig:
-    """All that features of a split are made by."""
+    """Return the config of the features of a split."""
     usual = experiment.runs[run].encoder.default_resize
     return FeaturesConfig(
         run=experiment.folder(run),
@@ -114,9 +114,9 @@ def features_config(
 
 
 WITHOUT_NORM = ".before_norm"
-"""Behind a split's name: its features before the encoder's final norm."""
+"""Suffix after a split's name: its features before the encoder's final norm."""
 LAST = ".last_"
-"""Behind that, with a number: those of so many last blocks side by side."""
+"""Suffix after that, with a number N: outputs of the last N blocks, side by side."""
 
 
 def features_file(experiment: Experiment, run: str, dataset: str, split: Features) -> Path:
@@ -213,7 +213,7 @@ def targets(experiment: Experiment, words: Iterable[str]) -> list[str]:
 
 
 def is_current(experiment: Experiment, path: Path, config: StampedFile) -> bool:
-    """Return whether the stamp of a job says what is asked for, and what its files are now.
+    """Return whether a job's stamp agrees with the experiment and with the job's files.
 
     Features that are gone are known by what they would be.
     """
@@ -230,7 +230,7 @@ def is_current(experiment: Experiment, path: Path, config: StampedFile) -> bool:
 
 
 def shards_are_current(experiment: Experiment, dataset: str, split: str) -> bool:
-    """Return whether a split's own shards are what their stamp says.
+    """Return whether a split's own shards agree with their stamp.
 
     Those of other settings than the experiment's are current, too: a start warns of them, and never
     makes finished shards again. A view is.
@@ -257,7 +257,7 @@ def files(experiment: Experiment) -> Iterator[tuple[Path, StampedFile]]:
 
 
 def job_config(experiment: Experiment, rule: str, given: Mapping[str, str]) -> StampedFile:
-    """Return what is in the resolved file of a job, by the name and the wildcards of its rule."""
+    """Return the content of a job's resolved file, by the name and the wildcards of its rule."""
     if rule in PROTOCOLS:
         return evaluation_config(experiment, given["run"], given["evaluation"])
     if rule in STAGES:

@@ -263,7 +263,7 @@ def filled(value: Any, fill: Callable[[str], str]) -> Any:
 
 
 def check_name(where: str, text: str) -> None:
-    """Refuse what is no name of files that commands can say without quotes (UserError)."""
+    """Refuse names that need quotes in a shell command (UserError)."""
     if not NAME.fullmatch(text):
         raise UserError(f"{where}: {text!r} is not a name (letters, digits, _ . and -)")
 

@@ -96,7 +96,7 @@ def prepare(experiment: Experiment, jobs: Sequence[PendingJob]) -> None:
 
 
 def _note_shards(experiment: Experiment, dataset: str, split: str) -> None:
-    """Write the config of shards, unless they are finished: then it says what they were made of."""
+    """Write the config of shards unless they are finished: then it records how they were made."""
     own = experiment.own_shards(dataset, split)
     is_view = experiment.datasets[dataset].splits[split].of is not None
     if is_view or not ((own / CONFIG).exists() and _is_finished(own)):
@@ -104,7 +104,7 @@ def _note_shards(experiment: Experiment, dataset: str, split: str) -> None:
 
 
 def _give_up(experiment: Experiment, job: PendingJob) -> None:
-    """Remove what says that the result of a forced job is finished, so that it is made again."""
+    """Remove the completion record of a forced job, so that it is made again."""
     if job.rule in STAGES:
         RunRecord.path(experiment.folder(job.wildcards["run"])).unlink(missing_ok=True)
     elif job.rule == WRITE_SHARDS:

@@ -159,7 +159,7 @@ def _show_job(job: Job) -> dict[str, str] | None:
 
 
 def _ask_accounting(job: Job) -> Notice | None:
-    """Ask sacct how a job ended; None if it does not know, or is behind."""
+    """Ask sacct how a job ended; None if it does not know, or not yet."""
     assert job.id is not None
     _, out, _ = command("sacct", "-n", "-X", "-P", "-o", "State,JobName", "-j", job.id)
     rows = [line.partition("|") for line in out.splitlines()]

@@ -59,7 +59,7 @@ class Cluster(ABC):
         """
 
     def end_submission(self, folder: Path, job: Job) -> None:  # noqa: B027 (most have nothing)
-        """Do what is left of a submission whose launcher died before it knew the job's id."""
+        """Complete a submission whose launcher died before it knew the job's id."""
 
     @abstractmethod
     def poll(self, folder: Path, job: Job) -> Notice:
@@ -71,10 +71,10 @@ class Cluster(ABC):
 
     @abstractmethod
     def end(self, folder: Path, job: Job) -> bool:
-        """End a job, or what is left of it; return False if the cluster does not answer."""
+        """End a job or its remains; return False if the cluster does not answer."""
 
     def finish(self, folder: Path, job: Job) -> None:
-        """Wait for a job that has its completion record to leave; end what is left of it then.
+        """Wait for a job with a completion record to leave; then end its remains.
 
         A signal in its last second may have put a complete job back into the queue.
         """
@@ -96,7 +96,7 @@ def check_site(job: Job, here: str) -> None:
 
 
 def notice_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> Notice:
-    """Return what is known of a job; LaunchError if it cannot be seen from here."""
+    """Return the notice of a job; raise LaunchError if it cannot be seen from here."""
     if job.state == "ended":
         return Notice("ended", job.ending or "", final=job.ending == STOPPED)
     return clusters[job.cluster].poll(folder, job)

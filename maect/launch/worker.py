@@ -187,7 +187,7 @@ class Rank(Context):
             remove_store(self.address)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End this rank at once with an error, from beside a main thread that is stuck."""
+        """End this rank at once with an error, from a thread other than a stuck main thread."""
         log.error("%s: %s", type(error).__name__, error)
         self.flush()
         with suppress(OSError):

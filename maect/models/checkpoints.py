@@ -345,7 +345,7 @@ def convert_timm(
 
 
 def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Multiply the last matrices of attention and MLP by the vectors of LayerScale behind them.
+    """Multiply the last matrices of attention and MLP by the LayerScale vectors that follow.
 
     `gamma * (W x + b)` is `(gamma W) x + gamma b`, with gamma [D], W [D, H] and b [D] (LayerScale:
     Touvron et al. 2021, "Going deeper with Image Transformers").

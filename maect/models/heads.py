@@ -127,7 +127,7 @@ class QueueHead(nn.Module):
         return self.queue[..., (self.pointer + back) % len(self.queue_ids), :]
 
     def after_update(self, gathered: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
-        """Update what depends on the weights, which are whole within `gathered`."""
+        """Update values that depend on the weights, which are whole within `gathered`."""
 
     @torch.no_grad()
     def _advance(self, owners: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class TimmEncoder(nn.Module):
 
     @property
     def norm(self) -> nn.Module:
-        """Norm behind the last block; an identity if it belongs to the head."""
+        """Return the norm after the last block; an identity if it belongs to the head."""
         return cast(nn.Module, getattr(self.module, "norm", None) or _NONE)
 
     def pool(self, tokens: Tensor, how: Pooling) -> Tensor:

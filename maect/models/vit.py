@@ -52,7 +52,7 @@ class EncoderOutput(NamedTuple):
 
 
 class PostNormBlock(ResPostBlock):
-    """timm's block with each norm behind the sum, as data2vec has it: x = norm(x + attn(x))."""
+    """timm's block with each norm after the sum, as in data2vec: x = norm(x + attn(x))."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """Compute the block on tokens [b, N, D]."""
@@ -199,7 +199,7 @@ class VisionEncoder(VisionTransformer):
         return self.fc_norm(pooled) if how == "fc_norm" else pooled
 
     def norm_after_pooling(self) -> None:
-        """Move the final norm behind the pooling of patches, as MAE's fine-tuning does."""
+        """Move the final norm after the pooling of patches, as MAE's fine-tuning does."""
         self.fc_norm = nn.LayerNorm(self.settings.width, eps=1e-6)
         self.norm = nn.Identity()
 

@@ -1,4 +1,4 @@
-"""Content of the paper as data: what it prints and compares with, and its data sets."""
+"""Content of the paper as data: printed numbers, compared methods and data sets."""
 
 from importlib import resources
 from typing import TypeVar

@@ -132,7 +132,7 @@ def block_flops(tokens: int, width: int) -> float:
 
 
 def blocks_memory(passes: PassMode, tokens: int, width: int, trained: int) -> Activations:
-    """Return the memory of blocks and the norm behind them, for one view.
+    """Return the memory of blocks and the norm after them, for one view.
 
     A block that keeps nothing has the inputs of itself and of its MLP, a norm's output, and the
     hidden layer before and after GELU. With checkpointing its own input is kept.

@@ -16,7 +16,7 @@ OFFICIAL = read_paper("lists", dict[str, str])
 
 
 def shots_list(folder: str, shots: int, split: int) -> Path:
-    """Return the path of the list with so many images per class."""
+    """Return the path of the list with `shots` images per class."""
     return _path(folder, f"msn_{shots}shot_split{split}.txt")
 
 

@@ -1,4 +1,4 @@
-"""Comparisons of numbers in tables: what each statement of the paper rests on, and its error."""
+"""Comparisons of numbers in tables, with their errors: the basis of the paper's statements."""
 
 import math
 import operator

@@ -69,7 +69,7 @@ class Verdict:
         return [one for one in self.comparisons if one.holds is False]
 
     def _by_chance(self, failing: Comparison) -> bool:
-        """Return whether chance may have made a failing comparison, being one of so many."""
+        """Return whether chance may explain a failing comparison among this many."""
         known = sorted(one.chance for one in self._failing if not math.isnan(one.chance))
         # Those that hold have a probability of 1 to fail like this, and come last.
         beyond = [p for k, p in enumerate(known) if p * (len(self.comparisons) - k) <= LEVEL]

@@ -1,4 +1,4 @@
-"""A results folder as an RO-Crate: what was made of what, by the stamps of its jobs.
+"""A results folder as an RO-Crate: inputs and outputs, by the stamps of its jobs.
 
 `python -P -m maect.report.crate results/digits [LICENCE]` writes `ro-crate-metadata.json` there,
 which makes the folder a Process Run Crate 0.5.
@@ -24,7 +24,7 @@ SOFTWARE = "#maect"
 
 
 def write_crate(results: Path, licence: str | None = None) -> Path:
-    """Write the metadata of a results folder as it is; return their file.
+    """Write the metadata of the current results folder; return their file.
 
     Args:
         licence: address of the licence of the results.
@@ -78,7 +78,7 @@ def _stamps(results: Path) -> Iterator[Path]:
 
 
 def _files(results: Path, stamp: Path) -> tuple[list[str], list[str]]:
-    """Return the inputs of the job that left a stamp, with its resolved file, and what it made.
+    """Return the inputs of the job that left a stamp, with its resolved file, and its outputs.
 
     Inputs that are gone or outside the folder are left out.
     """

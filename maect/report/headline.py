@@ -1,4 +1,4 @@
-"""The headline of a report: the largest difference from the MAE, and the table behind it."""
+"""The headline of a report: the largest difference from the MAE, and its table."""
 
 import itertools
 import math
@@ -60,7 +60,7 @@ class GainOverMae:
 
 @dataclass(frozen=True)
 class MainResult:
-    """The sentence of the first page, and the table of measures behind it.
+    """The sentence of the first page, and the table of measures that it rests on.
 
     Attributes:
         text: the sentence; "" if its tables have nothing to state.
@@ -226,7 +226,7 @@ def _basis(seeds: int, images: int | None) -> str:
 
 
 def _value(asked: Tables, drawn: Collection[Model], images: int | None) -> str:
-    """Return a sentence on the last model of which there is a number, without a comparison."""
+    """Return a sentence on the last model that has a number, without a comparison."""
     for measure, title in MEASURES.items():
         for frame in asked.values():
             models = list(frame[KEYS].itertuples(index=False, name=None))

@@ -1,4 +1,4 @@
-"""The page to look through images: a map, groups and look-alikes of what `explore` has left.
+"""The page to look through images: a map, groups and look-alikes, from files of `explore`.
 
 A result that is missing, damaged, or of other images or another encoder raises a `UserError`. One
 file that needs no other and no network; the drawing is a script of its own in the template.

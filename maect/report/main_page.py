@@ -1,4 +1,4 @@
-"""The report: what was found, with every table, figure and claim, in one file for any browser."""
+"""The report: findings, with every table, figure and claim, in one file for any browser."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""The tables and figures: one entry each says what it shows, what it reads and how it is called.
+"""The tables and figures: an entry for each, with its columns, inputs and title.
 
 The entries are `paper/tables.yaml` and `paper/figures.yaml`, and the paper's numbers of a table are
 in `paper/NAME.csv`; a figure's entry names the function that draws it. The runs are named in the
@@ -53,7 +53,7 @@ class Metric:
 
 @dataclass(frozen=True, config=STRICT)
 class Detail:
-    """A column of text: how a model was trained, by its runs' records, beside the paper's words."""
+    """A column of text: how a model was trained, by its runs' records and by the paper."""
 
     name: str
     """Its name in the CSV, and a setting of the stages that train an encoder."""

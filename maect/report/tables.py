@@ -1,4 +1,4 @@
-"""Tables: results beside the paper's numbers, and what the training behind each model cost.
+"""Tables: results, the paper's numbers, and the training cost of each model.
 
 A result or record that is missing or cannot be read, and an unknown table, raises a `UserError`.
 """
@@ -347,7 +347,7 @@ def hours_of(records: list[RunRecord]) -> tuple[float, float]:
 
 
 def cost_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
-    """Build a table of the device hours behind each model.
+    """Build a table of the device hours of each model.
 
     Returns:
         `architecture`, `method`, then `hours` (all training behind the model) and `overhead`

@@ -1,4 +1,4 @@
-"""Printed names of architectures and methods, and what words of tables mean."""
+"""Printed names of architectures and methods, and explanations of words in tables."""
 
 from pydantic.dataclasses import dataclass
 
@@ -23,7 +23,7 @@ PUBLISHED, GLOSSARY = _TITLES.published, _TITLES.glossary
 
 
 def method_title(method: str) -> str:
-    """Return how a method is printed; a name that the paper does not have is printed as it is."""
+    """Return how a method is printed; a name that the paper does not have stays unchanged."""
     sweep, _, value = method.rpartition("_")
     if sweep in _TITLES.sweeps:
         return f"{_TITLES.sweeps[sweep]} = {value}"

@@ -104,6 +104,6 @@ def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None
 def load_computing(
     name: str, size: str, overrides: Mapping[str, Any], computing: Mapping[str, Any]
 ) -> Computing:
-    """Return how a recipe is computed, with overrides among its settings or beside them."""
+    """Return how a recipe is computed, with overrides."""
     _, values = separate(recipe_values(name, size) | dict(overrides))
     return validated(Computing, values | dict(computing), "computing")

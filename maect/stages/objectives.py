@@ -72,7 +72,7 @@ class ViewsObjective(Objective):
 
     @cached_property
     def queue_heads(self) -> dict[str, QueueHead]:
-        """All heads, by their names in this module."""
+        """Return all heads, by their names in this module."""
         return {name: part for name, part in self.named_modules() if isinstance(part, QueueHead)}
 
     def autocast(self, device: torch.device) -> torch.autocast:
@@ -182,7 +182,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 class MaskedAutoencoder(ViewsObjective):
-    """MAE pre-training, with an NNCLR head beside the decoder if one is given.
+    """MAE pre-training, with an NNCLR head in addition to the decoder if one is given.
 
     With `detached` the head learns without changing the encoder and its loss needs no weight;
     otherwise the loss is MAE + weight * NNCLR (paper, section 4.4).

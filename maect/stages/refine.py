@@ -146,5 +146,5 @@ class Refine(UpperLayers, RefineHeads):
 
     @property
     def encoder_average(self) -> float | None:
-        """Momentum of the encoder's running average, which is what a run exports."""
+        """Momentum of the encoder's running average, which a run exports."""
         return self.encoder_ema

@@ -13,7 +13,7 @@ from maect.train.run_folder import check_weights, remove_states
 
 @dataclass(frozen=True)
 class OldStates:
-    """Files of a training that may go, or that must stay because `needed` says so."""
+    """Files of a training that may go, or that must stay for the reason in `needed`."""
 
     folder: Path
     bytes: int
@@ -36,7 +36,7 @@ def states(root: Path) -> Iterator[OldStates]:
 
 
 def _needed(run: Path) -> str:
-    """Return why the states beside what a run left have to stay; empty if they do not."""
+    """Return why the states of a finished run must stay; empty if they need not."""
     if not is_finished(run):
         return "its training is not finished"
     try:

@@ -78,7 +78,7 @@ def frame_of(matrix: Matrix) -> pd.DataFrame:
 
 
 def _cell(line: Any) -> dict[str, Any]:
-    """Return what a cell shows: its value, interval, deviation, and what was chosen."""
+    """Return a cell: its value, interval, deviation, and the chosen setting."""
     if line.measure in WITHOUT_LABELS:
         digits = 1 if line.measure == WITHOUT_LABELS[0] else 3
         return {"value": f"{line.value:.{digits}f}", "more": "", "best": False}
@@ -151,7 +151,7 @@ def results(frame: pd.DataFrame) -> list[str]:
 
 
 def notes() -> list[str]:
-    """Return what a reader must know of the numbers, a sentence each."""
+    """Return remarks on the numbers, a sentence each."""
     return [
         f"Accuracies in percent. {INTERVALS}",
         "Bold: the best encoder of a column, and those whose paired difference to it may be 0.",

@@ -60,7 +60,7 @@ def read_job(
 
 
 def _check_free(path: Path, text: str) -> None:
-    """Refuse to write a config over a file that says something else (UserError)."""
+    """Refuse to write a config over a different file (UserError)."""
     if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
         raise UserError(f"{path}: exists and says something else; choose another --out")
 
@@ -153,7 +153,7 @@ def import_weights(
 
 
 def _import_as_resolved(path: Path) -> None:
-    """Import as the resolved file of a run says, beside it, unless that is done."""
+    """Import by the resolved file of a run, next to it, unless that is done."""
     from maect.core.stamps import stamped
     from maect.stages.imported import Import, is_imported
     from maect.stages.imported import import_weights as convert

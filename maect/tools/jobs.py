@@ -65,7 +65,7 @@ def train(
     convert_world_size: bool = False,
     stage_to: str = "",
 ) -> None:
-    """Train as a resolved file says, its results beside it, on GPUs of the given model.
+    """Train by a resolved file, on GPUs of the given model; results go next to the file.
 
     Raises:
         UserError: what cannot work, and what would be another run than the one that lies there.
@@ -147,7 +147,7 @@ def _as_saved(run: Path, nodes: int, devices: int, allowed: str) -> int:
 
 
 def extract_features(config: FeaturesConfig, path: Path, launching: Launching) -> None:
-    """Write the features of a split beside their resolved file; UserError if inputs are missing."""
+    """Write the features of a split next to their file; UserError if inputs are missing."""
     encoder = need(config.run / "encoder.safetensors", "encoder")
     out = path.with_suffix(".safetensors")
     wanted = config.how | {
@@ -172,7 +172,7 @@ def extract_features(config: FeaturesConfig, path: Path, launching: Launching) -
 
 
 def evaluate(config: EvaluationConfig, path: Path, launching: Launching) -> None:
-    """Evaluate as a resolved file says, the result beside it.
+    """Evaluate by a resolved file; the result goes next to it.
 
     Raises:
         UserError: an input that is missing, or ranks that the protocol cannot use.

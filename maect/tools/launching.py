@@ -70,7 +70,7 @@ class Launching:
         return cls(**dict(options) | words)
 
     def resources(self, nodes: int) -> "Resources":
-        """Return the resources of a job on so many nodes.
+        """Return the resources of a job on `nodes` nodes.
 
         Raises:
             UserError: settings that fit no machine, or that only this machine could answer.

@@ -1,4 +1,4 @@
-"""Snakemake's logger plugin `maect`: a line for what begins.
+"""Snakemake's logger plugin `maect`: a line for each job that begins.
 
 Snakemake's own lines and those of its jobs go where its standard streams go; the demo sends these
 to a file, and names the terminal by `--logger-maect-terminal`.
@@ -67,7 +67,7 @@ class LogHandler(LogHandlerBase):
                 print(f"{about['rule_name']} failed; see {logs}", file=self.terminal, flush=True)
 
     def say(self, title: str) -> None:
-        """Print what begins, once where several jobs do the same."""
+        """Print the title of a job that begins, once for several jobs of the same title."""
         if title != self.said:
             self.said = title
             count = f"[{self.jobs_done}/{self.jobs}]"

@@ -219,7 +219,7 @@ class Written:
         return {name: self._split(name, *of) for name, of in given.items()}
 
     def facts(self, experiment: Experiment) -> dict[Path, SplitFacts]:
-        """Return what is known of the splits, by the folders of their shards, for a plan."""
+        """Return facts about the splits, by the folders of their shards, for a plan."""
         dataset = experiment.default_dataset
         classes = len(self.images.classes) or 1000
         return {

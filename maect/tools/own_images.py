@@ -239,7 +239,7 @@ def inspect_images(
 
 
 def _source_of(folder: Path, ignore_folders: bool) -> tuple[ImageSource, int]:
-    """Return the layout of the images, and how many lie beside class folders."""
+    """Return the layout of the images, and how many lie outside class folders."""
     kind = kind_of(folder)
     if kind is not None:
         if ignore_folders:

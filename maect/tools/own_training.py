@@ -62,13 +62,13 @@ def power_of_two(number: float) -> int:
 
 
 def queue_for(head: HeadSettings, n: int) -> dict[str, int]:
-    """Return the settings of a head's queue for `n` images: no larger than what they fill."""
+    """Return the settings of a head's queue for `n` images: no larger than they can fill."""
     queue = min(head.queue_size, power_of_two(n))
     return {"queue_size": queue, "topk": min(head.topk, max(1, queue // 50))}
 
 
 def average_for(momentum: float, steps: int) -> float:
-    """Return the momentum of an encoder's average for a tuning of so many steps."""
+    """Return the momentum of an encoder's average for a tuning of `steps` steps."""
     return min(momentum, round(max(0.0, 1 - AVERAGED / max(1, steps)), 4))
 
 
@@ -94,7 +94,7 @@ def tune_batch(size: str, n: int) -> int:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Choice of what an experiment trains.
+    """Choice of the runs that an experiment trains.
 
     Attributes:
         size: of the encoder.

@@ -92,7 +92,7 @@ def listed(experiment: Experiment, dataset: str, split: str) -> SplitFacts | Non
 
 
 def feature_bytes(encoder: Encoder, images: int, blocks: int = 1) -> int:
-    """Return the bytes of a features file: float32, of so many blocks, and labels."""
+    """Return the bytes of a features file: float32, of `blocks` blocks, and labels."""
     return images * (4 * encoder.width * blocks + 8)
 
 

@@ -1,4 +1,4 @@
-"""Lines that `maect plan` prints: a table by stage, storage, critical path, what is not known."""
+"""Lines that `maect plan` prints: a table by stage, storage, critical path, unknown values."""
 
 from collections import defaultdict
 

@@ -167,7 +167,7 @@ class Continuation:
         return runs
 
     def _changed(self, plan: TuningPlan, run: str, recipe: str, steps: int) -> dict[str, Any]:
-        """Return what of a recipe depends on the images."""
+        """Return the values of a recipe that depend on the images."""
         stage = load_recipe(recipe, self.start.size)
         if self.by == "diet":
             return {"images": self.n}

@@ -48,7 +48,7 @@ class Checked:
 
     @property
     def asked(self) -> list[tuple[str, str]]:
-        """Return the evaluations behind it, as (run, evaluation)."""
+        """Return the evaluations that it rests on, as (run, evaluation)."""
         names = TABLES[self.table].evaluations_of(self.metric, self.row.method)
         return [(run, name) for run in self.row.runs for name in names]
 

@@ -1,4 +1,4 @@
-"""Records of what computes each attempt of a run, compared when the run resumes.
+"""Records of the machine and software of each attempt of a run, compared on a resume.
 
 `recipe.json` and, once finished, the run's record have the history: an entry holds from its step
 on. None of it is part of the run's identity. Where all of it is the same, so are the bits.
@@ -37,7 +37,7 @@ VARIABLES = (
 
 
 class Attempt(Settings):
-    """Record of what computes a run from a step on."""
+    """Machine and software that compute a run from a step on."""
 
     step: int = Field(ge=0)
     """Updates that were done before."""
@@ -139,7 +139,7 @@ def compute_as_before(context: Context, folder: Path, step: int) -> None:
 def begin_attempt(
     context: Context, folder: Path, step: int, engine: Engine, computing: Computing
 ) -> None:
-    """Record what computes a run from a step on, and say what may change its result or speed.
+    """Record machine and software from a step on; warn of changes that affect result or speed.
 
     Called on every rank.
     """
@@ -166,7 +166,7 @@ def tell(context: Context, folder: Path, sentence: str) -> None:
 
 
 def slow_decoding(attempt: Attempt) -> str | None:
-    """Return a sentence that says where the native decoder is missing and why; None: nowhere.
+    """Return a sentence on the nodes without the native decoder and the reason; None: none.
 
     Called on every rank.
     """

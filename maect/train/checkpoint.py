@@ -75,7 +75,7 @@ class ReplicaError(RankError):
 
 
 def compare_replicas(step: int, weights: Iterable[Tensor], buffers: dict[str, Tensor]) -> None:
-    """Compare what all ranks should hold alike, before a state is saved.
+    """Compare weights and buffers, which all ranks should hold alike, before a save.
 
     Raises:
         ReplicaError: some ranks hold other bits than most; the state before this one is sound.

@@ -174,7 +174,7 @@ class Engine:
         )
 
     def _partitions(self, computing: Computing) -> dict[str, Any]:
-        """Return DeepSpeed's settings of what it partitions."""
+        """Return DeepSpeed's settings for partitioning."""
         bucket = min(BUCKET, 2 * sum(p.numel() for p in self._trained.values()))
         partitions: dict[str, Any] = {
             "stage": self._stage,
@@ -201,7 +201,7 @@ class Engine:
         return list(self._zero.single_partition_of_fp32_groups)
 
     def _own_slices(self) -> Iterator[ParameterSlice]:
-        """Yield what this rank updates of each parameter."""
+        """Yield the slice of each parameter that this rank updates."""
         flat = self._flat_tensors() if self._stage else []
         for name, parameter in self._trained.items():
             if self._stage == 0:
@@ -313,7 +313,7 @@ class Engine:
     def _slice(
         self, name: str, start: int, flat: Tensor, offset: int, length: int
     ) -> ParameterSlice:
-        """Return values of a parameter with their moments, as views of what the optimizer updates.
+        """Return values of a parameter with their moments, as views of the optimizer's tensors.
 
         Args:
             name: of the parameter in the module.
@@ -366,7 +366,7 @@ class Engine:
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW that leaves everything as it is where `skip`, float32 [] on the device, is 1.
+    """AdamW that changes nothing if `skip`, float32 [] on the device, is 1.
 
     A GPU decides that by itself, so nothing waits.
     """

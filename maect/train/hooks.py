@@ -1,4 +1,4 @@
-"""Hooks: what happens beside the steps of a training; the trainer calls each in a list."""
+"""Hooks of a training (watchdog, scores, online evaluation); the trainer calls each in turn."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +42,7 @@ class Update:
 
 
 class Hook:
-    """Base class: something beside the steps. All ranks have the same hooks, as some exchange."""
+    """Base class of hooks. All ranks have the same ones, since some exchange values."""
 
     def begin(self, activity: str, step: int) -> None:
         """Note that this rank begins an activity of a step (`maect.train.watchdog`)."""
@@ -55,7 +55,7 @@ class Hook:
         """Follow an update."""
 
     def before_save(self, record: dict[str, Any]) -> None:
-        """Add to the record of a state what the hook resumes from."""
+        """Add the hook's own state to the record that it resumes from."""
 
     def close(self) -> None:
         """Finish, also after an error."""
@@ -95,7 +95,7 @@ class Session:
         return self.clock.steps_per_second * self.stage.batch_size
 
     def images_after(self, step: int) -> int:
-        """Return the number of images trained on after so many steps, over all epochs."""
+        """Return the number of images trained on after `step` steps, over all epochs."""
         return step * self.stage.batch_size
 
     def begin(self, activity: str, step: int) -> None:

@@ -97,7 +97,7 @@ class Objective(nn.Module):
         """Forget `ids` or `labels` of samples in buffers, since they were of other images."""
 
     def after_update(self, gathered: Gathered) -> None:
-        """Update what depends on the weights, such as an EMA projector."""
+        """Update values that depend on the weights, such as an EMA projector."""
 
     def health(self, batch_size: int) -> tuple[dict[str, float], str | None]:
         """Return values to log, and the fault that they show, or None; waits for the device."""

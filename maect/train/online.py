@@ -80,7 +80,7 @@ class OnlineEvaluator:
         context: Context,
         device: torch.device,
     ) -> None:
-        """Choose the images, and copy what is evaluated; before an engine wraps the objective.
+        """Choose the images and copy the evaluated parts, before an engine wraps the objective.
 
         Args:
             settings: interval and number of images.

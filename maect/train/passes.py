@@ -76,7 +76,7 @@ def compile_blocks(module: nn.Module, device: torch.device) -> str:
 
 
 def _blocks(module: nn.Module) -> list[Block]:
-    """Return the blocks that can be compiled: not data2vec's, with norms behind the sums."""
+    """Return the blocks that can be compiled: not data2vec's, with norms after the sums."""
     return [part for part in module.modules() if isinstance(part, Block)]
 
 
@@ -102,7 +102,7 @@ class Passes:
         self._captured: dict[Shapes, nn.Module] = {}
 
     def __call__(self, *tensors: Tensor) -> Tensors:
-        """Compute, or replay what was captured for tensors of these shapes."""
+        """Compute, or replay the capture for tensors of these shapes."""
         captured = self._captured.get(_shapes(tensors)) if self._captured else None
         outputs: Tensors = (captured or self._function)(*tensors)
         return outputs

@@ -175,7 +175,7 @@ def check_not_lost(folder: Path) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """Return versions of what computes, and the revision of the source if it is a checkout."""
+    """Return versions of the software, and the revision of the source if it is a checkout."""
     # Imported here, since the launcher reads this module without torch.
     import torch
 

@@ -143,7 +143,7 @@ class ScoreEpochs(Hook):
         update.log_now = True
 
     def before_save(self, record: dict[str, Any]) -> None:
-        """Add the scores, and what they are of."""
+        """Add the scores, and the images that they are of."""
         record["scores"] = self._record
 
     @property

@@ -69,7 +69,7 @@ class StepSums:
         return (~torch.isfinite(self.loss + self.squared_norm)).float()
 
     def start_copy(self) -> None:
-        """Let the device copy the sums to the host, once it has done what it was given so far."""
+        """Let the device copy the sums to the host after all work queued so far."""
         if self._total.is_cuda:
             host = torch.empty_like(self._total, device="cpu", pin_memory=True)
             self._total = host.copy_(self._total, non_blocking=True)
@@ -111,7 +111,7 @@ class Buffers:
         self._is_ahead = True
 
     def commit(self) -> None:
-        """Accept what the last forward pass changed: its update has been made."""
+        """Accept the changes of the last forward pass: its update has been made."""
         self._is_ahead = False
 
     def saved(self) -> dict[str, Tensor]:

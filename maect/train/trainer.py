@@ -64,7 +64,7 @@ Verdict = Literal["done", "requeue"]
 
 
 class TrainingFault(UserError):
-    """A step after which the training must not go on, and what is left to do."""
+    """A step after which the training must not go on, and the work left to do."""
 
     def __init__(self, fault: str, hint: str) -> None:
         super().__init__(f"{fault}; {hint}")
@@ -189,7 +189,7 @@ def restore(
 ) -> "Trainer":
     """Return a trainer as it was when the last state was saved, or one that begins.
 
-    Args: as of `train`.
+    Arguments are those of `train`.
 
     Raises:
         UserError: no state is intact, or another number of ranks saved it.
@@ -306,7 +306,7 @@ def _batches(
 
 @dataclass(kw_only=True)
 class Trainer(Session):
-    """The steps of a training, with hooks beside them.
+    """The steps of a training, and its hooks.
 
     Attributes:
         step: updates done so far; with the settings it is the whole position of the run.
@@ -424,7 +424,7 @@ class Trainer(Session):
     # ---- update
 
     def _update(self, means: dict[str, Tensor], number: int) -> None:
-        """Sum over the ranks what they have to agree on, and update.
+        """Sum over the ranks the values that they must agree on, and update.
 
         The device keeps the weights as they are if loss or gradient is not finite. The host learns
         that when it reads the results.

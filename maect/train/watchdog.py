@@ -56,7 +56,7 @@ class Watchdog(Hook):
             self._thread.start()
 
     def begin(self, activity: str, step: int) -> None:
-        """Note what this rank does now; `step` counts from 1. Cheap."""
+        """Note the current activity of this rank; `step` counts from 1. Cheap."""
         now = time.monotonic()
         if activity == READING:
             if self._began is not None:

@@ -43,7 +43,7 @@ def compile_c(sources: Sequence[Path], output: Path, *flags: str) -> None:
 
 
 def build(library: Path = LIBRARY) -> Path:
-    """Compile the library, and put its libjpeg beside it.
+    """Compile the library, and copy its libjpeg next to it.
 
     So a node or container without libjpeg, or with another one, decodes the same bits.
     """

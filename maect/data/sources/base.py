@@ -105,10 +105,10 @@ class ImageSource(Source):
 
     @abstractmethod
     def list_images(self) -> Listing:
-        """All images, in an order that only their names decide."""
+        """List all images, in an order that only their names decide."""
 
     def listing(self) -> Listing:
-        """Return what `list_images` finds, if it can be sharded."""
+        """Return the listing of `list_images`, if it can be sharded."""
         if not is_there(self.path):
             raise UserError(f"{self.path}: no such file or folder; the images are expected there")
         listing = self.list_images()

@@ -43,7 +43,7 @@ class KnnPerBlock(KnnVote, Encodes):
     """At most this many training images, evenly spaced: a tenth of ImageNet."""
 
     def compared(self, images: int) -> range:
-        """Return which of so many training images take part, evenly spaced from the first."""
+        """Return which of `images` training images take part, evenly spaced from the first."""
         return range(0, images, max(1, -(-images // self.train_images)))
 
     def encoded(self, images: ImageCount) -> float:
@@ -210,7 +210,7 @@ class EffectiveInvariance(Encodes):
         return {"probe": OutputOf(self.probe), "test": Shards(self.test_split)}
 
     def encoded(self, images: ImageCount) -> float:
-        """Count every test image as it is, turned three times and recoloured."""
+        """Count every test image unchanged, turned three times and recoloured."""
         return images(self.test_split) * (4 + self.draws)
 
     def headline(self) -> dict[str, str]:

@@ -139,7 +139,7 @@ class Clustering(ReadsFeatures):
 
 
 class Geometry(KnnVote, ReadsFeatures):
-    """k-NN, few labels and clusters behind corrections that need no training."""
+    """k-NN, few labels and clusters after corrections that need no training."""
 
     name: ClassVar[str] = "geometry"
     title: ClassVar[str] = "corrections without training"
@@ -257,5 +257,5 @@ class Explore(ReadsFeatures):
 
 
 def columns_of(count: int) -> int:
-    """Return how many pictures are beside each other in an atlas of this many."""
+    """Return the number of columns in an atlas of `count` pictures."""
     return math.ceil(math.sqrt(count))

@@ -1,4 +1,4 @@
-"""The figures: each a function from what is shown to a drawing, named by its registry entry.
+"""The figures: each a function from a `ShownConfig` to a drawing, named by its registry entry.
 
 How all of them look and are written is here: the same bytes for the same numbers.
 
@@ -59,7 +59,7 @@ def paper() -> str:
 
 
 def soft() -> str:
-    """Return the colour of what explains, and belongs to no model or class."""
+    """Return the colour of explanations, which belong to no model or class."""
     return str(matplotlib.rcParams["axes.edgecolor"])
 
 

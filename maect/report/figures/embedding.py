@@ -66,7 +66,7 @@ def _scatter(axes: Axes, points: np.ndarray, labels: np.ndarray, known: Sequence
 def _names(
     axes: Axes, points: np.ndarray, labels: np.ndarray, names: dict[int, str], inches: float
 ) -> None:
-    """Write names beside the classes, so that nobody needs the colours.
+    """Write names next to the classes, so that nobody needs the colours.
 
     Where they would cover much of the panel there is only the legend.
     """

@@ -1,4 +1,4 @@
-"""A schematic of an experiment: its runs as boxes, what starts from what as arrows."""
+"""A schematic of an experiment: its runs as boxes, arrows from each run to its successors."""
 
 from collections.abc import Sequence
 from itertools import cycle
