@@ -155,7 +155,8 @@ class Probes(Probe):
         if name == PATCHES:
             shapes = {"query": (width,), "key": (width, width), "value": (width, width)}
             shapes |= {"value_bias": (width,)}
-        shapes |= {"weight": (classes, width * (1 + (name == "cls_mean"))), "bias": (classes,)}
+        inputs = 2 * width if name == "cls_mean" else width
+        shapes |= {"weight": (classes, inputs), "bias": (classes,)}
         with seeded(settings.seed):
             tensors = {
                 key: torch.zeros(count, *shape)

@@ -92,7 +92,8 @@ def cluster(vectors: NDArray[np.float32], count: int | None = None) -> Clusters:
     rows = comparable(vectors, scale_of(vectors))
     different = len(np.unique(rows, axis=0))
     wanted = count or 2
-    if wanted < 2 or different < wanted + (count is None):
+    needed = wanted if count is not None else wanted + 1
+    if wanted < 2 or different < needed:
         raise UserError(
             f"{different} distinct images cannot form {wanted} clusters: at least 2 clusters are "
             "needed, and as many distinct images"

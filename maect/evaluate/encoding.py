@@ -69,7 +69,8 @@ class Encoding:
         self.other: Literal["cls", "mean"] | None = None
         if other_pooling and self.settings.class_token:
             self.other = "mean" if self.pooling in ("cls", "mean_cls") else "cls"
-        self.width = self.settings.width * (self.blocks + (self.other is not None))
+        outputs = self.blocks if self.other is None else self.blocks + 1
+        self.width = self.settings.width * outputs
 
     @property
     def batch_size(self) -> int:

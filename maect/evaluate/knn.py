@@ -226,7 +226,8 @@ def evaluate_per_block(
     compared = replace(train, rows=train.rows[chosen.start : chosen.stop : chosen.step])
     labels = compared.labels
     held = held_out_for(labels, compared.contents.tolist(), test.n)
-    held &= len(chosen) - held.sum() >= settings.k
+    if len(chosen) - held.sum() < settings.k:
+        held[:] = False
     inner = np.zeros(encoding.blocks)
     mine = distributed.share_of(context, test.n, BATCH)
     truth = test.labels[mine.start : mine.stop]

@@ -204,7 +204,10 @@ def held_out_by_content(
     chosen: set[Any] = set()
     for label in sorted(by_label):
         given = sorted(by_label[label])
-        chosen.update(given[: max(len(given) // one_in, int(len(given) > 1))])
+        count = len(given) // one_in
+        if count == 0 and len(given) > 1:
+            count = 1
+        chosen.update(given[:count])
     return np.array([content in chosen for content in contents], bool)
 
 

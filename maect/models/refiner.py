@@ -247,10 +247,14 @@ def pair_counts(views: int, terms: str) -> list[list[float]]:
     global views, each also with itself, in place of the last two local ones.
     """
     second = range(GLOBAL, views) if terms == "all" else range(views - GLOBAL)
-    return [
-        [float((j < GLOBAL and j != i) + (j in second)) for j in range(views)]
-        for i in range(GLOBAL)
-    ]
+    counts = [[0.0] * views for _ in range(GLOBAL)]
+    for i, row in enumerate(counts):
+        for j in range(GLOBAL):
+            if j != i:
+                row[j] += 1
+        for j in second:
+            row[j] += 1
+    return counts
 
 
 def head_weights(

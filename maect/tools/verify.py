@@ -176,7 +176,8 @@ def verify(
         inside = abs(difference) <= most
         if not inside:
             outside += 1
-        open_ += difference != 0 and math.isinf(most)
+        if difference != 0 and math.isinf(most):
+            open_ += 1
         bits = "the same bits" if same else "another encoder"
         mark = "" if inside else "  OUTSIDE"
         name = f"{cell.name} of {cell.row.architecture}" if several else cell.name
