@@ -41,7 +41,7 @@ def vote(
 def knn(queries: Tensor, bank: Tensor, labels: Tensor, bank_labels: Tensor) -> float:
     """Return the percent of queries that their neighbours' vote gets right (Wu et al. 2018, DINO).
 
-    Of features that fit into memory; `maect.evaluate.knn` is for all others.
+    For training, on small sets in memory; evaluations search by `maect.evaluate.knn.nearest`.
 
     Args:
         queries: unit vectors [q, D].

@@ -90,7 +90,7 @@ class Agreement(Protocol):
         encoding = Encoding(job.run / "encoder.safetensors", distributed.device_of(context))
         pairs = self._pairs(context, index, encoding)
         check_finite(pairs, job.run)
-        shared = shared_neighbors(pairs, bank, self.k)
+        shared = shared_neighbors(pairs, bank, self.k, idle_cpus(context))
         job.notes["test_images"] = index.n
         return {**_spread(pairs), "agreement": 100 * float(np.mean(shared)),
                 **job.keep_outcomes({"agreement": shared})}  # fmt: skip
@@ -120,23 +120,21 @@ class Agreement(Protocol):
         return pairs
 
 
-def shared_neighbors(pairs: Tensor, bank: NDArray[Any], k: int) -> NDArray[Any]:
+def shared_neighbors(pairs: Tensor, bank: NDArray[Any], k: int, threads: int = 1) -> NDArray[Any]:
     """Return whether each neighbour of the first view is one of the second, bool [k, n].
 
     Args:
         pairs: features of two views, [2, n, D].
         bank: of the images to find neighbours among, by cosine, [m, D].
         k: number of neighbours.
+        threads: that search.
     """
-    import torch
-    from torch.nn import functional as F
+    from maect.evaluate.knn import nearest
+    from maect.evaluate.store import in_memory
 
-    unit = F.normalize(torch.from_numpy(bank), dim=1)
-    rows = []
-    for first, second in zip(*(view.split(BLOCK) for view in pairs), strict=True):
-        near, other = ((F.normalize(x, dim=1) @ unit.T).topk(k, dim=1)[1] for x in (first, second))
-        rows.append((near[:, :, None] == other[:, None, :]).any(dim=2))
-    shared: NDArray[Any] = torch.cat(rows).T.numpy()
+    rows = in_memory(bank)
+    first, second = (nearest(rows, view.numpy(), k, threads=threads)[1] for view in pairs)
+    shared: NDArray[Any] = (first[:, :, None] == second[:, None, :]).any(axis=2).T
     return shared
 
 
