@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from maect.cli import build_app
 from maect.data.retrieve import CATALOGUE
+from maect.evaluate import load_evaluation
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -84,3 +86,11 @@ def test_the_readme_says_what_to_type_and_links_to_files_that_are_there() -> Non
         if badge := re.match(r"\.\./\.\./actions(/workflows/\w+\.yml)", target):
             target = f".github{badge[1]}"
         assert (ROOT / target).exists(), target
+
+
+def test_the_example_of_settings_is_read() -> None:
+    page = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r'```yaml title="settings"\n(.*?)```', page, re.DOTALL)
+    for name, values in yaml.safe_load(block)["protocols"].items():
+        protocol, settings = load_evaluation(name, "tiny", values)
+        assert settings.identifying().keys() == values.keys() - {"protocol"}, protocol
