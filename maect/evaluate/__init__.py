@@ -99,7 +99,7 @@ def load_evaluation(
     if protocol not in PROTOCOLS:
         hint = did_you_mean(protocol, evaluation_names())
         raise UserError(f"unknown protocol {protocol!r}; {hint}")
-    if "size" in PROTOCOLS[protocol].model_fields:
+    if PROTOCOLS[protocol] is Throughput:
         values.setdefault("size", size)  # whose recipes it measures
     return protocol, validated(PROTOCOLS[protocol], values, name)
 
