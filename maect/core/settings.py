@@ -30,7 +30,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    def is_said_by(self, values: Any) -> bool:
+    def matches_record(self, values: Any) -> bool:
         """Return whether a record has these settings; a missing one counts as its default."""
         try:
             return type(self).model_validate(values).identifying() == self.identifying()

@@ -13,7 +13,7 @@ import yaml
 from maect.core.errors import UserError
 from maect.core.files import read_text
 
-PLAIN = {
+PLAIN_VALUES = {
     "tag:yaml.org,2002:bool": (re.compile("true|True|TRUE|false|False|FALSE"), "tTfF"),
     "tag:yaml.org,2002:int": (re.compile("[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)"), "-+0123456789"),
     "tag:yaml.org,2002:float": (
@@ -32,7 +32,7 @@ _BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Loader(_BASE):
-    """Reads plain values by `PLAIN`, and refuses a key given twice."""
+    """Reads plain values by `PLAIN_VALUES`, and refuses a key given twice."""
 
     yaml_implicit_resolvers: Any = {  # noqa: RUF012
         letter: [(tag, pattern) for tag, pattern in known if tag in OTHERS]
@@ -65,7 +65,7 @@ def _check_keys(node: Any, seen: set[int]) -> None:
         _check_keys(value, seen)
 
 
-for _tag, (_pattern, _letters) in PLAIN.items():
+for _tag, (_pattern, _letters) in PLAIN_VALUES.items():
     Loader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern.pattern})$"), [*_letters])
 
 

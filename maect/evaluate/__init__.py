@@ -170,7 +170,9 @@ class EvaluationConfig(StampedFile):
     def is_answered_by(self, result: EvaluationRecord) -> bool:
         """Return whether a result has these settings."""
         settings = dict(result.settings)
-        return settings.pop("resize", None) == self.resize and self.settings.is_said_by(settings)
+        return settings.pop("resize", None) == self.resize and self.settings.matches_record(
+            settings
+        )
 
     @property
     def digest(self) -> str:

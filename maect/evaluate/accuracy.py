@@ -94,7 +94,7 @@ def _mean(settings: Accuracy, metric: str, values: list[float]) -> dict[str, Any
 def trained_as(folder: Path, stage: FineTune, seed: int) -> RunRecord:
     """Return a finished run's record; raise UserError if it has other settings or another seed."""
     record = RunRecord.of(folder)
-    if record.seed != seed or not stage.is_said_by(record.settings):
+    if record.seed != seed or not stage.matches_record(record.settings):
         raise UserError(f"{folder}: was trained with other settings than this evaluation asks")
     return record
 

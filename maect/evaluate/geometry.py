@@ -173,7 +173,7 @@ def corrections(
     scale = np.where(scale <= 1e-6 * np.abs(mean), np.inf, scale)
     values, vectors = np.linalg.eigh(covariance)
     found: dict[str, Correction] = {
-        RAW: _as_it_is,
+        RAW: _unchanged,
         "centred": _scaled((mean, np.ones_like(mean))),
         "standardized": _scaled((mean, scale)),
     }
@@ -217,7 +217,7 @@ def whitening(
     return (vectors * inverse) @ vectors.T
 
 
-def _as_it_is(rows: Array) -> Array:
+def _unchanged(rows: Array) -> Array:
     return rows
 
 

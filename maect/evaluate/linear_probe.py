@@ -49,7 +49,7 @@ def evaluate(settings: LinearProbe, context: Context, job: EvaluationJob) -> dic
 
 BLOCKS = (1, 2, 4, 6)
 RAW = 4
-PLAIN = "linear_probe"
+SINGLE_FORM = "linear_probe"
 BN_EPS, BN_MOMENTUM = 1e-5, 0.1
 REAL = ".real"
 
@@ -161,7 +161,7 @@ class _Forms(Probe):
         super().__init__(task, settings, settings.held_out)
         self.rates = list(settings.learning_rates)
         encoding = task.encoding
-        self.columns = {PLAIN: slice(None)}
+        self.columns = {SINGLE_FORM: slice(None)}
         if settings.refiner:
             self.columns = refiner_forms(encoding)
         elif settings.concat:
@@ -203,11 +203,11 @@ class _Forms(Probe):
     def metrics(self) -> dict[str, Any]:
         found = [self._metrics(name, self.record[name]) for name in self.columns]
         metrics = {key: value for form in found for key, value in form.items()}
-        if PLAIN not in metrics:
+        if SINGLE_FORM not in metrics:
             best = max(self.columns, key=metrics.__getitem__)
-            metrics |= {PLAIN: metrics[best], "best_form": best}
+            metrics |= {SINGLE_FORM: metrics[best], "best_form": best}
             if self.real is not None:
-                metrics[f"{PLAIN}_real"] = metrics[f"{best}_real"]
+                metrics[f"{SINGLE_FORM}_real"] = metrics[f"{best}_real"]
         return metrics | self._chosen() if HELD_OUT in self.scored else metrics
 
     def _chosen(self) -> dict[str, Any]:
@@ -216,9 +216,9 @@ class _Forms(Probe):
         name = [*self.columns][form]
         real = {}
         if self.real is not None:
-            real = {f"{PLAIN}_held_out_real": self.record[name + REAL][epoch][rate]}
+            real = {f"{SINGLE_FORM}_held_out_real": self.record[name + REAL][epoch][rate]}
         return real | {
-            f"{PLAIN}_held_out": self.record[name][epoch][rate],
+            f"{SINGLE_FORM}_held_out": self.record[name][epoch][rate],
             "held_out_accuracy": self.record[name + HELD_OUT][epoch][rate],
             "held_out_form": name,
             "held_out_epoch": epoch + 1,
@@ -245,14 +245,14 @@ class _Forms(Probe):
         heads = self.groups[name]
         best = {"weight": heads.weight[rate], "bias": heads.bias[rate]}
         best |= {"mean": heads.mean, "var": heads.var}
-        prefix = "" if name == PLAIN else f"{name}."
+        prefix = "" if name == SINGLE_FORM else f"{name}."
         self.best_tensors |= {prefix + key: value.detach().clone() for key, value in best.items()}
 
     def _metrics(self, name: str, history: list[list[float]]) -> dict[str, Any]:
         (epoch, rate) = _best(history)
         last = history[-1]
         by_rate = {str(one): value for one, value in zip(self.rates, last, strict=True)}
-        prefix = "" if name == PLAIN else f"{name}_"
+        prefix = "" if name == SINGLE_FORM else f"{name}_"
         real = {}
         if self.real is not None:
             by_real = self.record[name + REAL]

@@ -166,7 +166,7 @@ def _locate(
     """Return the location that holds an encoder, and the state dict there; None: there is none."""
     for location in layout.locations:
         values = checkpoint.get(location.entry) if location.entry else checkpoint
-        if isinstance(values, Mapping) and location.theirs(PATCHES) in values:
+        if isinstance(values, Mapping) and location.to_layout_name(PATCHES) in values:
             return location, values
     return None
 
@@ -177,7 +177,7 @@ def _fits(checkpoint: Mapping[str, Any], layout: Layout) -> bool:
     if located is None:
         return False
     location, values = located
-    named = {location.ours(name): value for name, value in values.items()}
+    named = {location.to_our_name(name): value for name, value in values.items()}
     if ("cls_token" in named) != layout.class_token:
         return False
     tokens = named.get("cls_token")
@@ -209,7 +209,7 @@ def _select(
     located = _locate(checkpoint, layout)
     if located is None:
         names = (
-            f"{p.theirs(PATCHES)} " + (f"in {p.entry!r}" if p.entry else "at its top")
+            f"{p.to_layout_name(PATCHES)} " + (f"in {p.entry!r}" if p.entry else "at its top")
             for p in layout.locations
         )
         raise UserError(f"{where}: no {' and no '.join(names)}")
@@ -219,7 +219,7 @@ def _select(
     for name, value in values.items():
         pattern = next((p for p in location.dropped if fnmatchcase(name, p)), None)
         if pattern is None:
-            tensors[location.ours(name)] = value
+            tensors[location.to_our_name(name)] = value
         else:
             left_out[pattern] += 1
     return tensors, location.prefix, dict(left_out)

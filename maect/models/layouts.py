@@ -27,13 +27,13 @@ class Location:
     dropped: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
 
-    def ours(self, name: str) -> str:
+    def to_our_name(self, name: str) -> str:
         """Return our name for a full name of the checkpoint."""
         name = name.removeprefix(self.prefix)
         old, new = next((pair for pair in self.renamed if name.startswith(pair[0])), ("", ""))
         return new + name.removeprefix(old)
 
-    def theirs(self, name: str) -> str:
+    def to_layout_name(self, name: str) -> str:
         """Return the checkpoint's full name for one of our names."""
         old, new = next((pair for pair in self.renamed if name.startswith(pair[1])), ("", ""))
         return self.prefix + old + name.removeprefix(new)

@@ -128,7 +128,7 @@ def compute_as_before(context: Context, folder: Path, step: int) -> None:
     if before in (None, given) or any_rank(before > len(os.sched_getaffinity(0))):
         return
     torch.set_num_threads(before)
-    tell(
+    warn_people(
         context,
         folder,
         f"{counted(before, 'thread')} a rank, as before, for the same bits, although {given} would "
@@ -155,10 +155,10 @@ def begin_attempt(
         sentences.append(f"attention: flash_attn is not installed here: {without}")
     for sentence in sentences:
         if sentence is not None:
-            tell(context, folder, sentence)
+            warn_people(context, folder, sentence)
 
 
-def tell(context: Context, folder: Path, sentence: str) -> None:
+def warn_people(context: Context, folder: Path, sentence: str) -> None:
     """Warn people of something about a run, in the log and in the launcher's terminal."""
     if context.rank == 0:
         log.warning("%s: %s", folder, sentence)

@@ -79,7 +79,7 @@ class DeviceTime:
         return len(self._recent) / sum(self._recent)
 
     @property
-    def held(self) -> float:
+    def device_seconds(self) -> float:
         """Seconds x ranks for which the run's jobs held their devices, as far as they logged."""
         seconds = time.monotonic() - self._context.began
         return self._held_before + seconds * self._context.world_size
@@ -95,6 +95,6 @@ class DeviceTime:
         seconds = time.monotonic() - self._began
         return {
             "device_seconds": self._before + seconds * self._context.world_size,
-            "held_seconds": self.held,
+            "held_seconds": self.device_seconds,
             "useful_seconds": self.useful,
         }

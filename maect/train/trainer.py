@@ -25,7 +25,7 @@ from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.recipes import OnlineEvaluation
 from maect.records import RunRecord
-from maect.train.attempts import begin_attempt, compute_as_before, tell
+from maect.train.attempts import begin_attempt, compute_as_before, warn_people
 from maect.train.checkpoint import (
     Saver,
     StateReader,
@@ -258,7 +258,7 @@ def restore(
         if record is None or scores.resume(record):
             hooks.append(scores)
         else:
-            tell(
+            warn_people(
                 context,
                 folder,
                 "epochs are scored no more, since others were before the break, or none: an "
@@ -573,7 +573,7 @@ def _write_final_record(
     logged = entries(run.folder / "metrics.jsonl")
     timing = [entry["timing"] for entry in logged]
     speeds = sorted(t["images_per_second"] for t in timing)
-    held = clock.held
+    held = clock.device_seconds
     steps = run.stage.total_steps(images.n)
     unlogged = missing({entry["step"] for entry in logged}, steps, steps)
     record = {

@@ -85,13 +85,13 @@ def test_the_same_lists_in_another_folder_make_nothing_again(tmp_path: Path, lis
     assert identities(second) == identities(first)
     for pair in itertools.product(["mae_tiny"], EVALUATIONS):
         made = first.evaluation(*pair).model_dump(mode="json")
-        assert second.evaluation(*pair).is_said_by(made)
-        assert not second.evaluation(*pair).is_said_by(made | {"lists_sha256": {}})
-        assert not second.evaluation(*pair).is_said_by(made | {"subsets": None})
+        assert second.evaluation(*pair).matches_record(made)
+        assert not second.evaluation(*pair).matches_record(made | {"lists_sha256": {}})
+        assert not second.evaluation(*pair).matches_record(made | {"subsets": None})
     for name in RUNS:
         asked, now = (resolve.run_config(each, name) for each in (first, second))
         assert now.fingerprint("data", {}) == asked.fingerprint("data", {})
-        assert now.settings.is_said_by(asked.settings.model_dump(mode="json"))
+        assert now.settings.matches_record(asked.settings.model_dump(mode="json"))
     assert LowShot(subsets="a").identifying() == LowShot(subsets="b").identifying() != {}
 
 
