@@ -1,4 +1,8 @@
-"""The settings that stages have in common; no torch at import."""
+"""The settings that stages have in common; no torch at import.
+
+A stage without labels overrides `objective`, `encoder_rates`, `trained_blocks` and, with heads of
+its own, `head_settings`. The trainer's side (memory, batches, rates) is `maect/train/stage.py`.
+"""
 
 import shutil
 from abc import abstractmethod
@@ -36,7 +40,7 @@ class WithoutLabels(Training):
     """Settings of the stages that learn without labels, from views of images.
 
     Their objective has named parts: `encoder`, parts that a stage adds, and any number of heads,
-    whose settings are in `heads`. Learning rate, cost and file of each head, and that a run takes
+    whose settings are in `head_settings`. Learning rate, cost and file of each head, and that a run takes
     it over from another one, are defined here for all stages.
 
     Attributes:
