@@ -40,8 +40,8 @@ class WithoutLabels(Training):
     """Settings of the stages that learn without labels, from views of images.
 
     Their objective has named parts: `encoder`, parts that a stage adds, and any number of heads,
-    whose settings are in `head_settings`. Learning rate, cost and file of each head, and that a run takes
-    it over from another one, are defined here for all stages.
+    whose settings are in `head_settings`. Learning rate, cost and file of each head, and that a run
+    takes it over from another one, are defined here for all stages.
 
     Attributes:
         continues_heads: whether a run starts with the heads of the run that it starts from.
