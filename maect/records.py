@@ -16,7 +16,7 @@ from maect.recipes.computing import Computing
 
 ENCODER = "encoder.safetensors"
 SUFFIX = re.compile(r"-s(\d+)$")
-"""Of the names of runs that differ in their seed alone: RUN, RUN-s1, RUN-s2 ..."""
+"""Suffix of the names of runs that differ only in their seed: RUN, RUN-s1, RUN-s2 ..."""
 
 
 class Sourced(Protocol):
@@ -71,7 +71,7 @@ class ImportedFile(Settings):
     sha256: str
     size: int
     modified: int
-    """Of the file, in nanoseconds."""
+    """Time of the file's last change, in nanoseconds."""
     layout: str | None
     left_out: dict[str, int]
     """Number of tensors by pattern."""
@@ -93,7 +93,7 @@ class Subset(Settings):
 
     images: int
     sha256: str
-    """Of their names."""
+    """SHA-256 of their names."""
 
 
 class RunRecord(Record):
@@ -104,16 +104,16 @@ class RunRecord(Record):
     fingerprint: str = ""
     """Identity of the result: of settings, shape, seed, data and what it starts from."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Of the stage; `maect.stages.recorded` reads them."""
+    """Settings of the stage; `maect.stages.recorded` reads them."""
     computing: Computing | None = None
-    """How its last job trained it; none: an import."""
+    """Way in which its last job trained it; None: an import."""
     seed: int | None = None
     encoder: Encoder | None = None
     size: str | None = None
     source: str | None = None
     """Name of the run that it started from."""
     index_digest: str | None = None
-    """Of the split that it was trained on; none: an import, or not noted."""
+    """Digest of the split that it was trained on; None: an import, or not noted."""
     view_of: str | None = None
     """Digest of the split that this one is a view of: their samples have the same ids."""
     weights: ImportedFile | None = None
@@ -206,10 +206,10 @@ class Outcome(Settings):
 
     images: int
     trials: int
-    """On each image, such as label sets or runs of k-means; 1: a single answer."""
+    """Trials on each image, such as label sets or runs of k-means; 1: a single answer."""
     right: str
-    """In how many trials each image was right, in the order of the split: unsigned 16-bit numbers,
-    little-endian, compressed (zlib) and in base64."""
+    """Number of trials in which each image was right, in the order of the split: unsigned 16-bit
+    numbers, little-endian, compressed (zlib) and in base64."""
 
 
 class EvaluationRecord(Record):
@@ -219,9 +219,9 @@ class EvaluationRecord(Record):
     settings: dict[str, Any] = Field(default_factory=dict)
     provenance: dict[str, Any] = Field(default_factory=dict)
     left_sha256: str | None = None
-    """Of the tensors beside it."""
+    """SHA-256 of the tensors next to it."""
     outcomes: dict[str, Outcome] | None = None
-    """By metric, of single test images; none: the protocol has no such, or an older version."""
+    """Outcomes of single test images, by metric; empty: the protocol or its version has none."""
 
     @property
     def encoder_sha256(self) -> str | None:

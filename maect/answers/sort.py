@@ -9,7 +9,7 @@ from maect.core.errors import UserError
 from maect.core.files import atomic_write
 
 COLUMNS = ("cluster", "class")
-"""What a table may sort by: of `clusters.csv`, and of `maect predict`."""
+"""Columns that a table may be sorted by, of `clusters.csv` and of `maect predict`."""
 NONE = "none"
 """Folder of images in no group."""
 

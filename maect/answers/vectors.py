@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # it imports torch
 log = logging.getLogger(__name__)
 
 SUFFIX = ".parquet"
-"""Of files with vectors."""
+"""Suffix of files with vectors."""
 _CHECKSUM = b"maect.sha256"
 """Key of a parquet file's metadata."""
 _EVERY = 10.0

@@ -23,7 +23,7 @@ PIPELINE = _PACKAGE / "pipeline" if (_PACKAGE / "pipeline").is_dir() else _PACKA
 """Folder of Snakefile, workflow/, cluster_profiles/ and envs/: of the clone, or in the wheel."""
 
 FORMAT = 1
-"""Of all records and resolved files. It is read for as long as a major version of maect lives."""
+"""Format of all records and resolved files; readable for a major version of maect."""
 RUN = "run.json"
 """Completion record of a run, in its folder."""
 CHECKSUM = "checksum"
@@ -33,7 +33,7 @@ WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}
 """Errors that trying again does not change."""
 SUMS = ".sha256"
-"""Suffix of the file beside a table that holds its checksum, as `sha256sum` writes it."""
+"""Suffix of the file with a table's checksum, as `sha256sum` writes it."""
 _TEMPLATE_SIGNS = re.compile(r"[%\\\x00-\x1f\x7f]")
 FILE_MODE = 0o664
 FOLDER_MODE = 0o775

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 CONTROL = {n: f"\\x{n:02x}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"}
-"""What a terminal obeys, to be shown instead: anybody may have named a file."""
+"""Characters that a terminal obeys, to be escaped: file names may contain them."""
 CLOCK = "%H:%M:%S"
 DATE = "%Y-%m-%d %H:%M:%S"
 

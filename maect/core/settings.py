@@ -135,7 +135,7 @@ class SettingsFile(Settings):
     kinds: ClassVar[tuple[str, Mapping[str, type[Settings]]] | None] = None
     """The key that names the class of `settings`, and the classes; none: there is one class."""
     depth: ClassVar[int] = 2
-    """How many folders deep a file lies in the results folder."""
+    """Depth of a file in the results folder, in folders."""
 
     @classmethod
     def read(

@@ -21,7 +21,7 @@ from maect.core.settings import SettingsFile
 STAMP = "done"
 
 Checksums = Mapping[Path, str | None]
-"""Of files, by their paths; None of one that is gone or unknown, which is no difference."""
+"""Checksums of files by path; None if a file is gone or unknown, which is no difference."""
 
 
 class StampedFile(SettingsFile):

@@ -31,13 +31,13 @@ class ShardsConfig(StampedFile):
     changed: str = ""
     """Digest of the times of the images' folders; empty for bundled images."""
     kind: str = Folder.kind
-    """Which of `maect.data.sources` the source is."""
+    """Kind of the source, one of `maect.data.sources`."""
     shards: int = Field(default=1, gt=0)
     labels: LocalPath | None = None
     only: LocalPath | None = None
     exclude: LocalPath | None = None
     classes: str | None = None
-    """For a view: name of a list of classes, or a file."""
+    """Name of a list of classes, or a file; for a view."""
     lists_sha256: dict[str, str] = Field(default={})
     """Checksums of the files that the settings above name."""
     skip_unreadable: bool = False

@@ -25,7 +25,7 @@ TRANSPARENT = "transparent"
 FULL = 65535
 """White of 16 bits where no range is stated."""
 FEW_LEVELS = 64
-"""Of 256: as many or fewer, of all deep images together, are few for a stated range."""
+"""Levels of 256 that count as few, over all deep images together, for a stated range."""
 
 
 def deep_facts(values: tuple[float, float], levels: int) -> Facts:

@@ -112,7 +112,7 @@ class FeaturesConfig(StampedFile):
     shards: LocalPath
     """Folder of the split."""
     precision: Literal["fp32", "tf32", "bf16"]
-    """Of the encoder's products."""
+    """Precision of the encoder's products."""
     resize: int = Field(gt=0)
     """Shorter side of images before the centre crop."""
     norm: bool = True
@@ -157,8 +157,8 @@ class EvaluationConfig(StampedFile):
     resize: int | None = Field(default=None, gt=0)
     """Shorter side before the centre crop of test images; none: 256/224 of their size."""
     inputs: dict[str, LocalPath | list[LocalPath]] = Field(default_factory=dict)
-    """By the names that the protocol declares: files of features or of what another evaluation
-    left, folders of shards, or folders of runs."""
+    """Inputs by the protocol's names: features, outputs of other evaluations, folders of shards or
+    of runs."""
     settings: SerializeAsAny[Protocol]
 
     kinds = ("protocol", PROTOCOLS)

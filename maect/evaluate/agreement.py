@@ -56,7 +56,7 @@ class Agreement(Protocol):
     flip: float = Field(default=0.5, ge=0, le=1)
     """Probability of a horizontal flip."""
     seed: int = 0
-    """Of the views, which are the same for every encoder."""
+    """Seed of the views, which are the same for every encoder."""
 
     def inputs(self) -> dict[str, Input]:
         """Features of the training images, and the test images."""

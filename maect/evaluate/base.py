@@ -94,9 +94,9 @@ class EvaluationJob:
     inputs: Mapping[str, Path | list[Path]] = field(default_factory=dict)
     resize: int | None = None
     notes: dict[str, Any] = field(default_factory=dict)
-    """What a protocol adds to the provenance."""
+    """Entries that a protocol adds to the provenance."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    """By metric, which test images were right: what a protocol keeps in the result."""
+    """Correctness of each test image, by metric; kept in the result."""
     is_current: Callable[[], bool] = field(default=lambda: True, compare=False)
     """Whether no other job has taken the evaluation over."""
 
@@ -194,7 +194,7 @@ class Protocol(Settings):
     """`MODULE.FUNCTION` of this package that computes the metrics from the settings, the context
     and the job; unless the class overrides `evaluate`."""
     writes_tensors: ClassVar[bool] = False
-    """Whether a safetensors file is left beside the JSON."""
+    """Whether a safetensors file is written next to the JSON."""
     every_rank: ClassVar[bool] = False
     """Whether all ranks take part; otherwise rank 0 uses the cores of its node."""
     labelled: ClassVar[bool] = True
@@ -204,12 +204,12 @@ class Protocol(Settings):
     minutes: ClassVar[float] = 10.0
     """Assumed for a plan where `flops` is not known: of 50,000 test images."""
     least_seconds: ClassVar[float] = 10.0
-    """Likewise, of any number of them."""
+    """Least seconds assumed for a plan, for any number of images."""
     test_data: ClassVar[str | None] = None
-    """What the test split was used for beside the score; goes into the result."""
+    """Uses of the test split besides scoring; goes into the result."""
 
     headlines: ClassVar[Mapping[str, str] | None] = None
-    """What `headline` returns; None: its own name, and that of the held-out choice."""
+    """Value of `headline`; None: the protocol's own name, and that of the held-out choice."""
 
     train_split: str = "train"
     test_split: str = "val"
@@ -283,7 +283,7 @@ class ReadsFeatures(Protocol):
     norm: bool = True
     """Whether the encoder's final norm is applied. Many public k-NN numbers are without it."""
     blocks: int = Field(default=1, gt=0)
-    """Of how many last blocks the features are, side by side; several are read before the norm."""
+    """Number of last blocks whose outputs are read side by side; above 1 before the norm."""
 
     _raw = model_validator(mode="after")(check_blocks)
 
@@ -329,7 +329,7 @@ class Encodes(Protocol):
     encoder_input: ClassVar[bool] = True
 
     precision: Literal["fp32", "bf16"] = "bf16"
-    """Of the frozen encoder; what is trained on it is float32."""
+    """Precision of the frozen encoder; what is trained on it is float32."""
 
     def inputs(self) -> Mapping[str, Input]:
         """Images of both splits."""

@@ -21,7 +21,7 @@ GRAINS = (0.15, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
 STABLE = 4
 """Resolutions that give the same number of groups, where groups are well apart."""
 NEIGHBORS = 15
-"""Of each image in the graph, in small sets a tenth of all; at least 3."""
+"""Neighbours of each image in the graph; in small sets a tenth of all, at least 3."""
 LARGEST = 10_000
 """Images whose graph is cut; more are given the group of the nearest of them."""
 _SEEDS = 3

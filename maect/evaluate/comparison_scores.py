@@ -55,7 +55,7 @@ CORRECTIONS = {
     **{f"whitened_{s:g}": f"whitened with shrinkage {s:g}" for s in SHRINKAGES},
     **{f"without_{n}": f"without the first {counted(n, 'component')}" for n in REMOVED},
 }
-"""What features are corrected by, and how tables call it."""
+"""Corrections of features, and their names in tables."""
 GEOMETRY = {
     f"{measure}_{name}": f"{title}, features {text}"
     for measure, title in (
@@ -65,7 +65,7 @@ GEOMETRY = {
     )
     for name, text in CORRECTIONS.items()
 }
-"""Further measures, where they are asked for: accuracies behind corrections without training."""
+"""Further measures of `--geometry`: accuracies after corrections without training."""
 WITHOUT_LABELS = (RANK_ME, UNIFORMITY)
 _PAIRS_OF = 2048
 

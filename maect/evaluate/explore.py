@@ -28,7 +28,7 @@ from maect.evaluate.retrieval import thumbnails
 from maect.evaluate.store import Array, FeatureFile, check_images
 
 ATLAS_BYTES = 900_000
-"""What the pictures may take: a browser opens no page within the report that is beyond 2 MB."""
+"""Bytes of the pictures, at most: browsers open no page inside the report above 2 MB."""
 FEWEST = 20
 NUMBA = Path(".numba_config.yaml")
 _MAP_NEIGHBORS = 15  # umap-learn's default

@@ -27,7 +27,7 @@ from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 RAW = "raw"
 _LEAST = 1e-10
-"""Of the largest variance: directions with less do not vary, but for rounding."""
+"""Fraction of the largest variance below which a direction counts as constant."""
 
 Correction: TypeAlias = "Callable[[Array], Array]"
 """Corrects rows, float32 [n, d]."""

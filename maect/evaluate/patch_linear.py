@@ -45,7 +45,7 @@ from maect.evaluate.protocols import PatchLinear, UpdateSchedule
 from maect.models.vit import seeded
 
 IGNORED = 255
-"""In targets: a pixel that does not count."""
+"""Target of a pixel that does not count."""
 TRIES = 11
 LARGEST = 0.75  # share of a crop's pixels that one class may have, if another crop can be found
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 32.0, (0.5, 1.5), (0.5, 1.5), (-0.5, 0.5)

@@ -43,9 +43,9 @@ STATE = "heads.safetensors"
 OPTIMIZER, BEST = "optimizer.", "best"
 """In a state: before the optimizer's tensors, and the group of the best tensors."""
 HELD_OUT = ".held_out"
-"""Behind the name of heads that do not learn from the held-out images, and are scored on them."""
+"""Suffix of heads that do not learn from the held-out images and are scored on them."""
 SAVE_SECONDS = 120.0
-"""Between two states; more where writing one takes over a twentieth of it."""
+"""Seconds between two states; more if writing one takes over a twentieth of them."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class HeadGroup:
     """Heads that are trained together by one optimizer, the same on every rank."""
 
     SAVED: tuple[str, ...] = ()
-    """Tensors that are saved, beside the optimizer's."""
+    """Tensors that are saved, in addition to the optimizer's."""
     optimizer: torch.optim.Optimizer
     """Its parameter groups say their `peak` rate."""
 

@@ -71,7 +71,7 @@ class Published:
     epochs: Mapping[str, int]
     """Of each method, one after the other; `mae` is MAE with one view."""
     shape: Mapping[str, int] = field(default_factory=dict)
-    """What differs from the benchmark's encoder."""
+    """Differences from the benchmark's encoder."""
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def check_sources(runs: Mapping[str, Run], where: str) -> None:
 
 REPLACED = ("seeds", "starting_from", "storage")
 CHANGES = (*REPLACED, "splits", "tables", "figures", "protocols")
-"""What `--config` may say beside `experiment`: other values, and less of what the file asks."""
+"""Keys of `--config` besides `experiment`: other values, or a part of the experiment."""
 
 
 def restricted(spec: ExperimentSpec, changes: Mapping[str, Any]) -> ExperimentSpec:

@@ -41,7 +41,7 @@ from maect.stages import Training
 
 EXPERIMENTS = PIPELINE / "workflow/experiments"
 ON = ".on."
-"""Between the names of an evaluation and of the data set, unless it is the experiment's first."""
+"""Separator of an evaluation's name and the data set's, unless it is the first data set."""
 
 
 class Experiment:

@@ -23,7 +23,7 @@ from maect.report.configs import Groups, Row
 from maect.report.registry import FIGURES, TABLES, Figure, Table
 
 DUPLICATES = "duplicates.json"
-"""What `maect duplicates RUN` finds, in the results folder."""
+"""Output of `maect duplicates RUN`, in the results folder."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from maect.stages.run import RunConfig
 
 WRITE_SHARDS = "write_shards"
 REPORT = "report_html"
-"""Names of rules, beside those of stages, protocols and pages."""
+"""Names of rules other than those of stages, protocols and pages."""
 
 
 def run_config(experiment: Experiment, name: str) -> RunConfig:

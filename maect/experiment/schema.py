@@ -38,11 +38,11 @@ class Split(Settings):
     images: str | None = None
     """The source; `~` and environment variables are filled in where they are set."""
     kind: Annotated[str, _known("source", SOURCES)] = Folder.kind
-    """Which of `maect.data.sources` the source is (`docs/data.md`)."""
+    """Kind of the source, one of `maect.data.sources` (`docs/data.md`)."""
     of: str | None = None
-    """For a view: the split of this dataset whose shards it shows a part of."""
+    """Split of this data set whose shards a view shows a part of."""
     classes: str | None = None
-    """For a view: `dogs15`, or a file of class names, one a line."""
+    """Classes of a view: `dogs15`, or a file of class names, one a line."""
     labels: str | None = None
     """Labels of the source, for the kinds that need them."""
     only: str | None = None
@@ -85,7 +85,7 @@ class Dataset(Settings):
     resize: int | None = Field(default=None, gt=0)
     """Shorter side before the centre crop of evaluations; none: 256/224 of the image size."""
     pixels: Pixels = Pixels()
-    """How images are read, and what encoders that are trained on them are given."""
+    """Conversion of images, which encoders trained on them share."""
     groups: Groups | None = None
     """Groups of the classes, which figure 1 is coloured by: a mapping, or `imagenet`."""
 
@@ -124,11 +124,11 @@ class RunSpec(Settings):
     weights: str | None = None
     """Instead of a recipe: a public checkpoint to import, its path written as that of images."""
     layout: str | None = None
-    """Of `weights` (`docs/weights.md`); none: detected from their content."""
+    """Layout of `weights` (`docs/weights.md`); None: detected from their content."""
     timm: str | None = None
-    """Of `weights`, in place of size and layout: the model's name in timm."""
+    """Model's name in timm, in place of size and layout of `weights`."""
     public: Weights | None = None
-    """What to import in place of training with `starting_from: public`."""
+    """Public weights to import in place of training with `starting_from: public`."""
     size: str = ""
     """An encoder size of `maect/recipes/encoders.yaml`."""
     dataset: str | None = None
@@ -138,13 +138,13 @@ class RunSpec(Settings):
     image_size: int | None = Field(default=None, gt=0)
     """Pixels of the encoder's input, if not the size's."""
     encoder: dict[str, int | bool | str] = Field(default_factory=dict)
-    """What of the size's shape is another: `width`, `depth`, `heads`, `patch_size` and so on."""
+    """Changes to the size's shape: `width`, `depth`, `heads`, `patch_size` and so on."""
     method: str | None = None
     """Method's name in tables, if not the run's."""
     overrides: dict[str, Any] = Field(default_factory=dict, alias="set")
     """Written `set`: settings that differ from the recipe's; also those of `computing`."""
     computing: dict[str, Any] = Field(default_factory=dict)
-    """How it is computed: `zero_stage`, `compile` and so on. It may change at any time."""
+    """Way of computing: `zero_stage`, `compile` and so on. It may change at any time."""
     each: dict[str, list[str | int | float]] = Field(default_factory=dict)
     """Values by name: a run for every combination, filled in where `{name}` is written."""
     seeds: int | None = Field(default=None, gt=0)
@@ -185,7 +185,7 @@ class Evaluations(Settings):
     protocols: list[str]
     """Names of evaluations."""
     datasets: list[str] = Field(default_factory=list)
-    """Which data sets are evaluated; none: the first of the experiment."""
+    """Data sets to evaluate on; None: the first of the experiment."""
     seeds: int | None = Field(default=None, gt=0)
     """At most this many seeds of each run."""
 
@@ -214,7 +214,7 @@ class ExperimentSpec(Settings):
     description: str = ""
     """One line for readers."""
     storage: str | None = None
-    """Where results go, without blanks; variables are filled in. None: `results/NAME`."""
+    """Folder of results, without blanks; variables are filled in. None: `results/NAME`."""
     datasets: dict[str, Dataset] = Field(min_length=1)
     """The first one is what runs train on and what is evaluated, unless they say otherwise."""
     seeds: int = Field(default=1, gt=0)
@@ -222,14 +222,14 @@ class ExperimentSpec(Settings):
     runs: dict[str, RunSpec]
     """Trainings and imports by name."""
     online_evaluation: OnlineEvaluation | None = None
-    """How often the encoder of every training is evaluated; changing it trains nothing again."""
+    """Interval of the online evaluation of every training; changing it trains nothing again."""
     features: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    """In which precision encoders compute the features that are stored; `auto`: TF32 from ViT-B's
-    width on, float32 below it. Where there is no TF32, on CPUs, it is float32."""
+    """Precision of stored features; `auto`: TF32 from ViT-B's width on, float32 below. CPUs compute
+    TF32 as float32."""
     starting_from: Literal["scratch", "public"] = "scratch"
     """`public`: pre-trainings with `public` weights import them, the others are left out."""
     evaluate: list[Evaluations] = Field(default_factory=list)
-    """What is evaluated, and how."""
+    """Evaluations, and their runs."""
     protocols: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings of evaluations that differ; a new name with `protocol` is a new evaluation."""
     compare_with_paper: bool = True

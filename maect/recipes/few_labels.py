@@ -12,7 +12,7 @@ from maect.core.settings import ContentPath, Settings
 from maect.paper import read_paper
 
 OFFICIAL = read_paper("lists", dict[str, str])
-"""sha256 of the lists behind the paper's table 1, by the names that `maect retrieve` gives them."""
+"""SHA-256 of the lists for the paper's table 1, by their names in `maect retrieve`."""
 
 
 def shots_list(folder: str, shots: int, split: int) -> Path:

@@ -33,7 +33,7 @@ CONTEXT = 1.5 * GIB
 FLIPS, MIXES, COLOURS = 2.2, 3.2, 6.4
 """Memory of augmentation at its worst moment in that of its result: counted as `passes` is."""
 FRAGMENTS = 1.05
-"""What the allocator cannot use between blocks: assumed."""
+"""Factor for memory that the allocator cannot use between blocks: assumed."""
 
 
 def gpu_memory(name: str) -> float | None:

@@ -124,7 +124,7 @@ class Encoder(InWeights):
     registers: int = Field(default=0, ge=0)
     """Number of additional tokens that nothing reads (Darcet et al. 2024)."""
     norm: Literal["pre", "post"] = "pre"
-    """Norms of the blocks: before attention and MLP, or behind their sums (data2vec 2.0)."""
+    """Norms of the blocks: before attention and MLP, or after their sums (data2vec 2.0)."""
     pixels: Pixels = Pixels()
     """Conversion of its images."""
     resize: int | None = Field(default=None, gt=0)
@@ -336,7 +336,7 @@ class Refiner(HeadSettings):
         Annotated[int, Field(ge=1, strict=True)] | Annotated[tuple[int, ...], Field(min_length=1)]
     )
     """Blocks with a head: the number of last ones, or their numbers from 0, with the last block.
-    The head of the last block reads the encoder's output, behind the final norm."""
+    The head of the last block reads the encoder's output, after the final norm."""
     negatives: Literal["own", "neighbour"] = "own"
     """Vector that other samples are compared with: one's own, or its neighbour (NNCLR)."""
     terms: Literal["released", "all"] = "all"

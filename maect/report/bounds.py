@@ -25,9 +25,9 @@ models were trained here."""
 # What the paper prints as equal is equal.
 TOLERANCE = 1e-9
 LEVEL = 0.05
-"""Of the paired t-tests, two-sided: three differences exceed 2.5 of their standard deviations."""
+"""Level of the paired t-tests, two-sided: three differences exceed 2.5 of their deviations."""
 DEVIATIONS = 2.5
-"""What a difference of independent values has to exceed, in its standard deviations."""
+"""Standard deviations that a difference of independent values has to exceed."""
 SHIFTED = ("imagenet_v2", "imagenet_r", "imagenet_sketch", "imagenet_a")
 """The paper's shifted test sets, as metrics of the table `robustness`."""
 ACCURACIES = frozenset({
@@ -225,7 +225,7 @@ class Comparison:
     limit: bool = False
     """Whether the right side is a number, so that the left one is printed."""
     chance: float = math.nan
-    """How probable it is that chance makes such a difference; NaN if its error is unknown."""
+    """Probability that chance makes such a difference; NaN if its error is unknown."""
     exact: bool = False
     """Whether nothing in it is random."""
     of_sets: tuple[float, ...] = ()

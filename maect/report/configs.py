@@ -119,7 +119,7 @@ class ImagesConfig(PageConfig):
     name: Name
     """Of the experiment."""
     explored: list[LocalPath]
-    """What the protocol `explore` left of each run, the last one first on the page."""
+    """Output of the protocol `explore` for each run, the last one first on the page."""
     duplicates: LocalPath | None = None
     """Pairs that look alike, and of which images, as `maect duplicates RUN` writes them."""
 
@@ -131,7 +131,7 @@ class DatasetsConfig(PageConfig):
     """Of the experiment."""
     runs: list[Name]
     datasets: dict[Name, str]
-    """What is behind the name of an evaluation of each data set: nothing of the first."""
+    """Suffix of evaluations' names on each data set; empty for the first."""
     measures: dict[Name, dict[Name, str]]
     """Titles of what is shown, by evaluation and metric."""
     evaluations: LocalPath
@@ -155,7 +155,7 @@ class ReportConfig(PageConfig):
     claims: LocalPath | None = None
     """CSV of the claims; none: the images are not the paper's."""
     datasets: LocalPath | None = None
-    """CSV of several data sets, beside its resolved file."""
+    """CSV of several data sets, next to its resolved file."""
     images: LocalPath | None = None
     """Page to look through images."""
     explored: LocalPath | None = None

@@ -28,7 +28,7 @@ from maect.report.titles import PUBLISHED, architecture_title, method_title
 
 MEASURES: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
 BEFORE = ("mae", "mae_public")
-"""What the other models are compared with: the encoder before tuning."""
+"""Encoder before tuning, with which the other models are compared."""
 NOT_FOUND = frozenset({*BEFORE, "oracle", *PUBLISHED})
 """Methods whose numbers are no finding: the MAE, labels as input, other groups' checkpoints."""
 CHOSEN_ON_TEST = frozenset({"linear_probe"})

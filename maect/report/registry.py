@@ -66,11 +66,11 @@ class Shown:
 
     title: str
     caption: str
-    """What the report says of it."""
+    """Text of the report on it."""
     compared: str = ""
-    """What it adds where the paper is compared with; empty: where it is in the paper."""
+    """Sentence in the caption if the paper is compared with; empty: its place in the paper."""
     paper: str = ""
-    """Where it is in the paper; empty: nowhere."""
+    """Place in the paper; empty: none."""
 
     def about(self, compare: bool) -> str:
         """Return the caption. `compare`: mention the paper's numbers."""
@@ -99,7 +99,7 @@ class Table(Shown):
     printed: str = ""
     """Table with the numbers that the paper prints; empty: this one."""
     all_of_paper: bool = False
-    """Beside one model of the paper's, show all that the paper prints, also those without a run."""
+    """Show all rows that the paper prints, also those without a run."""
 
     def other(self, name: str) -> Metric | None:
         """Return the column of a metric that stands in for the paper's, titled by its set."""
@@ -140,7 +140,7 @@ class Figure(Shown):
     besides: tuple[str, ...] = ()
     """Evaluations that it also shows of these rows."""
     reads_runs: bool = False
-    """Whether it also reads the records of all runs behind its rows."""
+    """Whether it also reads the records of all runs of its rows."""
     first_seed: bool = False
     """Whether of a row with several seeds it shows the first, and reads no other."""
     names_classes: bool = False

@@ -40,7 +40,7 @@ class FineTune(Supervised, Training):
     shots: int = Field(default=0, ge=0)
     """Labels per class, instead of a fraction; 0: a fraction."""
     split: int = Field(default=1, gt=0)
-    """Number of the subset among those with so many shots."""
+    """Number of the subset among those with this many shots."""
     subset_seed: int = 0
     """Seed of the subset if no lists are given."""
     held_out: float = Field(default=0.0, ge=0, lt=1)

@@ -26,7 +26,7 @@ class Pretrain(SelfSupervised):
     contrastive: Literal["none", "combined", "detached"] = "none"
     """`detached` trains the head on the encoder's output without changing the encoder."""
     contrastive_weight: float = Field(default=0.001, gt=0)
-    """Weight of the contrastive loss beside MAE's."""
+    """Weight of the contrastive loss relative to MAE's."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Pretrain":

@@ -44,9 +44,9 @@ class RunConfig(StampedFile):
     settings: SerializeAsAny[Stage]
     """All settings that the result depends on."""
     computing: Computing | None = None
-    """How it is computed, which is no part of the run's identity; None: an import, or defaults."""
+    """Way of computing, no part of the run's identity; None: an import, or defaults."""
     online_evaluation: OnlineEvaluation | None = None
-    """How often to evaluate the encoder during training; no part of the run's identity."""
+    """Interval of the encoder's evaluation during training; no part of the run's identity."""
 
     kinds = ("stage", STAGES)
 

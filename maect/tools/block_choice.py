@@ -26,7 +26,7 @@ OUTPUT = "output"
 LEVEL = 0.05
 TITLES = {"cls": "[CLS]", "mean": "mean of the patches"}
 Reading = tuple[str, str]
-"""A block, from 1, or `OUTPUT` behind the final norm; and a pooling."""
+"""A block, from 1, or `OUTPUT` after the final norm; and a pooling."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ DEMO = (
     "tables=low_shot,clustering",
     "figures=umap,training_curves,reconstructions",
 )
-"""What the demo computes of the experiment `digits`."""
+"""Part of the experiment `digits` that the demo computes."""
 
 
 def run(

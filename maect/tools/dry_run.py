@@ -52,7 +52,7 @@ def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) ->
 
 JOBS: list[RuleJob] = []
 ERRORS: list[str] = []
-"""What the handler below has heard since a dry run began: jobs, and texts of errors."""
+"""Messages that the handler below heard since a dry run began: jobs, and errors."""
 
 
 class LogHandler(LogHandlerBase):

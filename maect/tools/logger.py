@@ -23,7 +23,7 @@ SHOWN = {
     "Evaluating": tuple(PROTOCOLS),
     "Writing the report": ("report_html", "workflow_html"),
 }
-"""What is said of rules of which many jobs run; a training has a title of its own."""
+"""Titles of rules with many jobs; a training has a title of its own."""
 
 
 @dataclass

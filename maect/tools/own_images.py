@@ -144,14 +144,14 @@ class Images:
     entries: list[Entry]
     class_names: list[str]
     loose: int
-    """Images beside class folders: for their sake there are no labels."""
+    """Number of images outside class folders: because of them there are no labels."""
     side: int
     """Median of the shorter sides, in pixels."""
     colored: bool
     bytes_each: float
     pixels: Pixels
     remarks: tuple[str, ...] = ()
-    """What else is worth knowing, a sentence each."""
+    """Further remarks, a sentence each."""
 
     @property
     def classes(self) -> Counter[int]:

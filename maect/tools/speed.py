@@ -13,9 +13,9 @@ from maect.tools.plan import Device
 log = logging.getLogger(__name__)
 
 SECONDS = 1.0
-"""For which a step is repeated; at least once, after one that is not counted."""
+"""Seconds for which a step is repeated; at least once, after one that is not counted."""
 CPU_RANKS = 2
-"""Of a training without a GPU (`devices: auto` of the local profile)."""
+"""Ranks of a training without a GPU (`devices: auto` of the local profile)."""
 STEP_FLOPS = {"cpu": 4e10, "cuda": 4e12}
 """Operations of a step that is measured, which bound its batch: seconds on two cores."""
 WIDEST = {"cpu": "small", "cuda": "base"}

@@ -59,7 +59,7 @@ class Attempt(Settings):
     compiled: bool
     """Whether the blocks are compiled."""
     computing: Computing
-    """How the run was asked to be computed."""
+    """Way of computing that was asked for."""
 
     @classmethod
     def now(cls, context: Context, step: int, compiled: bool, computing: Computing) -> Self:

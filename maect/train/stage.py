@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # these import torch
     from maect.train.objective import Objective
 
 EVERY_OTHER = "every other"
-"""In `starts_from`: all stages but the one itself."""
+"""Value in `starts_from` that stands for all stages but the one itself."""
 LEAST_IMAGES = 16
 """Images of a rank in a pass, at least, if accumulation is chosen: fewer would be slow."""
 STATES = 3

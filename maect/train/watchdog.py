@@ -19,7 +19,7 @@ LIMIT = 300.0
 """Seconds to read a batch, at most; `LIMIT_VARIABLE` of the environment replaces it."""
 LIMIT_VARIABLE = "MAECT_STALL_SECONDS"
 STEPS = 5
-"""The limit is at least so many times the longest step so far."""
+"""Factor on the longest step so far: the limit is at least this product."""
 READING = "reading the batch of"
 COMPUTING = "computing"
 UPDATING = "updating the weights in"

@@ -37,8 +37,7 @@ class KnnPerBlock(KnnVote, Encodes):
     )
 
     pooling: Literal["cls", "mean"] | None = None
-    """What is read of a block: [CLS], or the mean of the patch tokens; none: what the encoder's
-    file says."""
+    """Pooling of a block: [CLS], or the mean of the patch tokens; None: the encoder's own."""
     train_images: int = Field(default=131072, gt=0)
     """At most this many training images, evenly spaced: a tenth of ImageNet."""
 
@@ -72,7 +71,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
     """Trainings with seeds `seed`, `seed` + 1 ...; the subset is that of `seed`."""
     seed: int = 0
     epoch: Literal["best", "last"] = "best"
-    """Which one is scored: the best on the test split, as in the authors' code, or the last."""
+    """Epoch that is scored: the best on the test split, as in the authors' code, or the last."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
     """Train each a second time without this part of the labelled images, and choose the epoch on
     them."""
@@ -173,7 +172,7 @@ class Robustness(Encodes):
     )
     """Splits of the evaluated dataset; each gives a metric of its name."""
     probe: str = "linear_probe"
-    """Which evaluation's probe."""
+    """Evaluation whose probe is used."""
 
     def inputs(self) -> Mapping[str, Input]:
         """Return the probe, and the images of every split by its name."""
@@ -200,7 +199,7 @@ class EffectiveInvariance(Encodes):
     )
 
     probe: str = "linear_probe"
-    """Which evaluation's probe."""
+    """Evaluation whose probe is used."""
     draws: int = Field(default=3, gt=0)
     """Random colour changes of each image; rotations are three."""
     seed: int = 0

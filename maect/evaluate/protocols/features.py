@@ -65,11 +65,12 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
     shots: tuple[Count, ...] = (1, 2, 5)
     splits: int = Field(default=3, gt=0)
     fractions: tuple[Fraction, ...] = ()
-    """Of the labels, as well: 0.01 and 0.1 in the paper."""
+    """Fractions of the labels to measure as well: 0.01 and 0.1 in the paper."""
     l2: float = Field(default=0.00025, gt=0)
     """Weight of the penalty, divided by the number of training samples (MSN's default)."""
     solver: Literal["lbfgs"] = "lbfgs"
-    """In float64. The problem is convex: MSN's and the paper's cyanure has the same optimum."""
+    """L-BFGS in float64. The problem is convex: MSN's and the paper's cyanure has the same
+    optimum."""
     seed: int = 0
     """Seed of the subsets where no lists are given."""
 
@@ -108,7 +109,7 @@ class Logistic(RealLabels, ReadsFeatures):
     minutes: ClassVar[float] = 60.0
 
     penalties: tuple[Positive, ...] = Field(default=PENALTIES, min_length=1)
-    """C: weight of the summed loss beside half the squared weights, as scikit-learn writes it."""
+    """C: weight of the summed loss relative to half the squared weights, as in scikit-learn."""
     one_in: int = Field(default=10, gt=1)
     """One training image in this many is held out to choose C on."""
     max_iterations: Count = 1000
@@ -153,15 +154,15 @@ class Geometry(KnnVote, ReadsFeatures):
     }
 
     shrinkages: tuple[float, ...] = SHRINKAGES
-    """Of the covariance towards a multiple of the identity, before it is whitened."""
+    """Shrinkages of the covariance towards a multiple of the identity, before whitening."""
     removed: tuple[Count, ...] = REMOVED
-    """How many of the first principal components are left out."""
+    """Numbers of first principal components to leave out."""
     shots: tuple[Count, ...] = (1, 2, 5)
     splits: int = Field(default=3, gt=0)
     seed: int = 0
     """Seed of the sets of few labels."""
     runs: int = Field(default=10, gt=0)
-    """Of k-means."""
+    """Runs of k-means."""
 
 
 class Retrieval(ReadsFeatures):
@@ -177,7 +178,7 @@ class Retrieval(ReadsFeatures):
     headlines: ClassVar[dict[str, str]] = {"query_precision": f"{title} of the query's class, %"}
 
     clustering: str = "clustering"
-    """Which evaluation's clusters."""
+    """Evaluation whose clusters are shown."""
     subset: str = ""
     """Clusters of one of its subsets; empty: of the full split."""
     clusters: int = Field(default=15, gt=0)
@@ -239,7 +240,7 @@ class Explore(ReadsFeatures):
     side: int = Field(default=64, gt=0)
     """Pixels of a stored picture, at most the encoder's image size."""
     clusters: int | None = Field(default=None, gt=1)
-    """For k-means; none: as many as a graph of neighbours falls into."""
+    """Number of clusters, for k-means; None: as many as a graph of neighbours falls into."""
     neighbors: int = Field(default=8, gt=0)
     """Look-alikes of each image, among those that are shown."""
     seed: int = 0

@@ -68,10 +68,10 @@ class PatchLogistic(PatchClassifier):
     minutes: ClassVar[float] = 60.0
 
     penalties: tuple[Positive, ...] = Field(default=PENALTIES, min_length=1)
-    """C: weight of the summed loss beside half the squared weights, as scikit-learn writes it."""
+    """C: weight of the summed loss relative to half the squared weights, as in scikit-learn."""
     max_iterations: Count = 1000
     tolerance: float = Field(default=1e-12, ge=0)
-    """Of the largest component of the gradient."""
+    """Largest component of the gradient at which the solver stops."""
 
 
 class PatchLinear(Masked, ByUpdates):
@@ -92,11 +92,11 @@ class PatchLinear(Masked, ByUpdates):
     """Updates between scores of the test images, with which the state is saved."""
     batch_size: int = Field(default=16, gt=0)
     size: int = Field(default=512, gt=0)
-    """Of crops and windows, and of the shorter side of images."""
+    """Side of crops and windows, and shorter side of images, in pixels."""
     stride: int = Field(default=341, gt=0)
-    """Between windows."""
+    """Pixels between windows."""
     ratios: tuple[float, float] = (0.5, 2.0)
-    """That the shorter side of training images is multiplied by."""
+    """Range of the factor on the shorter side of training images."""
     flip: float = Field(default=0.5, ge=0, le=1)
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=1e-3, ge=0)

@@ -104,7 +104,7 @@ class TrainsByLars(RealLabels, ByEpochs):
     """Multiplied by batch_size / 256."""
     warmup_epochs: float = Field(default=10, ge=0)
     weight_decay: float = Field(default=0, ge=0)
-    """Of all trained tensors but the classifier's bias."""
+    """Weight decay of all trained tensors but the classifier's bias."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
     """Train the probe a second time without this part of the training images, and choose the epoch
     on them."""
@@ -217,14 +217,15 @@ class ColorHistogram(ByEpochs):
 
     epochs: int = Field(default=10, gt=0)
     pooling: Literal["cls", "mean"] = "cls"
-    """What the probes read of each block: [CLS], as in the paper, or the mean of the patch tokens,
-    for encoders whose contrastive head read that."""
+    """Pooling of each block: [CLS], as in the paper, or the mean of the patch tokens, for encoders
+    whose contrastive head read that."""
     learning_rate: float = Field(default=0.1, gt=0)
     """Multiplied by batch_size / 256."""
     momentum: float = 0.9
     warmup_epochs: float = Field(default=1, ge=0)
     probes: int = Field(default=1, gt=0)
-    """Of each block, that differ in their initial weights alone: how far they agree is measured."""
+    """Probes of each block that differ only in their initial weights: their agreement is
+    measured."""
 
     def headline(self) -> dict[str, str]:
         """Errors of the last block and the mean of all."""
