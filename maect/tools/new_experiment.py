@@ -286,7 +286,7 @@ def read_folder(folder: Path, out: Path, how: Mapping[str, Any]) -> Written:
         remarks.append(
             "There is no val beside test: what is chosen while evaluating is chosen on test"
         )
-    held = set() if val else own_images.held_out(images)
+    held = set() if val else own_images.choose_validation(images)
     lists = {} if val else list_texts(images, out, held)
     counts = {"train": len(images.entries) - len(held), "val": len(val.entries if val else held)}
     counts |= {"test": len(test.entries)} if test else {}

@@ -373,7 +373,7 @@ def hashes_of(images: Images) -> list[Hashes]:
     return found
 
 
-def held_out(images: Images) -> set[str]:
+def choose_validation(images: Images) -> set[str]:
     """Choose about one image in ten of every class by content; return their names.
 
     Equal images and near-duplicates, such as the frames of a scene, are on one side. More are

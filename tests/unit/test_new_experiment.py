@@ -34,7 +34,7 @@ from maect.tools.new_experiment import (
     outlook,
     without_training,
 )
-from maect.tools.own_images import find_splits, held_out, inspect_images
+from maect.tools.own_images import choose_validation, find_splits, inspect_images
 from maect.tools.own_training import FEWEST_STEPS, HOUR, PROBES, average_for
 from maect.tools.plan import Device, all_jobs, make_plan, wall
 
@@ -141,7 +141,7 @@ def test_equal_and_nearly_equal_images_are_on_one_side(tmp_path):
         scene.save(images / f"c{number * 7 % 110:03d}.jpg", quality=85)
         scene.crop((0, 0, 95, 72)).save(images / f"d{number * 13 % 110:03d}.png")
     given = inspect_images(images)
-    held = held_out(given)
+    held = choose_validation(given)
     assert 20 <= len(held) < 90
     for number in range(110):
         names = [
@@ -153,7 +153,7 @@ def test_equal_and_nearly_equal_images_are_on_one_side(tmp_path):
     # Whatever the files are called.
     for number, path in enumerate(sorted(images.iterdir(), key=lambda p: p.stat().st_size)):
         path.rename(images / f"x{number:03d}{path.suffix}")
-    again = held_out(inspect_images(images))
+    again = choose_validation(inspect_images(images))
     assert {(images / name).read_bytes() for name in again} == before
 
 

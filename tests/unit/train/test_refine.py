@@ -50,7 +50,8 @@ def test_every_cell(row):
         "epochs3": refine.epochs, "batch": refine.batch_size,
         "peak2": heads.scaled_lr(heads.head.head_lr),
         "peak3": refine.scaled_lr(refine.head.head_lr), "tau": refine.head.temperature,
-        "blocks": f"{read[0]}..{read[-1]}", "number": len(read), "pool": refine.export_pooling(shape),
+        "blocks": f"{read[0]}..{read[-1]}", "number": len(read),
+        "pool": refine.export_pooling(shape),
         "local": refine.local_size, "frozen": refine.frozen_blocks,
     }  # fmt: skip
     assert [*ours] == ROWS[0]
