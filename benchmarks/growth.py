@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from maect.core.files import sha256_file, write_json, write_record
-from maect.data.index import _HASHED_ON_OPEN, CHECKSUMS, COLUMNS, open_index
+from maect.data.index import CHECKSUMS, COLUMNS, open_index
 from maect.data.order import Order
 
 SIZES = (10**4, 10**5, 1_281_167, 10**7, 10**8, 10**9)
@@ -31,17 +31,12 @@ def simulate(folder: Path, n: int) -> None:
     for name, (dtype, shape) in files.items():
         np.lib.format.open_memmap(folder / name, mode="w+", dtype=dtype, shape=shape)
     (folder / "train-000000.tar").touch()
-    hashed = (folder / "index.npy").stat().st_size <= _HASHED_ON_OPEN
-
-    def sha256(name: str) -> str:
-        return sha256_file(folder / name) if hashed else ""
-
     record = {
         "n": n,
         "class_names": [],
         "digest": "simulated",
-        "index_sha256": sha256("index.npy"),
-        "crc32_sha256": sha256(CHECKSUMS),
+        "index_sha256": sha256_file(folder / "index.npy"),
+        "crc32_sha256": sha256_file(folder / CHECKSUMS),
         "shards": [{"file": "train-000000.tar", "size": 0, "sha256": "", "count": n}],
     }
     write_record(folder / "index.json", record)
