@@ -13,20 +13,6 @@ from maect.evaluate.protocols.encoders import (
     Robustness,
     Throughput,
 )
-from maect.evaluate.protocols.features import (
-    PENALTIES,
-    REMOVED,
-    SHRINKAGES,
-    Clustering,
-    Explore,
-    Geometry,
-    Knn,
-    Logistic,
-    LowShot,
-    Retrieval,
-    Umap,
-    columns_of,
-)
 from maect.evaluate.protocols.patches import (
     Masked,
     PatchClassifier,
@@ -47,6 +33,20 @@ from maect.evaluate.protocols.probes import (
     TrainsProbe,
     UpdateSchedule,
     epoch_ends,
+)
+from maect.evaluate.protocols.stored_features import (
+    PENALTIES,
+    REMOVED,
+    SHRINKAGES,
+    Clustering,
+    Explore,
+    Geometry,
+    Knn,
+    Logistic,
+    LowShot,
+    Retrieval,
+    Umap,
+    columns_of,
 )
 
 __all__ = [

@@ -6,8 +6,8 @@ from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.evaluate.base import Count, Encodes, ImageCount, Input, Positive, Shards
-from maect.evaluate.protocols.features import PENALTIES
 from maect.evaluate.protocols.probes import ByUpdates
+from maect.evaluate.protocols.stored_features import PENALTIES
 from maect.recipes import Encoder
 
 
