@@ -1,4 +1,4 @@
-"""Features of a split on disk, for all protocols that need them.
+"""Extraction of the features of a split, into the file that all protocols share (`store` reads it).
 
 The split is cut into parts that depend on nothing but its size. Each rank encodes some parts and
 writes each one when it is complete; rank 0 joins them. So a restarted job skips what is there, on

@@ -1,4 +1,4 @@
-"""Features on disk: one safetensors file per (encoder, dataset, split), shared by the protocols.
+"""The format of features files: one safetensors file per (encoder, dataset, split).
 
 Also their standardisation, to mean 0 and standard deviation 1 as scikit-learn's StandardScaler.
 
