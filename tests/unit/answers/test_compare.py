@@ -143,7 +143,7 @@ def test_knn_is_that_of_the_protocol_on_the_same_images(run: Path, tmp_path: Pat
     plain = [row for row in metrics["sweep"] if not row["standardized"]]
     best = max(plain, key=lambda row: row["held_out"] or 0)
     assert score["knn_held_out"].chosen == f"k {best['k']}, T {best['temperature']:g}"
-    assert len({row["held_out"] for row in plain}) > 3 and {row["k"] for row in plain} >= {200}
+    assert len({row["held_out"] for row in plain}) > 2 and {row["k"] for row in plain} >= {200}
     for measure, metric in (("knn", "knn"), ("knn_held_out", "knn_held_out"),
                             ("knn_best_on_test", "knn_best")):  # fmt: skip
         assert score[measure].value == pytest.approx(metrics[metric], abs=1e-9)
