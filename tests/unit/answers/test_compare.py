@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,8 +18,10 @@ from maect.core.arrays import read_arrays, write_kept
 from maect.core.context import Context
 from maect.core.files import sha256_file
 from maect.data.shards import shard
+from maect.evaluate import comparison_scores
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.comparison_scores import GEOMETRY
+from maect.evaluate.knn import Sweep, sweep_settings
 from maect.evaluate.protocols import Knn
 from maect.evaluate.store import open_features
 from maect.models.weights import load_encoder_weights, save_encoder
@@ -114,7 +117,9 @@ def test_encoders_and_folders_make_a_table(
     pd.testing.assert_frame_equal(again, split.reset_index(drop=True), check_dtype=False)
 
 
-def test_knn_is_that_of_the_protocol_on_the_same_images(run: Path, tmp_path: Path) -> None:
+def test_knn_is_that_of_the_protocol_on_the_same_images(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shards of an unchanged folder: the same held-out images, grid, k, T and accuracies."""
     images, rng = tmp_path / "images", np.random.default_rng(5)
     for number in range(260):
@@ -137,13 +142,21 @@ def test_knn_is_that_of_the_protocol_on_the_same_images(run: Path, tmp_path: Pat
     names = [entry.name.removesuffix(".png") for entry in folder.parts[0].entries]
     checksums = dict(zip(names, folder.checksums, strict=False))
     assert [checksums[name] for name in train.names()] == train.contents()
-    score = measured(
-        folder, vectors(maect.load(run), folder, tmp_path / "kept"), np.ones(260, bool), threads=1
-    )
-    plain = [row for row in metrics["sweep"] if not row["standardized"]]
-    best = max(plain, key=lambda row: row["held_out"] or 0)
-    assert score["knn_held_out"].chosen == f"k {best['k']}, T {best['temperature']:g}"
-    assert len({row["held_out"] for row in plain}) > 2 and {row["k"] for row in plain} >= {200}
+    sweeps = []
+
+    def recorded(*given: Any) -> Sweep:
+        sweeps.append(sweep_settings(*given))
+        return sweeps[-1]
+
+    monkeypatch.setattr(comparison_scores, "sweep_settings", recorded)
+    features = vectors(maect.load(run), folder, tmp_path / "kept")
+    score = measured(folder, features, np.ones(260, bool), threads=1)
+    plain = {(r["k"], r["temperature"]): r for r in metrics["sweep"] if not r["standardized"]}
+    known = {pair: row["held_out"] for pair, row in plain.items() if row["held_out"] is not None}
+    assert sweeps[0].held_out == known and len(set(known.values())) > 1
+    assert sweeps[0].votes.keys() == plain.keys() and max(plain)[0] == 200
+    k, temperature = max(known, key=known.__getitem__)
+    assert score["knn_held_out"].chosen == f"k {k}, T {temperature:g}"
     for measure, metric in (("knn", "knn"), ("knn_held_out", "knn_held_out"),
                             ("knn_best_on_test", "knn_best")):  # fmt: skip
         assert score[measure].value == pytest.approx(metrics[metric], abs=1e-9)
