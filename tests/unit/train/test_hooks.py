@@ -32,7 +32,7 @@ def session(steps=7, clock=None, **more):
     place = Place(0, 0, 1)
     stage = SimpleNamespace(batch_size=16, epochs=2)
     encoder = SimpleNamespace(image_size=16)
-    engine = SimpleNamespace(shards="shards")
+    engine = SimpleNamespace(slices="slices")
     clock = clock or DeviceTime(place, 0.0)
     made = Session(
         context=place, stage=stage, encoder=encoder, objective=None, engine=engine, device=CPU,
@@ -143,7 +143,7 @@ def test_the_encoder_is_evaluated_at_its_interval_and_at_the_end():
     found, asked = {"online_knn": 60.0}, []
     evaluator = SimpleNamespace(every=80, pictures={"neighbors": "a sheet"})
     evaluator.is_due = lambda *given: OnlineEvaluator.is_due(evaluator, *given)
-    evaluator.evaluate = lambda shards: asked.append(shards) or dict(found)
+    evaluator.evaluate = lambda slices: asked.append(slices) or dict(found)
     training = session()
     hook = EvaluateOnline(training, evaluator)
     assert [step for step in range(1, 8) if hook.reads_model(step)] == [5, 7]
@@ -152,7 +152,7 @@ def test_the_encoder_is_evaluated_at_its_interval_and_at_the_end():
     hook.after_step(updates[5])
     found.clear()  # features that were not finite: nothing to log
     hook.after_step(updates[7])
-    assert asked == ["shards"] * 2 and training.hooks[0].begun == [(EVALUATING, 5), (EVALUATING, 7)]
+    assert asked == ["slices"] * 2 and training.hooks[0].begun == [(EVALUATING, 5), (EVALUATING, 7)]
     assert updates[5].values == {"loss": 1.0, "online_knn": 60.0} and updates[5].log_now
     assert updates[5].pictures == evaluator.pictures
     assert 0 <= updates[5].timing["online_part"] <= 1

@@ -105,7 +105,7 @@ def test_the_device_skips_what_is_not_finite(value):
 class Engine:
     """Counts passes and updates; the loss of the step `bad` is not a number."""
 
-    shards = ()
+    slices = ()
     captures = False
 
     def __init__(self, objective, bad=None):
