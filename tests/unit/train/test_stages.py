@@ -151,7 +151,9 @@ def test_heads_share_what_is_drawn_for_their_lookups():
     stage = multicrop(local_size=8, read=(2, 3), head=HEAD)
     for key, value in {"topk": 5, "lookup": "oracle"}.items():
         other = {"heads.2": stage.head, "heads.3": stage.head.model_copy(update={key: value})}
-        differing = type("Differing", (type(stage),), {"heads": property(lambda _, at=other: at)})
+        differing = type(
+            "Differing", (type(stage),), {"head_settings": property(lambda _, at=other: at)}
+        )
         with pytest.raises(ValueError, match=f"heads.3.{key} {value} differs from heads.2.{key}"):
             differing.model_validate(stage.model_dump())
 
