@@ -53,15 +53,9 @@ def rank() -> Rank:
 
 
 RECORD = {
-    "run": "a_run",
-    "encoder_sha256": "e" * 64,
-    "index_digest": "d" * 64,
-    "class_names": [],
-    "pooling": "cls",
-    "image_size": 16,
-    "resize": 16,
-    "precision": "fp32",
-}
+    "run": "a_run", "encoder_sha256": "e" * 64, "index_digest": "d" * 64, "class_names": [],
+    "pooling": "cls", "image_size": 16, "resize": 16, "precision": "fp32",
+}  # fmt: skip
 
 
 def store(
@@ -74,14 +68,11 @@ def store(
 ):
     features = np.asarray(features, np.float32)
     write_features(
-        path,
-        [features[:3], features[3:]],
-        width=features.shape[1],
+        path, [features[:3], features[3:]], width=features.shape[1],
         labels=np.asarray(labels, np.int64),
-        keys=keys or [f"c/{i:04d}" for i in range(len(features))],
-        record={**RECORD, **record},
+        keys=keys or [f"c/{i:04d}" for i in range(len(features))], record={**RECORD, **record},
         contents=contents,
-    )
+    )  # fmt: skip
     return path
 
 
@@ -111,13 +102,9 @@ def resolved(job: EvaluationJob, settings: Protocol) -> Path:
     """The resolved file of an evaluation, beside its result."""
     path = job.out.with_suffix(".yaml")
     EvaluationConfig(
-        evaluation=job.out.stem,
-        protocol=settings.name,
-        run=job.run,
-        resize=job.resize,
-        inputs=dict(job.inputs),
-        settings=settings,
-    ).write(path)
+        evaluation=job.out.stem, protocol=settings.name, run=job.run, resize=job.resize,
+        inputs=dict(job.inputs), settings=settings,
+    ).write(path)  # fmt: skip
     return path
 
 

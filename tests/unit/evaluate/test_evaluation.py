@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from maect.core.errors import SupersededError, UserError
 from maect.core.files import read_record, sha256_file, write_record
@@ -14,23 +13,25 @@ from maect.evaluate import PROTOCOLS, load_evaluation
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.features import extract
-from maect.evaluate.protocols import Clustering, Knn, LinearProbe, Umap
+from maect.evaluate.protocols import Clustering, Knn, LinearProbe
 from maect.records import RunRecord
 
 from .conftest import Rank, blobs, given, resolved, store
 
 
+def finished_run(images: Path, folder: Path) -> tuple[Path, str]:
+    """A copy of the small encoder's run, with its record, and the encoder's checksum."""
+    run = Path(shutil.copytree(images / "runs/mae", folder / "run"))
+    checksum = sha256_file(run / "encoder.safetensors")
+    values = {"run": "ct", "stage": "tune", "sha256": {"encoder.safetensors": checksum}}
+    write_record(RunRecord.path(run), values)
+    return run, checksum
+
+
 def test_tensors_of_a_job_that_was_stopped_are_not_those_of_the_result_beside_them(
     images: Path, tmp_path: Path, rank: Rank
 ) -> None:
-    features = images / "runs" / "mae"
-    run = tmp_path / "run"
-    shutil.copytree(features, run)
-    checksum = sha256_file(run / "encoder.safetensors")
-    write_record(
-        RunRecord.path(run),
-        {"run": "ct", "stage": "tune", "sha256": {"encoder.safetensors": checksum}},
-    )
+    run, checksum = finished_run(images, tmp_path)
     test = store(tmp_path / "test.safetensors", *blobs(60, 12, 6, 0), encoder_sha256=checksum)
     config = resolved(EvaluationJob(run, tmp_path / "c.json", {"test": test}), Clustering(runs=2))
     evaluate(rank, config=config)
@@ -60,13 +61,7 @@ def test_other_ranks_leave_it_to_the_first(job: EvaluationJob) -> None:
 def test_a_result_is_of_its_encoder_settings_and_inputs(
     images: Path, tmp_path: Path, rank: Rank
 ) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(images / "runs" / "mae", run)
-    checksum = sha256_file(run / "encoder.safetensors")
-    write_record(
-        RunRecord.path(run),
-        {"run": "ct", "stage": "tune", "sha256": {"encoder.safetensors": checksum}},
-    )
+    run, checksum = finished_run(images, tmp_path)
     features = {"encoder_sha256": checksum}
     paths = {
         split: store(tmp_path / f"{split}.safetensors", *blobs(60, 12, 6, seed), **features)
@@ -111,22 +106,9 @@ def test_a_superseded_job_leaves_the_tensors_of_its_successor(tmp_path: Path, ra
     assert job.out.with_suffix(".safetensors").read_bytes() == left
 
 
-def test_features_of_other_blocks_are_refused(tmp_path: Path, rank: Rank) -> None:
-    paths = {
-        split: store(tmp_path / f"{split}.safetensors", *blobs(60, 12, 6, 0), norm=False, blocks=1)
-        for split in ("train", "test")
-    }
-    job = EvaluationJob(tmp_path / "run", tmp_path / "knn.json", paths)
-    with pytest.raises(UserError, match=r"train\.safetensors: made of 1 blocks, not 4"):
-        evaluate(rank, config=resolved(job, Knn(norm=False, blocks=4)))
-
-
 def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(images / "runs" / "mae", run)
+    run, _ = finished_run(images, tmp_path)
     encoder = run / "encoder.safetensors"
-    record = {"run": "r", "stage": "tune", "sha256": {encoder.name: sha256_file(encoder)}}
-    write_record(RunRecord.path(run), record)
     data = bytearray(encoder.read_bytes())
     data[-1] ^= 1
     encoder.write_bytes(data)
@@ -139,41 +121,13 @@ def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank
     assert not job.out.exists() and not (tmp_path / "val.safetensors").exists()
 
 
-def test_wrong_input_is_one_line(job: EvaluationJob, rank: Rank) -> None:
-    config = resolved(job, Knn())
-    plain = config.read_text()
-    config.write_text(plain.replace("protocol: knn", "protocol: kmn"))
-    with pytest.raises(UserError, match="unknown 'kmn'; did you mean 'knn'"):
-        evaluate(rank, config=config)
-    config.write_text(plain.replace("temperature:", "tempurature:"))
-    with pytest.raises(UserError, match="unknown key 'tempurature'; did you mean"):
-        evaluate(rank, config=config)
-    config.write_text(plain)
-    (job.run).mkdir()
-    (job.run / "encoder.safetensors").write_bytes(b"another")
-    with pytest.raises(UserError, match=r"made from another encoder than .*encoder\.safetensors"):
-        evaluate(rank, config=config)
-    assert not job.out.exists()
-
-
-@pytest.mark.parametrize(
-    ("protocol", "settings", "message"),
-    [
-        ("knn", {"sweep": [10, 0]}, r"sweep\.1: .* greater than 0 \(given: 0\)"),
-        ("knn", {"temperatures": [0]}, r"temperatures\.0: .* greater than 0"),
-        ("low_shot", {"shots": [0]}, r"shots\.0: .* greater than 0"),
-        ("low_shot", {"fractions": [0.1, 2.0]}, r"fractions\.1: .* less than or equal to 1"),
-        ("low_shot", {"fractions": [0]}, r"fractions\.0: .* greater than 0"),
-        ("low_shot", {"shots": []}, "neither shots nor fractions"),
-        ("accuracy", {"shots": [-1]}, r"shots\.0: .* greater than 0"),
-        ("linear_probe", {"learning_rates": []}, "learning_rates: .* at least 1 item"),
-        ("linear_probe", {"learning_rates": [0.1, -0.1]}, r"learning_rates\.1: .* greater than 0"),
-    ],
-)
-def test_lists_that_make_no_sense_are_one_line(protocol: str, settings: dict, message: str) -> None:
-    with pytest.raises(UserError, match=f"^{protocol}: {message}") as error:
-        load_evaluation(protocol, "large", settings)
-    assert "\n" not in str(error.value)
+def made_before_the_norm(folder: Path) -> dict[str, Path]:
+    """Features of one block."""
+    numbers, how = blobs(60, 12, 6, 0), {"norm": False, "blocks": 1}
+    return {
+        split: store(folder / f"{split}.safetensors", *numbers, **how)
+        for split in ("train", "test")
+    }
 
 
 def test_features_of_another_encoder_leave_what_was_there(
@@ -191,6 +145,12 @@ def test_features_of_another_encoder_leave_what_was_there(
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"none\.safetensors: no such features file; make it with"):
         evaluate(rank, config=resolved(given(job, test=missing), Clustering()))
+    blocks = Knn(norm=False, blocks=4)
+    with pytest.raises(UserError, match=r"train\.safetensors: made of 1 blocks, not 4"):
+        evaluate(
+            rank,
+            config=resolved(given(job, **made_before_the_norm(missing.parent / "raw")), blocks),
+        )
     other = store(missing.with_name("o.safetensors"), *blobs(9, 12, 6, 1), encoder_sha256="f" * 64)
     with pytest.raises(UserError, match=r"o\.safetensors: encoder_sha256 differs; extract"):
         evaluate(rank, config=resolved(given(job, test=other), Knn()))
@@ -213,23 +173,3 @@ def test_every_protocol_is_declared() -> None:
         assert declared.split_names or not declared.inputs()
         assert all(load_evaluation(needed, "tiny") for needed in declared.needs)
         assert protocol.minutes > 0
-
-
-def test_umap_is_reproducible(tmp_path: Path, job: EvaluationJob, rank: Rank) -> None:
-    features, labels = blobs(60, 8, 3, 0, spread=0.1)
-    test = store(tmp_path / "t.safetensors", features, labels, class_names=["a", "b", "c"])
-    points, chosen = [], labels[labels != 1]
-    for number in range(2):
-        one = replace(given(job, test=test), out=tmp_path / f"{number}.json")
-        assert Umap(classes=("c", "a")).evaluate(rank, one) == {"samples": len(chosen)}
-        points.append(load_file(tmp_path / f"{number}.safetensors"))
-    first = points[0]["points"]
-    assert first.shape == (len(chosen), 2) and np.isfinite(first).all()
-    assert np.array_equal(first, points[1]["points"])
-    assert np.array_equal(points[0]["labels"], chosen)
-    # Classes that lie far apart do so in the plane.
-    centers = np.stack([first[chosen == c].mean(0) for c in (0, 2)])
-    own = np.linalg.norm(first - centers[chosen // 2], axis=1).mean()
-    assert np.linalg.norm(centers[0] - centers[1]) > own
-    with pytest.raises(UserError, match="neighbors 60 needs more than the 60 samples"):
-        Umap(neighbors=60).evaluate(rank, given(job, test=test))

@@ -15,10 +15,10 @@ from maect.data.index import open_index
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.explore import ATLAS_BYTES, atlas, common_classes
 from maect.evaluate.features import extract
-from maect.evaluate.protocols import Explore, columns_of
+from maect.evaluate.protocols import Explore, Umap, columns_of
 from maect.evaluate.store import open_features
 
-from .conftest import Rank
+from .conftest import Rank, blobs, store
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +111,23 @@ def test_pictures_fit_into_a_report_whatever_they_show() -> None:
     assert len(atlas(noise)) <= 2 * ATLAS_BYTES  # nothing is worse than noise
     smooth = np.broadcast_to(np.arange(64, dtype=np.uint8)[:, None], (9, 64, 64))
     assert len(atlas(np.stack([smooth] * 3, axis=-1))) < ATLAS_BYTES
+
+
+def test_umap_is_reproducible(tmp_path: Path, rank: Rank) -> None:
+    features, labels = blobs(60, 8, 3, 0, spread=0.1)
+    test = store(tmp_path / "t.safetensors", features, labels, class_names=["a", "b", "c"])
+    points, chosen = [], labels[labels != 1]
+    for number in range(2):
+        one = EvaluationJob(tmp_path, tmp_path / f"{number}.json", {"test": test})
+        assert Umap(classes=("c", "a")).evaluate(rank, one) == {"samples": len(chosen)}
+        points.append(load_file(tmp_path / f"{number}.safetensors"))
+    first = points[0]["points"]
+    assert first.shape == (len(chosen), 2) and np.isfinite(first).all()
+    assert np.array_equal(first, points[1]["points"])
+    assert np.array_equal(points[0]["labels"], chosen)
+    # Classes that lie far apart do so in the plane.
+    centers = np.stack([first[chosen == c].mean(0) for c in (0, 2)])
+    own = np.linalg.norm(first - centers[chosen // 2], axis=1).mean()
+    assert np.linalg.norm(centers[0] - centers[1]) > own
+    with pytest.raises(UserError, match="neighbors 60 needs more than the 60 samples"):
+        Umap(neighbors=60).evaluate(rank, one)

@@ -58,7 +58,17 @@ def test_agrees_with_scikit_learn(
         assert row["accuracy"] == pytest.approx(np.mean(right), abs=1e-9)
         if (row["k"], row["temperature"]) == (10, 0.07):
             ends = [float(end[0]) for end in intervals(right[:, None])]
+    held = held_out_by_content(train.labels, train.contents())
+    assert 15 < held.sum() < 45
+    for row in rows:
+        k, inner = row["k"], x[~held]
+        ordered = -np.sort(-cosines(inner, x[held]), axis=1)
+        clear(ordered[:, k - 1 : k + 1], 1e-6)
+        predicted = reference(inner, train.labels[~held], x[held], k, row["temperature"])
+        assert row["held_out"] == pytest.approx(100 * np.mean(predicted == train.labels[held]))
     name = "knn_standardized" if standardized else "knn"
+    first = max(rows, key=lambda row: row["held_out"])
+    assert metrics[f"{name}_held_out"] == first["accuracy"] <= metrics[f"{name}_best"]
     (paper,) = [row["accuracy"] for row in rows if (row["k"], row["temperature"]) == (10, 0.07)]
     assert metrics[name] == paper
     assert [metrics[f"{name}_{end}"] for end in ("low", "high")] == pytest.approx(ends)
@@ -173,32 +183,6 @@ def test_votes_do_not_overflow() -> None:
     assert vote(similarity, labels, 1e4).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("standardized", [False, True])
-def test_held_out_training_images_choose(
-    job: EvaluationJob, rank: Rank, standardized: bool
-) -> None:
-    train, test = open_features(job.path("train")), open_features(job.path("test"))
-    metrics = Knn().evaluate(rank, job)
-    held = held_out_by_content(train.labels, train.contents())
-    assert 15 < held.sum() < 45
-    x, y = train.all() + 0, test.all() + 0
-    if standardized:
-        scaler = StandardScaler().fit(x)
-        x, y = scaler.transform(x), scaler.transform(y)
-    rows = [row for row in metrics["sweep"] if row["standardized"] == standardized]
-    for row in rows:
-        k, inner = row["k"], x[~held]
-        ordered = -np.sort(-cosines(inner, x[held]), axis=1)
-        clear(ordered[:, k - 1 : k + 1], 1e-6)
-        predicted = reference(inner, train.labels[~held], x[held], k, row["temperature"])
-        assert row["held_out"] == pytest.approx(100 * np.mean(predicted == train.labels[held]))
-    best = max(row["held_out"] for row in rows)
-    first = next(row for row in rows if row["held_out"] == best)
-    name = "knn_standardized" if standardized else "knn"
-    assert metrics[f"{name}_held_out"] == first["accuracy"]
-    assert metrics[f"{name}_held_out"] <= metrics[f"{name}_best"]
-
-
 def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path: Path, rank: Rank) -> None:
     """Names follow time: a tenth by name is one block. Equal images stay on one side."""
     features, labels = blobs(400, 6, 4, 3)
@@ -223,14 +207,6 @@ def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path: Path, ra
     k, temperature = scores["knn_held_out"].chosen.removeprefix("k ").split(", T ")
     best = max(row["held_out"] for row in tried.values())
     assert tried[int(k), float(temperature)]["held_out"] == best
-
-
-def test_features_of_an_earlier_version_have_digests_of_names(tmp_path: Path) -> None:
-    features, labels = blobs(60, 4, 2, 0)
-    file = open_features(store(tmp_path / "x.safetensors", features, labels))
-    held = held_out_by_content(labels, file.contents())
-    by_name = np.argsort(file.names())[: held.sum()]
-    assert not np.array_equal(np.flatnonzero(held), np.sort(by_name))
 
 
 def test_without_a_second_image_of_a_class_nothing_is_held_out(tmp_path: Path, rank: Rank) -> None:

@@ -9,14 +9,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from maect.answers.classes import read_classifier
-from maect.core.errors import UserError
 from maect.data.index import ID, open_index
 from maect.data.transforms import normalize
 from maect.evaluate import load_evaluation, probe_training
 from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.linear_probe import Heads, refiner_forms, representations
+from maect.evaluate.linear_probe import Heads, refiner_forms
 from maect.evaluate.probe_training import ProbeTask
 from maect.evaluate.protocols import LinearProbe, epoch_ends
 from maect.train.stage import schedule
@@ -26,14 +25,9 @@ from .conftest import Rank, resolved
 from .margins import clear
 
 SETTINGS = LinearProbe(
-    epochs=4,
-    batch_size=32,
-    warmup_epochs=1,
-    learning_rates=(8.0, 0.8, 0.08),
-    crop_scale=(0.6, 1.0),
-    flip=0.0,
-    precision="fp32",
-)
+    epochs=4, batch_size=32, warmup_epochs=1, learning_rates=(8.0, 0.8, 0.08),
+    crop_scale=(0.6, 1.0), flip=0.0, precision="fp32",
+)  # fmt: skip
 
 
 def job_of(images: Path, out: Path) -> EvaluationJob:
@@ -176,25 +170,6 @@ def test_json_and_requeue(images: Path, tmp_path: Path, rank: Rank) -> None:
     assert not (tmp_path / ".linear_probe.state").exists()
 
 
-def test_wrong_input(images: Path, tmp_path: Path, rank: Rank) -> None:
-    job = job_of(images, tmp_path / "linear_probe.json")
-    huge = SETTINGS.model_copy(update={"batch_size": 1024})
-    with pytest.raises(UserError, match="4 epochs of 150 images are less than one batch of 1024"):
-        huge.evaluate(rank, job)
-    with pytest.raises(UserError, match="lacks the input 'train'"):
-        SETTINGS.evaluate(rank, EvaluationJob(job.run, job.out))
-
-
-def test_an_encoder_read_by_cls_is_also_probed_by_the_mean_alone() -> None:
-    encoding = SimpleNamespace(
-        settings=SimpleNamespace(width=8), blocks=2, pooling="cls", other="mean"
-    )
-    columns = representations(encoding)  # type: ignore[arg-type]
-    assert columns["concat_cls_mean"] == slice(8, 24) and columns["concat_mean"] == slice(16, 24)
-    encoding.pooling, encoding.other = "mean", "cls"
-    assert "concat_mean" not in representations(encoding)  # type: ignore[arg-type]
-
-
 def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, rank: Rank) -> None:
     """Each as if it were trained alone: the same features, the same initial weights."""
     together = SETTINGS.model_copy(update={"concat": True})
@@ -214,28 +189,6 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
         expected = pytest.approx(plain[f"linear_probe{alone}"], abs=border)
         assert metrics[f"concat_1{mine}"] == expected
     assert metrics["concat_1_best_by_epoch"] == pytest.approx(plain["best_by_epoch"], abs=border)
-    # Two blocks, written with modules: BatchNorm, Linear and SGD of one rate.
-    train, test = open_index(job.path("train")), open_index(job.path("test"))
-    encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"), blocks=2)
-    torch.manual_seed(0)
-    linear = torch.nn.Linear(32, 10)
-    weight = torch.empty(3, 320)
-    torch.nn.init.trunc_normal_(weight, std=0.01, generator=torch.Generator().manual_seed(0))
-    linear.weight.data = weight[0].view(10, 32)
-    torch.nn.init.zeros_(linear.bias)
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(32, affine=False), linear)
-    optimizer = torch.optim.SGD(linear.parameters(), 1.0, 0.9)
-    for batch, cropped in crops(train, 18, encoding.settings.pixels):
-        x = encoding(cropped).clone()
-        optimizer.param_groups[0]["lr"] = schedule(batch.step, 18, 150 / 32)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), torch.from_numpy(batch.labels)).backward()
-        optimizer.step()
-    x_test, _ = all_images(test)
-    logits = model.eval()(encoding(x_test)).detach().numpy()
-    clear(logits, 1e-5)
-    accuracy = 100 * float(np.mean(logits.argmax(1) == test.labels))
-    assert metrics["concat_2_last_by_rate"]["8.0"] == pytest.approx(accuracy, abs=1e-6)
 
 
 def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
@@ -331,63 +284,18 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
     assert metrics["linear_probe_held_out"] <= metrics["linear_probe"]
 
 
-def test_refiners_probes_have_the_authors_settings() -> None:
+def test_refiners_forms_are_four_columns_each_with_thirteen_rates() -> None:
     _, settings = load_evaluation("linear_probe_refiner", "large")
-    rates = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-    assert isinstance(settings, LinearProbe) and settings.learning_rates == rates
-    assert (settings.epochs, settings.batch_size, settings.momentum) == (50, 1024, 0.9)
-    assert settings.warmup_epochs == settings.epochs / 10 and settings.refiner
+    assert isinstance(settings, LinearProbe) and settings.refiner
     encoding = SimpleNamespace(settings=SimpleNamespace(width=8, class_token=True), blocks=4)
     columns = refiner_forms(encoding)  # type: ignore[arg-type]
-    assert len(columns) * len(rates) == 52
+    assert len(columns) * len(settings.learning_rates) == 52
     widths = {form: len(range(*part.indices(80))) for form, part in columns.items()}
     assert widths == {"output_cls": 8, "output_cls_mean": 16, "last_cls": 32, "last_cls_mean": 64}
     encoding.settings.class_token = False  # CrossMAE: its patch mean in place of [CLS]
     assert list(refiner_forms(encoding)) == ["output_mean", "last_mean"]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="concat and refiner are two choices"):
         LinearProbe(concat=True, refiner=True)
-
-
-def modules_of(heads: Heads, rates: list[float], batches, factors, momentum: float):
-    """Each head as its own modules under autograd and torch's SGD."""
-    _, classes, width = heads.weight.shape
-    models = []
-    for number, rate in enumerate(rates):
-        linear = torch.nn.Linear(width, classes)
-        linear.weight.data = heads.weight[number].detach().clone()
-        torch.nn.init.zeros_(linear.bias)
-        model = torch.nn.Sequential(torch.nn.BatchNorm1d(width, affine=False), linear).double()
-        optimizer = torch.optim.SGD(linear.parameters(), rate, momentum)
-        for (features, labels), factor in zip(batches, factors, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * factor
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(features.double()), labels).backward()
-            optimizer.step()
-        models.append(model.eval())
-    return models
-
-
-def test_heads_train_like_separate_modules() -> None:
-    torch.manual_seed(0)
-    rates, momentum = [2.0, 0.5, 0.01], 0.9
-    heads = Heads(7, 5, rates, momentum, 3, torch.device("cpu"))
-    batches = [(3 * torch.randn(32, 7) + 1, torch.randint(5, (32,))) for _ in range(25)]
-    factors = [schedule(step, 25, 4) for step in range(25)]
-    models = modules_of(heads, rates, batches, factors, momentum)
-    for (features, labels), factor in zip(batches, factors, strict=True):
-        heads.step(features, labels, factor)
-    for number, model in enumerate(models):
-        norm, linear = model
-        torch.testing.assert_close(
-            heads.weight[number].double(), linear.weight, rtol=1e-4, atol=1e-5
-        )
-        torch.testing.assert_close(heads.bias[number].double(), linear.bias, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(heads.mean.double(), norm.running_mean, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(heads.var.double(), norm.running_var, rtol=1e-5, atol=1e-6)
-        features = torch.randn(200, 7)
-        expected = model(features.double())
-        clear(expected.detach(), 1e-5)
-        assert torch.equal(heads.predict(features)[:, number], expected.argmax(1))
 
 
 def test_loss_is_the_cross_entropy_before_the_update() -> None:

@@ -15,7 +15,6 @@ from maect.evaluate.real import read_real, real_labels_of, real_sha256
 
 from .conftest import Rank, blobs, given, resolved, store
 from .test_attentive_probe import SETTINGS as ATTENTIVE
-from .test_efficient_probe import SETTINGS as EFFICIENT
 from .test_lars_linear_probe import SETTINGS as LARS
 from .test_linear_probe import SETTINGS as LINEAR
 from .test_linear_probe import job_of
@@ -96,9 +95,7 @@ def real_of(shards: Path) -> list[list[int]]:
 
 PROBES = [
     LINEAR.model_copy(update={"held_out": 0.2, "epochs": 3}),
-    LINEAR.model_copy(update={"concat": True, "epochs": 3}),
     LARS.model_copy(update={"held_out": 0.2}),
-    EFFICIENT,
     ATTENTIVE,
 ]
 

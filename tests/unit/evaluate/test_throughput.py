@@ -14,7 +14,6 @@ from maect.models.weights import save_encoder
 from maect.recipes import Encoder, Pixels
 from maect.report.tables import paper_table
 from maect.stages import load_recipe
-from maect.train import engine
 
 from .conftest import Rank
 
@@ -28,41 +27,7 @@ CPU = torch.device("cpu")
 STAGES = {"pretrain", "head", "tune", "head_aug", "tune_aug"}
 
 
-def test_every_stage_and_method_is_measured(tmp_path: Path, rank: Rank) -> None:
-    save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
-    job = EvaluationJob(tmp_path, tmp_path / "out.json")
-    settings = Throughput(size="tiny", batch_size=2, warmup=1, repeats=2, images=3600)
-    metrics = settings.evaluate(rank, job)
-    names = {*STAGES, "pretrain_plain_attention", "tune_masked", *METHODS}
-    assert set(metrics["samples_per_second"]) == names
-    for name in names:
-        slow, middle, fast = (
-            metrics[key][name] for key in ("slowest", "samples_per_second", "fastest")
-        )
-        assert 0 < slow <= middle <= fast
-    speed, hours = metrics["samples_per_second"], metrics["device_hours"]
-    # 45 epochs of 3,600 images.
-    assert hours["pretrain"] == pytest.approx(45 / speed["pretrain"])
-    assert set(hours) == {*STAGES, "maect"}
-    assert hours["maect"] == pytest.approx(hours["pretrain"] + hours["head"] + hours["tune"])
-    assert metrics["flash_gain"] == pytest.approx(
-        100 * (speed["pretrain"] / speed["pretrain_plain_attention"] - 1)
-    )
-    # Models of others were not published at this size, and a CPU has no largest batch.
-    assert set(metrics["model_hours"]) == {"tiny"}
-    assert metrics["model_hours"]["tiny"] == {
-        "mae": hours["pretrain"],
-        "ct_min": hours["maect"],
-        "ct_aug": pytest.approx(hours["pretrain"] + hours["head_aug"] + hours["tune_aug"]),
-    }
-    assert not {"grafting_ratio", "tune_fits", "tune_masked_fits"} & set(metrics)
-    with pytest.raises(UserError, match="batch_size 3 does not divide the queue_size 1024 of head"):
-        Throughput(size="tiny", batch_size=3).evaluate(rank, job)
-    with pytest.raises(UserError, match="recipes of size large do not fit"):
-        Throughput(batch_size=4).evaluate(rank, job)
-
-
-def test_models_of_others_cost_their_steps_and_epochs(
+def test_every_stage_and_method_is_measured(
     tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = (
@@ -73,19 +38,45 @@ def test_models_of_others_cost_their_steps_and_epochs(
     )
     monkeypatch.setattr(throughput, "PUBLISHED", {"tiny": models})
     save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
+    job = EvaluationJob(tmp_path, tmp_path / "out.json")
     settings = Throughput(size="tiny", batch_size=2, warmup=1, repeats=2, images=3600)
-    metrics = settings.evaluate(rank, EvaluationJob(tmp_path, tmp_path / "out.json"))
-    speed, found = metrics["samples_per_second"], metrics["model_hours"]
-    assert {"mae", "mae tiny2", "msn", "msn tiny2"} <= set(speed)
-    assert found["tiny"]["mae_public"] == pytest.approx(50 / speed["mae"])
+    metrics = settings.evaluate(rank, job)
+    speed, hours = metrics["samples_per_second"], metrics["device_hours"]
+    others = {"mae", "mae tiny2", "msn tiny2"}
+    assert {*STAGES, "pretrain_plain_attention", "tune_masked", *METHODS, *others} == {*speed}
+    for name in speed:
+        slow, middle, fast = (
+            metrics[key][name] for key in ("slowest", "samples_per_second", "fastest")
+        )
+        assert 0 < slow <= middle <= fast
+    # 45 epochs of 3,600 images.
+    assert hours["pretrain"] == pytest.approx(45 / speed["pretrain"])
+    assert set(hours) == {*STAGES, "maect"}
+    assert hours["maect"] == pytest.approx(hours["pretrain"] + hours["head"] + hours["tune"])
+    assert metrics["flash_gain"] == pytest.approx(
+        100 * (speed["pretrain"] / speed["pretrain_plain_attention"] - 1)
+    )
     grafted = 50 / speed["mae"] + 30 / speed["moco_v3"]
-    assert found["tiny"]["layer_grafting"] == pytest.approx(grafted)
-    assert found["tiny2"] == {
-        "msn": pytest.approx(20 / speed["msn tiny2"]),
-        "mae_public": pytest.approx(10 / speed["mae tiny2"]),
+    assert metrics["model_hours"] == {
+        "tiny": {
+            "mae": hours["pretrain"],
+            "ct_min": hours["maect"],
+            "ct_aug": pytest.approx(hours["pretrain"] + hours["head_aug"] + hours["tune_aug"]),
+            "mae_public": pytest.approx(50 / speed["mae"]),
+            "layer_grafting": pytest.approx(grafted),
+        },
+        "tiny2": {
+            "msn": pytest.approx(20 / speed["msn tiny2"]),
+            "mae_public": pytest.approx(10 / speed["mae tiny2"]),
+        },
     }
-    tuning = metrics["device_hours"]["head"] + metrics["device_hours"]["tune"]
+    tuning = hours["head"] + hours["tune"]
     assert metrics["grafting_ratio"] == pytest.approx(30 / speed["moco_v3"] / tuning)
+    assert not {"tune_fits", "tune_masked_fits"} & set(metrics)  # a CPU has no largest batch
+    with pytest.raises(UserError, match="batch_size 3 does not divide the queue_size 1024 of head"):
+        Throughput(size="tiny", batch_size=3).evaluate(rank, job)
+    with pytest.raises(UserError, match="recipes of size large do not fit"):
+        Throughput(batch_size=4).evaluate(rank, job)
 
 
 def test_published_models_are_those_of_table_17() -> None:
@@ -139,44 +130,6 @@ def test_a_gpu_tells_how_much_of_a_batch_fits(
     assert metrics["tune_fits"] == 64 / whole and metrics["tune_masked_fits"] == 128 / whole
     # A batch that was given says nothing of the largest.
     assert "tune_fits" not in Throughput(size="tiny", batch_size=8).evaluate(rank, job)
-
-
-def test_plain_attention_is_used_where_it_is_asked_for(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And no block is compiled: compiled ones would keep the kernel of the first measurement."""
-    stage, used, asked = load_recipe("mae", "tiny"), [], []
-    kernel, decide = torch.nn.attention.sdpa_kernel, engine.is_to_be_compiled
-    monkeypatch.setattr(
-        engine, "is_to_be_compiled", lambda *given: asked.append(given[3].compile) or decide(*given)
-    )
-
-    def noted(backend):
-        used.append(backend)
-        return kernel(backend)
-
-    monkeypatch.setattr(throughput, "sdpa_kernel", noted)
-    for plain in (False, True):
-        objective = stage.objective(SMALL, 0)
-        with engine.single_rank_group(rank) as device:
-            throughput.stage_seconds(stage, objective, device, 2, 1, plain_attention=plain)
-        assert used == [torch.nn.attention.SDPBackend.MATH] * plain
-    assert asked == [False, False]
-
-
-def test_steps_train_what_the_stage_trains(rank: Rank) -> None:
-    stage = load_recipe("ct_min", "tiny")
-    objective = stage.objective(SMALL, 0)
-    with engine.single_rank_group(rank) as device:
-        for batch in (8, 16):  # another engine takes the same weights over
-            before = {name: p.detach().clone() for name, p in objective.named_parameters()}
-            throughput.stage_seconds(stage, objective, device, batch, 2)
-            after = dict(objective.named_parameters())
-    assert not torch.distributed.is_initialized()
-    # Peak rates of the first groups may be tiny, but no trained weight stands still.
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert "encoder.blocks.3.attn.qkv.weight" in moved and "head.predictor.0.weight" in moved
-    assert not any(name.startswith(("encoder.blocks.0", "encoder.patch_embed")) for name in moved)
 
 
 def test_a_method_passes_the_views_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

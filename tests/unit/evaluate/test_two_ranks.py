@@ -9,17 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maect.core.files import read_record
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import extract
-from maect.evaluate.protocols import EffectiveInvariance, Knn, KnnPerBlock, Robustness
+from maect.evaluate.protocols import EffectiveInvariance, Knn, KnnPerBlock, PatchKnn, Robustness
 from maect.evaluate.store import open_features
 
 from .conftest import Rank, resolved
 from .test_attentive_probe import SETTINGS as ATTENTIVE
 from .test_color_histogram import SETTINGS as HISTOGRAM
+from .test_dense import drawn
+from .test_dense import job_of as masked_job
 from .test_efficient_probe import SETTINGS as EFFICIENT
 from .test_linear_probe import SETTINGS
+from .test_patch_linear import SETTINGS as PATCHES
+
+__all__ = ["drawn"]  # a fixture
 
 SCRIPT = """
 import json, sys
@@ -52,6 +58,9 @@ PROTOCOLS = (
     KnnPerBlock(precision="fp32"),
 )
 
+# These read masks. A pixel may lie between two neighbours or classes.
+MASKED = (PatchKnn(neighbours=(1, 3)), PATCHES)
+
 ACCURACIES = {
     "linear_probe", "linear_probe_last", "efficient_probe", "efficient_probe_last", "val",
     "agreement_rotation", "agreement_color", "attentive_probe", "attentive_probe_cls",
@@ -59,7 +68,7 @@ ACCURACIES = {
 }  # fmt: skip
 
 
-def test_world_size_changes_nothing(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_world_size_changes_nothing(images: Path, drawn: Path, tmp_path: Path, rank: Rank) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run, shards = images / "runs" / "mae", images / "shards"
     alone, together = tmp_path / "alone", tmp_path / "together"
@@ -79,25 +88,25 @@ def test_world_size_changes_nothing(images: Path, tmp_path: Path, rank: Rank) ->
     )
     evaluate(rank, config=resolved(job(tmp_path / "probe.json"), SETTINGS))
     configs = [resolved(job(together / f"{p.name}.json"), p) for p in PROTOCOLS]
+    configs += [resolved(masked_job(drawn, together / f"{p.name}.json"), p) for p in MASKED]
     configs.append(resolved(nearest, Knn()))
     arguments = [Path(__file__).parent.parent, images, together, *configs]
+    words = [sys.executable, "-c", SCRIPT]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, number, *map(str, arguments)], env=environment
-        )
+        subprocess.Popen([*words, number, *map(str, arguments)], env=environment)
         for number in ("0", "1")
     ]
     try:
         for split in ("train", "val"):
             extract(
-                rank,
-                encoder=run / "encoder.safetensors",
-                shards=shards / split,
-                out=alone / f"{split}.safetensors",
-                resize=16,
-            )
+                rank, encoder=run / "encoder.safetensors", shards=shards / split,
+                out=alone / f"{split}.safetensors", resize=16,
+            )  # fmt: skip
         for protocol in PROTOCOLS:
             evaluate(rank, config=resolved(job(alone / f"{protocol.name}.json"), protocol))
+        for masked in MASKED:
+            config = resolved(masked_job(drawn, alone / f"{masked.name}.json"), masked)
+            evaluate(rank, config=config)
         assert [process.wait(480) for process in ranks] == [0, 0]
     finally:
         for process in ranks:
@@ -122,4 +131,7 @@ def test_world_size_changes_nothing(images: Path, tmp_path: Path, rank: Rank) ->
                 assert a[key] == pytest.approx(b[key], abs=1 / 70 + 1e-9)
             elif "best" not in key and not key.startswith("concat"):
                 assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-3), (name, key)
+    for name in (protocol.name for protocol in MASKED):
+        one, two = (read_record(p / f"{name}.json")["metrics"][name] for p in (alone, together))
+        assert one == pytest.approx(two, abs=1)
     assert (together / "knn.json").exists()

@@ -18,9 +18,13 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(
-    ["maect.train.trainer", "maect.stages.objectives", "deepspeed", "torch.utils.tensorboard"]
-)
+# Beside what a rank names, what DeepSpeed imports as late as its first engine: two seconds each.
+PRELOAD = [
+    "maect.train.trainer", "maect.stages.objectives", "deepspeed", "torch.utils.tensorboard",
+    "deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.stage3",
+    "deepspeed.module_inject.auto_ep_layer", "torch._inductor.compile_fx",
+]  # fmt: skip
+_server.set_forkserver_preload(PRELOAD)
 
 
 @dataclass

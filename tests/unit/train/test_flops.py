@@ -46,9 +46,9 @@ CASES = {
 }  # fmt: skip
 
 
-def counted(objective, images, order=None):
+def counted(objective, images, lookups, order=None):
     """Operations of a step, by PyTorch; of images [v, 4, 3, s, s] by size."""
-    ids, neighbors = torch.arange(4), torch.zeros(6, 4, dtype=torch.int64)
+    ids, neighbors = torch.arange(4), torch.zeros(lookups, 4, dtype=torch.int64)
     # The plain kernel: the fused ones compute the scores again in the backward pass.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         objective(Views(images, order, ids, ids, neighbors))[0].backward()
@@ -71,7 +71,7 @@ def test_as_counted_by_torch(case, tmp_path):
         source = tmp_path
     objective, views = stage.build(SHAPE, 0, source), stage.views
     order = torch.rand(views, 4, SHAPE.patches).argsort(2) if stage.mask_ratio else None
-    found = counted(objective, views_of((views, 20)), order)
+    found = counted(objective, views_of((views, 20)), views, order)
     assert found == 4 * stage.flops_per_image(SHAPE)
 
 
@@ -96,7 +96,7 @@ def test_refinement_as_counted_by_torch(case):
     values = {"batch_size": 4, "precision": "fp32"} | local | changes | head
     stage = load_recipe(name, "base", values)
     sizes = ((2, 20), (3, 8)) if local else ((2, 20),)
-    found = counted(stage.objective(SHAPE, 0), views_of(*sizes))
+    found = counted(stage.objective(SHAPE, 0), views_of(*sizes), 6)
     assert found == 4 * stage.flops_per_image(SHAPE)
 
 
@@ -107,7 +107,7 @@ def test_local_views_of_a_head_as_counted_by_torch(changes):
         batch_size=4, precision="fp32", local_size=8, local_views=3, read=(1, 4),
         head=HEAD | changes,
     )  # fmt: skip
-    found = counted(stage.objective(SHAPE, 0), views_of((2, 20), (3, 8)))
+    found = counted(stage.objective(SHAPE, 0), views_of((2, 20), (3, 8)), 2)
     assert found == 4 * stage.flops_per_image(SHAPE)
 
 
