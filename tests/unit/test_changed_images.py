@@ -29,13 +29,7 @@ from maect.experiment import Experiment, load
 from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.pipeline import Asked
 from maect.experiment.resolve import features_config, run_config
-from maect.experiment.start import (
-    PendingJob,
-    changed_images,
-    other_shards,
-    prepare,
-    shards_of,
-)
+from maect.experiment.start import PendingJob, changed_images, other_shards, prepare, shards_of
 from maect.records import RunRecord
 from maect.stages.run import resize_of
 

@@ -44,16 +44,6 @@ def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     assert tables.count("<table>") > 10 and "MAE-CT min" in tables
 
 
-def test_the_index_of_results_names_every_page() -> None:
-    results = ROOT / "docs/results"
-    index = results / "README.md"
-    links = re.findall(r"\]\(([^)#]+)", index.read_text(encoding="utf-8"))
-    pages = {*results.glob("*.md"), *results.glob("*/README.md")}
-    pages -= {index, results / "sources/README.md"}
-    own = {results / link for link in links if link.endswith(".md") and not link.startswith("..")}
-    assert own == pages
-
-
 def commands(text: str) -> list[list[str]]:
     """Words of the `maect` commands in code blocks, whose lines a backslash may join."""
     text = text.replace("\\\n", " ")

@@ -9,13 +9,7 @@ import pytest
 
 from maect.core.entries import entries, finished_entries, line_of
 from maect.core.errors import UserError
-from maect.core.files import (
-    atomic_write,
-    read_record,
-    seek_record,
-    write_json,
-    write_record,
-)
+from maect.core.files import atomic_write, read_record, seek_record, write_json, write_record
 from maect.records import RunRecord, checked_sha256
 
 

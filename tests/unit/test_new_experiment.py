@@ -27,13 +27,7 @@ from maect.experiment.profile import find_profile
 from maect.experiment.start import missing_images
 from maect.launch.progress import rough
 from maect.tools.dry_run import jobs_to_run
-from maect.tools.new_experiment import (
-    evaluated,
-    flow,
-    new_experiment,
-    outlook,
-    without_training,
-)
+from maect.tools.new_experiment import evaluated, flow, new_experiment, outlook, without_training
 from maect.tools.own_images import choose_validation, find_splits, inspect_images
 from maect.tools.own_training import FEWEST_STEPS, HOUR, PROBES, average_for
 from maect.tools.plan import Device, all_jobs, make_plan, wall
@@ -56,13 +50,13 @@ def own(tmp_path: Path) -> Path:
     return colours(tmp_path / "own", 220, 32)
 
 
-def colours(folder: Path, count: int, *side: int, classes: int = 0) -> Path:
+def colours(folder: Path, count: int, *side: int, classes: int = 0, ending: str = "png") -> Path:
     """Images of one colour each, in one folder or in classes in turn."""
     for number in range(count):
         inside = folder / str(number % classes) if classes else folder
         inside.mkdir(parents=True, exist_ok=True)
         image = Image.new("RGB", (side[0], side[-1]), (number % 256, 0, 0))
-        image.save(inside / f"{number:03}.png")
+        image.save(inside / f"{number:03}.{ending}")
     return folder
 
 
@@ -216,7 +210,8 @@ def test_without_labels(own, tmp_path):
 
 
 def test_large_images_get_a_large_encoder(tmp_path):
-    new_experiment(colours(tmp_path / "photos", 220, 640, 200, classes=2), tmp_path / "mine.yaml")
+    folder = colours(tmp_path / "photos", 220, 640, 200, classes=2, ending="jpg")
+    new_experiment(folder, tmp_path / "mine.yaml")
     encoder = load(str(tmp_path / "mine.yaml")).runs["mae_base"].encoder
     assert (encoder.image_size, encoder.patch_size) == (192, 16)
 
@@ -261,7 +256,7 @@ def test_quick_is_an_hour_by_plans_own_count(photos, tmp_path, speed, shape):
 
 def test_public_weights_are_tuned_within_the_hour(tmp_path):
     out = tmp_path / "mine.yaml"
-    folder = colours(tmp_path / "photos", 900, 240, classes=2)
+    folder = colours(tmp_path / "photos", 900, 240, classes=2, ending="jpg")
     text = new_experiment(folder, out, "mae_base", quick=at(2.5e11))
     experiment = load(str(out))
     tune = experiment.runs["ct_min_base"].settings

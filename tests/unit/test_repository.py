@@ -63,8 +63,7 @@ def test_address_and_names_are_in_one_place(tmp_path: Path) -> None:
     filled = filled.replace("  - name: The maect authors", "  - {family-names: B, given-names: A}")
     assert filled.count("a.org") == 1
     (tmp_path / "CITATION.cff").write_text(filled)
-    packaging = runpy.run_path(str(ROOT / "setup.py"))
-    cited = packaging["cited"]
+    cited = runpy.run_path(str(ROOT / "setup.py"))["cited"]
     told = cited(tmp_path / "CITATION.cff")
     assert told["author"] == "A B" and told["project_urls"]["Source"] == "https://a.org/b"
     assert cited(ROOT / "CITATION.cff") == {"author": "The maect authors", "project_urls": {}}

@@ -213,25 +213,6 @@ def test_what_a_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"{run}: format 2, and this version of maect reads 1: use" in capsys.readouterr().err
 
 
-def test_only_what_was_edited_is_checked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, _ = written(tmp_path)
-    checked = []
-    monkeypatch.setattr(RunConfig, "check", lambda self, where: checked.append(where))
-    digest = RunConfig.read(run).digest
-    shutil.move(tmp_path / "runs", tmp_path / "moved")
-    run = tmp_path / "moved/ct/config.yaml"
-    RunConfig.read(run)
-    assert not checked
-    edit(run, "seed: 1", "seed: 1  # as it was")
-    RunConfig.read(run, submitted=digest)  # a rank: the command has checked it
-    assert not checked
-    RunConfig.read(run)
-    RunConfig.read(run, ["seed=2"])
-    assert checked == [str(run)] * 2
-
-
 def edit(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert text.count(old) == 1

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maect.core.files import read_record, write_record
+from maect.core.files import read_record
 from maect.core.settings import LocalPath
 from maect.core.stamps import (
     StampedFile,
     file_checksum,
     is_current,
-    known_record,
-    size_and_time,
     stamp_path,
     stamped,
 )
@@ -121,18 +119,6 @@ def test_a_stamp_names_what_it_is_of(tmp_path: Path) -> None:
     assert [str(stamp_path(Path(name))) for name in names] == [
         "runs/mae/done", "evaluations/mae/knn.on.birds.done", "tables/x.done",
     ]  # fmt: skip
-
-
-def test_what_is_read_of_records_and_files(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    assert known_record(record) == {} and size_and_time(record) is file_checksum(record) is None
-    write_record(record, {"n": 1})
-    assert known_record(record)["n"] == 1
-    write_record(record, {"n": 22})
-    assert known_record(record)["n"] == 22
-    for damaged in ("{", "[]"):
-        record.write_text(damaged)
-        assert known_record(record) == {}
 
 
 def experiment(folder: Path) -> Experiment:

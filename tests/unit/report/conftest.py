@@ -39,10 +39,10 @@ def evaluations(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Two real principal components of the digits, and their labels."""
+    """Two real principal components of a third of the digits, and their labels."""
     images, labels = load_digits(return_X_y=True)
     points = PCA(2, svd_solver="full").fit_transform(images)
-    return points.astype(np.float32), labels.astype(np.int64)
+    return points[::3].astype(np.float32), labels[::3].astype(np.int64)
 
 
 @pytest.fixture(scope="session")

@@ -10,13 +10,7 @@ from scipy import stats
 from maect.core.files import write_record
 from maect.records import RunRecord
 from maect.report.bounds import Bound, MeasuredModels, Model, Quantity, bound, compare, value
-from maect.report.claims import (
-    claims_table,
-    judge,
-    tables_of_runs,
-    tables_of_seeds,
-    tables_of_sets,
-)
+from maect.report.claims import claims_table, judge, tables_of_runs, tables_of_seeds, tables_of_sets
 from maect.report.configs import ReportConfig, ShownConfig
 from maect.report.main_page import report_page
 from maect.report.render import verdicts
@@ -337,11 +331,7 @@ def test_every_seed_is_read_by_the_evaluation_that_the_table_shows(result, evalu
     suffixes = ("", "-s1", "-s2")
     rows = [Row("base", m, [f"{m}{s}" for s in suffixes]) for m in ("mae", "ct")]
     shown = ShownConfig(
-        name="low_shot",
-        rows=rows,
-        evaluations=evaluations,
-        runs=tmp_path,
-        compare_with_paper=False,
+        name="low_shot", rows=rows, evaluations=evaluations, runs=tmp_path, compare_with_paper=False
     )
     table = build_table("low_shot", rows, evaluations, paper=False).set_index("method")
     assert table.at["ct", "low_shot_1pct"] == 60.0 and table.at["mae", "low_shot_1pct"] == 41.0

@@ -70,17 +70,6 @@ def test_the_readme_says_what_cifar10_measured() -> None:
     assert f"rose from {mae} to {colours} % with changed colours, and to {crops} % with" in text
 
 
-def test_what_is_not_finished_is_listed() -> None:
-    index = (RESULTS / "README.md").read_text(encoding="utf-8")
-    for name in PUBLISHED:
-        counts = read_json(RESULTS / name / "evaluations.json")
-        runs = pd.read_csv(RESULTS / name / "runs.csv")
-        is_finished = bool(runs["finished"].all()) and counts["made"] == counts["asked"]
-        if not is_finished:
-            assert f"| [{name}]({name}/runs.csv) | " in index
-            assert f" | {counts['made']} of {counts['asked']} | " in index
-
-
 @pytest.fixture
 def folder(tmp_path: Path, result, evaluations) -> Path:
     """A complete experiment of one encoder, three seeds of MAE and one of the others."""
