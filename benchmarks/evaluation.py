@@ -1,6 +1,6 @@
 """Speed of the evaluations against other implementations, as ratios within one run.
 
-    python benchmarks/evaluation.py [knn] [logistic] [probe] [clustering] [features] [--full]
+    python benchmarks/evaluation.py [knn] [logistic] [probe] [features] [--full]
 
 What is compared takes turns, several times, and medians are shown: seconds and ratios by the clock
 and of processor time, which say more on a machine that does something else meanwhile. Sizes are
@@ -77,9 +77,7 @@ def stored(folder: Path, rows: np.ndarray, labels: np.ndarray) -> Any:
 
 
 def knn(full: bool, folder: Path) -> None:
-    """Ours, faiss's flat index, and a chunked matmul with topk as DINO's evaluation does it."""
-    import torch
-
+    """Ours and faiss's flat index."""
     from maect.evaluate.knn import nearest
 
     n, q, width, k = (100_000, 50_000, 768, 20) if full else (20_000, 8_000, 768, 20)
@@ -88,16 +86,7 @@ def knn(full: bool, folder: Path) -> None:
     train = stored(folder, rows, labels)
     x, y = (part / np.linalg.norm(part, axis=1, keepdims=True) for part in (rows, queries))
 
-    def dino() -> np.ndarray:
-        train, chunk = torch.from_numpy(x).T, max(1, q // 100)
-        parts = torch.from_numpy(y).split(chunk)
-        found = [(p @ train).topk(k, largest=True, sorted=True)[1] for p in parts]
-        return torch.cat(found).numpy()
-
-    calls: Calls = {
-        "maect": lambda: nearest(train, queries, k, threads=CORES)[1],
-        "chunked matmul and topk (torch)": dino,
-    }
+    calls: Calls = {"maect": lambda: nearest(train, queries, k, threads=CORES)[1]}
     try:
         import faiss
 
@@ -191,93 +180,48 @@ def probe(full: bool, folder: Path) -> None:
         line(f"probe, {steps} steps of {size}: {name} rates", value, (value, times["1"]), target)
 
 
-def clustering(full: bool, folder: Path) -> None:
-    """Runs of mini-batch k-means on all cores against one."""
-    from maect.evaluate import clustering as ours
-    from maect.evaluate.protocols import Clustering
-
-    n, width, classes, runs = (50_000, 1024, 1000, 100) if full else (5_000, 384, 100, 8 * CORES)
-    rows, labels = blobs(n, width, classes, 0)
-    test = stored(folder, rows, labels)
-
-    def run(count: int, cores: int) -> None:
-        ours.cluster(test, np.arange(n), Clustering(runs=count), cores)
-
-    ours.SMALL = 0
-    run(CORES, CORES)  # other processes have started, as they have in a long job
-    # A few runs alone hold what is done once (reading, scaling, the silhouette).
-    calls: Calls = {
-        f"{count} {cores}": lambda count=count, cores=cores: run(count, cores)
-        for cores in {1, CORES}
-        for count in (1, runs + 1)
-    }
-    times, _ = medians(calls, 1 if full else 3)
-    one, many = (
-        Time(*(getattr(times[f"{runs + 1} {c}"], k) - getattr(times[f"1 {c}"], k)
-               for k in ("wall", "cpu")))
-        for c in (1, CORES)
-    )  # fmt: skip
-    line(f"k-means, {runs} runs of {n} x {width} x {classes}: one core", one)
-    print(
-        f"  {CORES} cores: {one.wall / many.wall:.2f} x by the clock  target >= {0.85 * CORES:.2f}"
-    )
-
-
 def features(full: bool, folder: Path) -> None:
     """Extraction from JPEG shards against the same encoder on the same images in memory."""
     import torch
-    from PIL import Image
+    from photographs import write_folder
 
+    from maect.core.context import Context
     from maect.data.index import open_index
     from maect.data.loader import evaluation_parts
     from maect.data.shards import shard
-    from maect.evaluate import features as ours
     from maect.evaluate.encoding import Encoding
+    from maect.evaluate.features import extract, part_ranges
     from maect.models.vit import build_encoder
     from maect.models.weights import save_encoder
     from maect.recipes import load_encoder
-    from maect.train.scores import BATCH
 
     count = 4096 if full else 96
-    rng = np.random.default_rng(0)
-    (folder / "images" / "a").mkdir(parents=True)
-    for number in range(count):
-        coarse = rng.integers(0, 256, (32, 40, 3)).astype(np.uint8)
-        picture = Image.fromarray(coarse).resize((500, 400), Image.Resampling.BICUBIC)
-        picture.save(folder / "images" / "a" / f"{number}.jpg", quality=90)
-    shard(folder / "images", folder / "shards", "folder", 1)
+    shard(write_folder(folder / "images", count), folder / "shards", "folder", 1)
     settings = load_encoder("base").model_copy(update={"width": 384, "heads": 6})
     (folder / "run").mkdir()
-    path = folder / "run" / "encoder.safetensors"
+    path, out = folder / "run" / "encoder.safetensors", folder / "features.safetensors"
     save_encoder(path, build_encoder(settings).state_dict(), settings, "cls")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, index = Encoding(path, device), open_index(folder / "shards")
-    parts = [r[s : s + BATCH] for r in ours.part_ranges(count)
-             for s in range(0, len(r), BATCH)]  # fmt: skip
-    pictures = [
-        images for images, _, _ in evaluation_parts(
-            index, image_size=224, parts=parts, threads=CORES, resize=None
-        )
-    ]  # fmt: skip
-
-    from maect.core.context import Context
+    parts = evaluation_parts(index, image_size=224, parts=part_ranges(count), threads=CORES)
+    pictures = [images for images, _, _ in parts]
 
     def forward() -> None:
         for images in pictures:
             model(images).cpu()
 
-    def extract() -> None:
-        for _ in ours._features(Context(CORES), index, model, 256, parts):  # what takes the time
-            pass
+    def extracted() -> None:
+        out.unlink(missing_ok=True)
+        extract(Context(CORES), encoder=path, shards=folder / "shards", out=out)
 
     forward()
-    times, _ = medians({"forward": forward, "extract": extract})
+    times, _ = medians({"forward": forward, "extract": extracted})
     line(f"encoder alone, {count} images of 224 (ViT-S/16, {device})", times["forward"])
     both = times["forward"], times["extract"]
     line("  feature extraction (x: of its throughput)", both[1], both, "target >= 0.95")
 
 
-ALL = {f.__name__: f for f in (knn, logistic, probe, clustering, features)}
+ALL = {f.__name__: f for f in (knn, logistic, probe, features)}
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ status says whether every target of docs/reference/loader.md is met.
 """
 
 import argparse
-import ctypes
 import os
 import resource
 import statistics
@@ -31,7 +30,6 @@ from maect.data import loader, native
 from maect.data.decode import decoder_name, render
 from maect.data.index import ID, Index, open_index
 from maect.data.loader import train_batches
-from maect.data.native.build import compile_c
 from maect.data.order import Order
 from maect.data.shards import shard
 from maect.data.transforms import random_crops
@@ -39,8 +37,6 @@ from maect.recipes import View
 
 SIZE = 224
 VIEW = View(crop_scale=(0.2, 1.0))
-LOCAL_SIZE = 96
-LOCAL = View(crop_scale=(0.05, 0.25), size=LOCAL_SIZE)
 BATCH = 50
 
 
@@ -88,48 +84,15 @@ class Samples:
             1,
         )  # fmt: skip
         self.out = np.zeros((2, 3, SIZE, SIZE), np.uint8)
-        self.small = np.stack(
-            [
-                random_crops(
-                    rows[:, 5], rows[:, 6], LOCAL.crop_scale, LOCAL_SIZE,
-                    seed=0, epochs=0, ids=rows[:, ID], view=view,
-                )
-                for view in range(2, 12)
-            ],
-            1,
-        )  # fmt: skip
-        self.small_out = np.zeros((10, 3, LOCAL_SIZE, LOCAL_SIZE), np.uint8)
-
-    def one_view(self) -> None:
-        for data, crops in zip(self.data, self.crops, strict=True):
-            render(data, crops[:1], self.out[:1])
 
     def two_views(self) -> None:
         for data, crops in zip(self.data, self.crops, strict=True):
             render(data, crops, self.out)
 
-    def twelve_views(self) -> None:
-        for data, crops, small in zip(self.data, self.crops, self.small, strict=True):
-            render(data, np.concatenate([crops, small]), [*self.out, *self.small_out])
-
     def two_decodes(self) -> None:
         for data, crops in zip(self.data, self.crops, strict=True):
             render(data, crops[:1], self.out[:1])
             render(data, crops[1:], self.out[1:])
-
-
-def entropy_floor(folder: Path, samples: Samples) -> Callable[[], None]:
-    """Huffman decoding alone of all images."""
-    path = folder / "entropy.so"
-    compile_c([Path(__file__).with_name("entropy.c")], path, "-shared")
-    function = ctypes.CDLL(str(path)).entropy_only
-    function.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
-
-    def run() -> None:
-        for data in samples.data:
-            assert function(data, len(data)) == 0
-
-    return run
 
 
 def seconds(action: Callable[[], None]) -> tuple[float, float]:
@@ -272,12 +235,6 @@ def measure(options: argparse.Namespace, scratch: Path) -> int:
     pair("portable loader", portable, 1.9)
     found = compare(samples.two_decodes, samples.two_views, options.rounds)
     add("two views from one decode : from two decodes", found.ratio, ">=", 1.5, *found.quartiles)
-    found = compare(samples.twelve_views, samples.two_views, options.rounds)
-    add("2 views of 224 and 10 of 96 : 2 of 224", found.ratio, "<=", 2.2, *found.quartiles)
-    if native.library() is not None:
-        found = compare(entropy_floor(scratch, samples), samples.one_view, options.rounds)
-        name = "native decode, crop and resize : Huffman decoding alone"
-        add(name, found.ratio, ">=", 0.7, *found.quartiles)
     small = small_index(scratch)
 
     def from_tars() -> None:

@@ -1,19 +1,16 @@
-"""Speed and memory of training against a plain PyTorch loop, as ratios within one run.
+"""Speed of training against a plain PyTorch loop, as ratios within one run; its memory, counted.
 
-    python benchmarks/training.py [overhead] [frozen] [head] [--size small] [--batch 32] ...
+    python benchmarks/training.py [overhead] [memory] [--size small] [--batch 32] ...
 
 overhead: the engine's step and that of a loop written by hand around the same model, in turn.
-frozen: peak memory of tuning with the lower half frozen, and with nothing frozen.
-head: what head initialisation and tuning keep for their backward passes.
+memory: a pass of head initialisation, and of tuning with half of the blocks frozen and with none,
+as counted on a pretended GPU (fake_gpu.py).
 On a GPU if there is one (`--device cpu`: not even then); see also gpu.py.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_gpu import count
 from plain_loop import PlainLoop
 
 from maect.core.context import Context
@@ -28,7 +26,7 @@ from maect.data.loader import Batch
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
-from maect.recipes.computing import PLAIN, Computing, separate
+from maect.recipes.computing import PLAIN
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
 from maect.train.engine import random_batch, start
@@ -64,9 +62,8 @@ def source_run(folder: Path, shape: Encoder) -> Path:
 
 
 def engine_steps(
-    stage: Stage, shape: Encoder, device: torch.device, steps: int, between: Callable[[], None],
-    how: Computing = PLAIN,
-) -> list[float]:  # fmt: skip
+    stage: Stage, shape: Encoder, device: torch.device, steps: int, between: Callable[[], None]
+) -> list[float]:
     """Seconds of each step of the engine, as `maect` runs it; `between` is called before each."""
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as name:
@@ -82,7 +79,7 @@ def engine_steps(
                 yield batch
                 seconds.append(clock(device) - began)
 
-        with unsaved_trainer(stage, objective, ALONE, device, steps, how) as trainer:
+        with unsaved_trainer(stage, objective, ALONE, device, steps, PLAIN) as trainer:
             trainer.hooks.append(LogSteps(trainer, metrics))
             trainer.run(batches())
     return seconds
@@ -132,102 +129,27 @@ def overhead(options: argparse.Namespace, device: torch.device) -> None:
         )
 
 
-def in_own_process(
-    options: argparse.Namespace, size: str, recipe: str, **changes: Any
-) -> dict[str, float]:
-    """`measure` in a fresh process, for its peak memory; {} if that was not enough."""
-    changes = {"precision": options.precision, **changes}
-    value = {"recipe": recipe, "size": size, "changes": changes}
-    value |= {"batch": options.batch, "steps": options.steps, "device": options.device}
-    words = [sys.executable, str(Path(__file__).with_name("training.py"))]
-    result = subprocess.run(
-        [*words, "--measure", json.dumps(value)], capture_output=True, text=True
-    )
-    if result.returncode and "OutOfMemoryError" in result.stderr:
-        return {}
-    if result.returncode:
-        sys.exit(result.stderr)
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-def measure(value: dict[str, Any]) -> None:
-    """Print speed, operations a second and peak memory of one variant as JSON."""
-    device, shape = join(value["device"]), load_encoder(value["size"])
-    changes, how = separate(value["changes"])
-    stage = settings(value["recipe"], value["size"], value["batch"], **changes)
-    before, steps = peak_memory(device), value["steps"] + WARM_UP
-    seconds = engine_steps(stage, shape, device, steps, lambda: None, Computing(**how))
-    speed = stage.batch_size / statistics.median(seconds[WARM_UP:])
-    found = {
-        "images_per_second": speed,
-        "flops": stage.flops_per_image(shape) * speed,
-        "gib": (peak_memory(device) - before) / 2**30,
-    }
-    print(json.dumps(found))
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes in use so far: of the GPU, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    text = Path("/proc/self/status").read_text()
-    return 1024 * int(text.split("VmHWM:")[1].split()[0])
-
-
-def frozen(options: argparse.Namespace, device: torch.device) -> None:
-    """Peak memory of tuning with half of the blocks frozen and with none."""
-    shape, peaks = load_encoder(options.size), {}
-    half = shape.depth // 2
-    for blocks in (half, 0):
-        peaks[blocks] = in_own_process(options, options.size, "ct_min", frozen_blocks=blocks)["gib"]
-        print(f"{blocks:2d} frozen blocks: peak {peaks[blocks]:.3f} GiB", flush=True)
-    vit = build_encoder(shape)
-    vit.freeze(half)
-    count = sum(p.numel() for p in vit.parameters() if not p.requires_grad)
-    less = (peaks[0] - peaks[half]) * 2**30 / count
-    print(f"{count / 1e6:.1f} M frozen parameters, {less:.1f} bytes less for each: of master,")
-    print("gradient, average and moments (20 bytes) none is stored, and no activations are")
-
-
-def head(options: argparse.Namespace, device: torch.device) -> None:
-    """Bytes that autograd keeps between forward and backward pass, per image."""
+def memory(options: argparse.Namespace, device: torch.device) -> None:
+    """Bytes at the worst moment of a forward and backward pass, without the optimizer."""
     shape = load_encoder(options.size)
-    for recipe in ("head_min", "ct_min"):
-        stage = settings(recipe, options.size, options.batch, precision=options.precision)
-        loop, kept = plain_loop(stage, shape, device), {}
-
-        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        weights = {p.untyped_storage().data_ptr() for p in loop.objective.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loop.step()
-        total = sum(size for place, size in kept.items() if place not in weights)
-        print(f"{recipe:<9} keeps {total / stage.batch_size / 2**20:8.2f} MiB an image", flush=True)
-
-
-def parser() -> argparse.ArgumentParser:
-    """What both benchmarks are told."""
-    found = argparse.ArgumentParser()
-    found.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    found.add_argument("--batch", type=int, default=32, help="images; twice as many views")
-    found.add_argument("--steps", type=int, default=20)
-    found.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-    return found
+    for recipe, frozen in (("head_min", 0), ("ct_min", shape.depth // 2), ("ct_min", 0)):
+        changes = {} if recipe == "head_min" else {"frozen_blocks": frozen}
+        stage = settings(recipe, options.size, options.batch, **changes)
+        peak = count(stage, shape, options.batch).peak
+        print(f"{recipe:<9} {frozen:2d} frozen blocks: {peak / 2**30:.3f} GiB", flush=True)
 
 
 def main() -> None:
-    parts = {"overhead": overhead, "frozen": frozen, "head": head}
-    arguments = parser()
+    parts = {"overhead": overhead, "memory": memory}
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    arguments.add_argument("--batch", type=int, default=32, help="images; twice as many views")
+    arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     arguments.add_argument("parts", nargs="*", help=", ".join(parts))
     arguments.add_argument("--size", default="small", help="column of the recipes")
     arguments.add_argument("--recipes", nargs="+", default=["mae", "head_min", "ct_min"])
-    arguments.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
     options = arguments.parse_args()
-    if options.measure:
-        return measure(options.measure)
     device = join(options.device)
     for name in options.parts or parts:
         parts[name](options, device)
