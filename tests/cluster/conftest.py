@@ -16,19 +16,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "unit" / "launch"))
 
 from slurm_cluster import Cluster, missing  # noqa: E402
-from slurm_run import SlurmRun, Table  # noqa: E402
-
-TABLE = pytest.StashKey[Table]()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fault-table", help="write here what was seen of each fault")
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    file = session.config.getoption("--fault-table", default=None)
-    if file and TABLE in session.config.stash:
-        session.config.stash[TABLE].write(Path(file))
+from slurm_run import SlurmRun  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -59,16 +47,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def run(
-    cluster: Cluster,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> Iterator[SlurmRun]:
+def run(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmRun]:
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
-    table = request.config.stash.setdefault(TABLE, Table())
-    run = SlurmRun(tmp_path / f"run{time.monotonic_ns()}", cluster, table)
+    run = SlurmRun(tmp_path / f"run{time.monotonic_ns()}", cluster)
     yield run
     for process in run.launchers:
         if process.poll() is None:

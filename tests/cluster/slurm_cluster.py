@@ -1,8 +1,5 @@
 """A real SLURM cluster on one machine: munge, MariaDB, slurmdbd, slurmctld and N slurmd.
 
-    python slurm_cluster.py start [NODES]      prints the SLURM_CONF to export
-    python slurm_cluster.py stop
-
 It looks like JUWELS Booster from outside: partitions `booster` (24 h) and `develbooster` (2 h),
 whole nodes of 48 cores and 4 GPUs (fake devices), an account that must be given. The partition
 `urgent` preempts. No systemd, cgroups or network; everything lives under one folder and is stopped
@@ -17,7 +14,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,14 +144,6 @@ class Cluster:
             _kill(alive)
         (self.root / "run" / f"{name}.pid").unlink(missing_ok=True)
 
-    def set_clock(self, node: str, seconds: int) -> None:
-        """Let the ranks on a node see another time of day; 0 is the right one."""
-        # Not libfaketime: its clock_nanosleep (Python's sleep) fails when only the day is wrong.
-        file = self.root / "etc" / f"clock.{node}" / "sitecustomize.py"
-        file.parent.mkdir(exist_ok=True)
-        wrong = f"import time\nright = time.time\ntime.time = lambda: right() + {seconds}\n"
-        file.write_text(wrong if seconds else "")
-
     # Questions
 
     def run(self, *words: str) -> str:
@@ -203,10 +191,8 @@ class Cluster:
         )
         database.chmod(0o600)
         prolog = root / "etc" / "task_prolog.sh"
-        clock = f"{root}/etc/clock.$SLURMD_NODENAME"
         # Its devices are files: jobs compute on the CPU, although they are given GPUs.
-        exported = (f"PYTHONPATH={clock}:$PYTHONPATH", "DS_ACCELERATOR=cpu")
-        prolog.write_text("#!/bin/sh\n" + "".join(f'echo "export {e}"\n' for e in exported))
+        prolog.write_text('#!/bin/sh\necho "export DS_ACCELERATOR=cpu"\n')
         prolog.chmod(0o755)
         key = root / "etc" / "munge.key"
         key.touch(0o600)
@@ -299,24 +285,3 @@ def _kill(processes: list[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(processes, timeout=5)
-
-
-def main() -> None:
-    """The command line."""
-    root = Path(os.environ.get("TEST_CLUSTER", "/tmp/maect-test-cluster"))
-    nodes = int(sys.argv[2]) if len(sys.argv) > 2 else 3
-    port = 27800  # beside those of the tests
-    cluster = Cluster(root, nodes, port)
-    if sys.argv[1:2] == ["start"]:
-        if reason := missing():
-            sys.exit(reason)
-        cluster.start()
-        print(f"export SLURM_CONF={cluster.conf}")
-    elif sys.argv[1:2] == ["stop"]:
-        Cluster(root, len(list((root / "spool").iterdir())), port).stop()
-    else:
-        sys.exit(__doc__)
-
-
-if __name__ == "__main__":
-    main()

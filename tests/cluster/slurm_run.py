@@ -1,14 +1,10 @@
-"""A run folder on the test cluster, what must hold at its end, and a line of the fault table."""
+"""A run folder on the test cluster, and what must hold at its end."""
 
 import contextlib
-import csv
 import errno
-import itertools
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
 
 from counting import expected
 from launching import Run, finish, wait_for
@@ -17,43 +13,23 @@ from slurm_cluster import ACCOUNT, Cluster
 LIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
 
 
-@dataclass
-class Table:
-    """What was seen of each fault, for `--fault-table`."""
-
-    rows: dict[str, list[str]] = field(default_factory=dict)
-
-    def note(self, fault: str, seen: str, jobs: int, repeated: float) -> None:
-        self.rows[fault] = [fault, seen, str(jobs), f"{repeated:.1f}"]
-
-    def write(self, file: Path) -> None:
-        """Write the table; lines of faults that were not tried this time stay."""
-        old = list(csv.reader(file.read_text().splitlines())) if file.exists() else []
-        rows = {row[0]: row for row in old[1:]} | self.rows
-        head = ["fault", "what was seen", "jobs", "work repeated, s"]
-        with file.open("w", encoding="utf-8", newline="") as table:
-            csv.writer(table, lineterminator="\n").writerows([head, *rows.values()])
-
-
 class SlurmRun(Run):
-    """A run folder whose jobs go to the test cluster."""
+    """A run folder whose jobs go to the test cluster; with one rank, unless told otherwise."""
 
-    def __init__(self, folder: Path, cluster: Cluster, table: Table, **resources: object) -> None:
-        usual = {"cluster": "slurm", "nodes": 2, "devices": 2, "minutes": 30}
-        super().__init__(
-            folder, **{**usual, "partition": "booster", "account": ACCOUNT, **resources}
-        )
-        self.slurm, self.table = cluster, table
+    def __init__(self, folder: Path, cluster: Cluster, **resources: object) -> None:
+        usual = {"cluster": "slurm", "minutes": 30, "partition": "booster", "account": ACCOUNT}
+        super().__init__(folder, **{**usual, **resources})
+        self.slurm = cluster
 
     def beside(self, name: str, **resources: object) -> "SlurmRun":
         """Another run in the same place."""
         folder = self.folder.with_name(f"{self.folder.name}-{name}")
-        return SlurmRun(folder, self.slurm, self.table, **resources)
+        return SlurmRun(folder, self.slurm, **resources)
 
     def jobs(self) -> dict[str, str]:
         """Id and state of every job that SLURM has ever had under this run's name."""
         out = self.slurm.run("squeue", "-h", "-t", "all", "-o", "%i %T %j")
-        rows = (line.split() for line in out.splitlines())
+        rows = (line.split(maxsplit=2) for line in out.splitlines())
         return {row[0]: row[1] for row in rows if row[2].startswith(f"maect-{self.folder.name}-")}
 
     def live(self) -> list[str]:
@@ -104,25 +80,12 @@ class SlurmRun(Run):
         job = self.read("job.json")
         return {*job["earlier"], *([job["id"]] if job["id"] else [])}
 
-    def repeated(self) -> float:
-        """Seconds that rank 0 spent on steps which an earlier attempt had done."""
-        seen, again, seconds = 0, 0, [0.0]
-        for start in self.starts():
-            file = self.folder / "meetings" / f"{start['name']}-{start['attempt']}" / "0"
-            rows = [row.split() for row in file.read_text().splitlines()]
-            again += sum(int(row[0]) <= seen for row in rows)
-            seconds += [float(b[2]) - float(a[2]) for a, b in itertools.pairwise(rows)]
-            seen = max([seen, *(int(row[0]) for row in rows)])
-        return again * mean(seconds)
-
-    def undisturbed(self, steps: int, fault: str = "", seen: str = "") -> None:
+    def undisturbed(self, steps: int) -> None:
         """The result of a run that was never disturbed; each job accounted for, nothing left."""
         assert self.read("done.json") == expected(steps)
         self.settled()
         starts = [(start["name"], start["attempt"]) for start in self.starts()]
         assert len(set(starts)) == len(starts), "a job ran twice"
-        if fault:
-            self.table.note(fault, seen, len(self.jobs()), self.repeated())
 
     def settled(self) -> None:
         """Nothing is left behind, and each job is accounted for."""

@@ -12,64 +12,71 @@ import psutil
 import pytest
 from counting import expected
 from launching import MAECT_RUN, finish, wait_for
+from slurm_cluster import ACCOUNT
 from slurm_run import SlurmRun
 
+from maect.launch import LaunchError, Resources, Task, launch
+
 pytestmark = pytest.mark.cluster
+SETTINGS = {
+    "SQUEUE_PARTITION": "develbooster", "SQUEUE_FORMAT": "%j", "SBATCH_ARRAY_INX": "0-2",
+    "SBATCH_JOB_NAME": "mine", "SCANCEL_NAME": "mine", "LOGNAME": "nobody", "USER": "nobody",
+}  # fmt: skip
+"""Of a shell: each made a launcher lose sight of its job, or one job several."""
 
 
-def test_two_nodes_undisturbed(run):
+def test_two_nodes_undisturbed(run, tmp_path, monkeypatch):
+    """Also by the shell's settings for SLURM, and by modules in the folder that the job begins in.
+
+    Launcher, submission and ranks import modules of these names.
+    """
+    here, mark = tmp_path / "here", tmp_path / "sprung"
+    here.mkdir()
+    for name in ("psutil", "submitit", "cloudpickle", "queue"):
+        (here / f"{name}.py").write_text(f'open("{mark}", "a").write(__name__)\n')
+    monkeypatch.chdir(here)
+    for key, value in SETTINGS.items():
+        monkeypatch.setenv(key, value)
+    run.resources |= {"nodes": 2, "devices": 2}
     words = finish(run.start(steps=50))
-    run.undisturbed(50, "none", "one job")
+    run.undisturbed(50)
     starts = [run.starts(rank)[0] for rank in range(4)]
     assert [start["RANK"] for start in starts] == ["0", "1", "2", "3"]
     assert [start["LOCAL_RANK"] for start in starts] == ["0", "1", "0", "1"]
     assert {(start["MASTER_ADDR"], start["WORLD_SIZE"]) for start in starts} == {("jwb0001", "4")}
     assert {start["cuda"] for start in starts} == {"0,1"} and "torch False" in words
     assert int(words.split("peak ")[1].split()[0]) < 60_000
+    assert len(run.jobs()) == 1 and not mark.exists()
 
 
-@pytest.mark.parametrize(
-    "resources, words",
-    [
+def test_refused_submission_is_reported_as_it_is(run):
+    usual = {"cluster": "slurm", "minutes": 30, "partition": "booster", "account": ACCOUNT}
+    for change, words in (
         ({"account": None}, "Invalid account"),
         ({"partition": "develbooster", "minutes": 180}, "time limit"),
         ({"partition": "nowhere"}, "invalid partition"),
         ({"devices": 5}, "not available"),
-        ({"sbatch": ["reservation=nowhere"]}, "reservation is invalid"),
-    ],
-)
-def test_refused_submission_is_reported_as_it_is(run, resources, words):
-    run.resources |= resources
-    launcher = run.start()
-    said = finish(launcher)
-    assert launcher.returncode == 2 and words in said and "not accepted" in said
+        ({"sbatch": ("reservation=nowhere",)}, "reservation is invalid"),
+    ):
+        resources = Resources(**(usual | change))
+        with pytest.raises(LaunchError, match=f"(?s)not accepted.*{words}"):
+            launch(
+                Task("counting:count"), run.folder, resources, is_done=lambda: False, describe="c"
+            )
     assert run.live() == []
 
 
-def test_killed_launcher_is_followed_by_one_that_reattaches(run):
-    launcher = run.start(steps=200)
-    run.reaches(10)
-    run.kill(launcher)
-    words = finish(run.start(steps=200))
-    run.undisturbed(200, "kill -9 of a launcher", "the job went on; the next start found it")
-    assert len(run.jobs()) == 1 and "re-attached to slurm job" in words
-
-
-@pytest.mark.parametrize(
-    "killed", [pytest.param("Snakemake", marks=pytest.mark.slow), "Snakemake and its launcher"]
-)
-def test_killed_snakemake_is_followed_by_one_that_reattaches(run, tmp_path, killed):
+def test_killed_snakemake_and_launcher_are_followed_by_one_that_reattaches(run, tmp_path):
     first = run.pipeline(tmp_path, steps=400)
     run.reaches(10)
     launcher = psutil.Process(run.read("owner.lock")["pid"])
     first.kill()
-    if "launcher" in killed:
-        launcher.kill()
+    launcher.kill()
     first.wait(30)
     gone, _ = psutil.wait_procs([launcher], timeout=30)
     assert gone and run.live() and run.step() < 400
     assert run.pipeline(tmp_path, steps=400).wait(120) == 0
-    run.undisturbed(400, f"kill -9 of {killed}", "the job went on; the next start found it")
+    run.undisturbed(400)
     assert len(run.jobs()) == 1 and "re-attached to slurm job" in (tmp_path / "log").read_text()
 
 
@@ -87,60 +94,50 @@ def test_launcher_killed_while_it_submits(run, tmp_path, monkeypatch):
     launcher = run.start(steps=50)
     wait_for(lambda: run.read("job.json")["id"])
     run.wait(launcher)
-    run.undisturbed(
-        50, "kill -9 of a launcher while it submits", "the submission went through and was found"
-    )
+    run.undisturbed(50)
     assert len(run.jobs()) == 1
 
 
-def test_job_whose_id_was_never_noted_is_found_by_its_name(run):
-    run.resources["sbatch"] = ["begin=now+1hour"]
-    launcher = run.start(steps=50)
-    wait_for(lambda: run.read("job.json").get("state") == "submitted")
-    run.kill(launcher)
-    # What a crash leaves after sbatch has accepted the job and before its answer is written.
-    run.change_job(state="submitting", id=None)
-    launcher = run.start(steps=50)
-    wait_for(lambda: run.read("job.json")["id"])
-    words = run.wait(launcher)
-    run.undisturbed(
-        50, "kill -9 of a launcher between submitting and noting", "found by its unique name"
-    )
-    assert len(run.jobs()) == 1, words
-
-
 def test_killed_rank_ends_the_job_and_the_next_goes_on(run):
-    launcher = run.start(steps=100)
+    run.resources["nodes"] = 2
+    launcher = run.start(steps=60)
     run.reaches(20)
-    psutil.Process(run.starts(3)[0]["pid"]).kill()
+    psutil.Process(run.starts(1)[0]["pid"]).kill()
     words = finish(launcher)
-    run.undisturbed(100, "kill -9 of one rank", "SLURM ended the job; submitted again")
+    run.undisturbed(60)
     assert len(run.jobs()) == 2 and "submitting it again" in words
     assert run.starts()[1]["step"] >= 15
 
 
 def test_cancelled_by_a_person_is_final_until_the_next_start(run):
-    launcher = run.start(steps=150, save_every=1000)
+    launcher = run.start(steps=100, save_every=1000)
     run.reaches(20)
     run.slurm.run("scancel", *run.jobs())
     words = finish(launcher)
     assert launcher.returncode == 2 and "was cancelled by a person" in words
     assert len(run.jobs()) == 1 and not run.live()
-    finish(run.start(steps=150, save_every=1000))
-    run.undisturbed(150, "scancel by the user", "saved, stopped, said so; the next start went on")
+    finish(run.start(steps=100, save_every=1000))
+    run.undisturbed(100)
     # The ranks had the seconds between SIGTERM and SIGKILL to save.
     assert run.starts()[1]["step"] >= 20
 
 
-def test_interrupt_saves_and_ends_the_job(run):
-    launcher = run.start(steps=150, save_every=1000)
+def test_interrupt_of_a_job_that_began_after_squeue_was_asked(run, monkeypatch):
+    """It saves and ends, and the next start goes on."""
+    with monkeypatch.context() as patch:
+        patch.setenv("MAECT_SQUEUE_SECONDS", "300")
+        run.resources["sbatch"] = ["begin=now+1hour"]
+        launcher = run.start(steps=100, save_every=1000)
+    assert any("PENDING" in line for line in launcher.stderr)
+    run.slurm.run("scontrol", "update", f"jobid={run.job().id}", "starttime=now")
     run.reaches(20)
     launcher.send_signal(signal.SIGINT)
     words = finish(launcher)
     assert launcher.returncode == 130 and "saved and stopped" in words
     wait_for(lambda: not run.live())
-    finish(run.start(steps=150, save_every=1000))
-    run.undisturbed(150, "Ctrl-C", "saved and stopped; the next start went on")
+    run.resources["sbatch"] = []
+    finish(run.start(steps=100, save_every=1000))
+    run.undisturbed(100)
     assert len(run.jobs()) == 2 and run.starts()[1]["step"] >= 20
 
 
@@ -159,39 +156,12 @@ def test_a_driver_in_a_job_asks_to_save_before_its_time_limit(run, tmp_path):
     assert run.saved() >= 20
 
 
-def test_interrupt_of_a_job_that_began_after_squeue_was_asked(run, monkeypatch):
-    monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "300")
-    run.resources["sbatch"] = ["begin=now+1hour"]
-    launcher = run.start(steps=150, save_every=1000)
-    assert any("PENDING" in line for line in launcher.stderr)
-    run.slurm.run("scontrol", "update", f"jobid={run.job().id}", "starttime=now")
-    run.reaches(20)
-    launcher.send_signal(signal.SIGINT)
-    words = finish(launcher)
-    assert launcher.returncode == 130 and "saved and stopped" in words
-    assert run.saved() >= 20
-
-
-def test_settings_of_a_shell_change_nothing(run, monkeypatch):
-    """Each of these made a launcher lose sight of its job, or one job several."""
-    settings = {
-        "SQUEUE_PARTITION": "develbooster", "SQUEUE_FORMAT": "%j", "SBATCH_ARRAY_INX": "0-2",
-        "SBATCH_JOB_NAME": "mine", "SCANCEL_NAME": "mine", "LOGNAME": "nobody", "USER": "nobody",
-    }  # fmt: skip
-    for key, value in settings.items():
-        monkeypatch.setenv(key, value)
-    words = finish(run.start(steps=50))
-    run.undisturbed(50, "a shell full of settings for SLURM", "one job")
-    assert len(run.jobs()) == 1, words
-
-
 def test_a_copy_has_a_job_of_its_own(run, tmp_path):
     """Started there with other settings while the original's job runs, which is left alone."""
-    run.resources["nodes"] = 1  # of three
     first = run.start(steps=10**6, save_every=1000, identity="before")
     run.reaches(10)
     folder = tmp_path / f"copy{time.monotonic_ns()}"
-    copy = SlurmRun(folder, run.slurm, run.table, nodes=1)
+    copy = SlurmRun(folder, run.slurm)
     copied = subprocess.run(["cp", "-a", run.folder, folder], capture_output=True, text=True)
     assert all("tmp" in line for line in copied.stderr.splitlines()), copied.stderr
     words = finish(copy.start(steps=20, identity="after"))
@@ -201,15 +171,3 @@ def test_a_copy_has_a_job_of_its_own(run, tmp_path):
     run.reaches(run.step() + 5)
     first.send_signal(signal.SIGINT)
     assert "saved and stopped" in finish(first) and [*run.jobs()] == [live]
-
-
-def test_a_job_takes_nothing_from_the_folder_it_begins_in(run, tmp_path, monkeypatch):
-    """Modules of the names that launcher, submission and ranks import, left there by others."""
-    here, mark = tmp_path / "here", tmp_path / "sprung"
-    here.mkdir()
-    for name in ("psutil", "submitit", "cloudpickle", "queue"):
-        (here / f"{name}.py").write_text(f'open("{mark}", "a").write(__name__)\n')
-    monkeypatch.chdir(here)
-    finish(run.start(steps=20))
-    run.undisturbed(20)
-    assert not mark.exists()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from launching import ROOT, wait_for
+from PIL import Image
 from slurm_cluster import ACCOUNT
 
 from maect.launch.record import progress, read_job
@@ -16,12 +18,13 @@ from maect.launch.record import progress, read_job
 pytestmark = pytest.mark.cluster
 
 ONE_EPOCH = {"epochs": 1}
+MAE = {"mae_tiny": {"recipe": "mae", "size": "tiny", "set": ONE_EPOCH}}
 EXPERIMENT = {
     "datasets": {
         "digits": {"kind": "digits", "resize": 16, "splits": {"train": {"shards": 2}, "val": {}}}
     },
-    "runs": {
-        "mae_tiny": {"recipe": "mae", "size": "tiny", "set": ONE_EPOCH},
+    "runs": MAE
+    | {
         "head_tiny": {"recipe": "head_min", "size": "tiny", "from": "mae_tiny", "set": ONE_EPOCH},
         "ct_tiny": {"recipe": "ct_min", "size": "tiny", "from": "head_tiny", "set": ONE_EPOCH},
     },
@@ -31,14 +34,17 @@ EXPERIMENT = {
 
 
 class Pipeline:
-    """Every stage on the digits, with few epochs, in a folder of its own."""
+    """An experiment in a folder of its own, by the profile."""
 
     def __init__(self, folder: Path, run) -> None:
         self.folder, self.slurm = folder, run.slurm
-        experiment = EXPERIMENT | {"storage": str(folder / "results")}
         folder.mkdir()
-        (folder / "digits.yaml").write_text(yaml.safe_dump(experiment, sort_keys=False))
         (folder / "envs").symlink_to(ROOT / "envs")
+
+    def write(self, experiment: dict) -> None:
+        """Write the experiment."""
+        experiment = experiment | {"storage": str(self.folder / "results")}
+        (self.folder / "digits.yaml").write_text(yaml.safe_dump(experiment, sort_keys=False))
 
     def start(self, target: str) -> "subprocess.Popen[str]":
         words = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
@@ -47,7 +53,7 @@ class Pipeline:
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
                 words, cwd=self.folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                env={**os.environ, "MAECT_ACCOUNT": ACCOUNT}, text=True,
+                env={**os.environ, "MAECT_ACCOUNT": ACCOUNT}, text=True, start_new_session=True,
             )  # fmt: skip
 
     def completes(self, snakemake: "subprocess.Popen[str]", seconds: float) -> None:
@@ -68,26 +74,38 @@ def pipeline(run, tmp_path):
     return Pipeline(tmp_path / "pipeline", run)
 
 
-def test_pretraining_through_the_profile(pipeline):
-    """The job is what the site expects: a budget, whole nodes, 4 devices, its time limit."""
-    pipeline.completes(pipeline.start(f"{pipeline.folder}/results/runs/mae_tiny/done"), 400)
-    assert pipeline.read("runs/mae_tiny/run.json")["world_size"] == 4
-    job = pipeline.read("runs/mae_tiny/job.json")["id"]
-    shown = dict(
-        word.split("=", 1)
-        for word in pipeline.slurm.run("scontrol", "show", "job", job).split()
-        if "=" in word
-    )
-    wanted = {"Partition": "booster", "Account": ACCOUNT, "NumNodes": "1", "NumTasks": "4",
+def test_the_job_of_a_pretraining_is_what_the_site_expects(pipeline, tmp_path):
+    """A budget, whole nodes, 4 devices, its time limit. Here it pends: nobody has to train."""
+    for number in range(8):
+        image = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (30 * number, 9, 9)).save(image)
+    splits = {"train": {"images": str(tmp_path / "images")}}
+    few = {"mae_tiny": MAE["mae_tiny"] | {"set": {"batch_size": 8}}}
+    pipeline.write({"datasets": {"mine": {"splits": splits}}, "runs": few})
+    partition = ("scontrol", "update", "PartitionName=booster")
+    pipeline.slurm.run(*partition, "State=DOWN")
+    try:
+        snakemake = pipeline.start(f"{pipeline.folder}/results/runs/mae_tiny/done")
+        wait_for(lambda: pipeline.live() or snakemake.poll() is not None, 120)
+        (job,) = (line.split()[0] for line in pipeline.live())
+        text = pipeline.slurm.run("scontrol", "show", "job", job)
+        os.killpg(snakemake.pid, signal.SIGINT)
+        snakemake.wait(60)
+        wait_for(lambda: not pipeline.live(), 60)
+    finally:
+        pipeline.slurm.run(*partition, "State=UP")
+    shown = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    wanted = {"Partition": "booster", "Account": ACCOUNT, "NumNodes": "1-1", "NumTasks": "4",
               "CPUs/Task": "12", "TimeLimit": "1-00:00:00", "OverSubscribe": "NO",
               "TresPerNode": "gres:gpu:4"}  # fmt: skip
     assert {key: shown[key] for key in wanted} == wanted
-    wait_for(lambda: not pipeline.live())
 
 
 @pytest.mark.slow
 def test_whole_experiment_through_the_profile(pipeline):
     """Every stage and kind of evaluation; Snakemake is killed once on the way."""
+    pipeline.write(EXPERIMENT)
     first = pipeline.start("evaluations")
     run = pipeline.folder / "results/runs/mae_tiny"
     wait_for(lambda: progress(run, read_job(run)), 300)

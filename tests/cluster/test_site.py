@@ -52,11 +52,11 @@ def test_two_nodes_reach_each_other(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_requests_that_slurm_refuses(cluster: Cluster, tmp_path: Path) -> None:
     """Each of them before a job is queued, with a hint."""
-    code, lines = doctor(cluster, tmp_path, with_changes(tmp_path, slurm_partition="nosuch"))
+    profile = with_changes(tmp_path, slurm_partition="nosuch")
+    code, lines = doctor(cluster, tmp_path, profile, account="notmine")
     refused = next(i for i, line in enumerate(lines) if line.startswith("FAIL"))
     assert code == 2 and "devices in nosuch" in lines[refused]
     assert "invalid partition" in lines[refused].lower()
     assert lines[refused + 1].startswith("     hint: correct partition")
+    assert any("Invalid account" in line for line in lines)
     assert "checks failed" in lines[-1] and not any("ranks" in line for line in lines)
-    code, lines = doctor(cluster, tmp_path, with_changes(tmp_path), account="notmine")
-    assert code == 2 and any("Invalid account" in line for line in lines)

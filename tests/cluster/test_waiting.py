@@ -14,28 +14,31 @@ from maect.tools.status import columns, status_of
 pytestmark = pytest.mark.cluster
 
 
-def test_waiting_with_slurms_reason(run):
-    run.resources["sbatch"] = ["begin=now+1hour"]
-    seen = clusters()
-    run.start()
-    wait_for(lambda: list(run.jobs().values()) == ["PENDING"])
-    wait_for(lambda: run.read("job.json").get("id"))
-    wait_for(lambda: status_of(run.folder, "count", False, seen).state == "waiting")
-    table = "\n".join(columns([status_of(run.folder, "count", False, seen)]))
-    assert f"slurm {run.read('job.json')['id']}" in table and "PENDING (BeginTime)" in table
+def test_a_job_that_pends_is_reported_with_slurms_reason(run):
+    """Its folder's name has a blank: the controller's word is `KEY=VALUE KEY=VALUE ...`."""
+    tomorrow = ["StartTime=now+1days", "Duration=60", "Nodes=ALL", "Users=root"]
+    run.slurm.run("scontrol", "create", "reservation", "ReservationName=later", *tomorrow)
+    run = run.beside("a b", sbatch=["reservation=later"])
+    try:
+        launcher = run.start()
+        wait_for(lambda: run.read("job.json").get("id"))
+        seen = clusters()
+        wait_for(lambda: status_of(run.folder, "count", False, seen).state == "waiting")
+        wait_for(lambda: "PENDING (Reservation)" in launcher.stderr.readline())
+        table = "\n".join(columns([status_of(run.folder, "count", False, seen)]))
+        assert f"slurm {run.job().id}" in table and "PENDING (Reservation)" in table
+        launcher.send_signal(signal.SIGINT)
+        assert "cancelled at step 0" in finish(launcher) and launcher.returncode == 130
+        assert not run.live() and run.starts() == []
+    finally:
+        run.end()
+        run.slurm.run("scancel", run.job().id)
+        run.slurm.run("scontrol", "delete", "ReservationName=later")
 
 
-def test_a_folder_with_blanks_in_its_name(run):
-    """The controller's word about a job is `KEY=VALUE KEY=VALUE ...`."""
-    other = run.beside("a b", sbatch=["begin=now+1hour"])
-    launcher = other.start()
-    wait_for(lambda: other.read("job.json").get("id"))
-    assert clusters()["slurm"].poll(other.folder, other.job()).phase == "pending"
-    launcher.send_signal(signal.SIGINT)
-    assert "cancelled at step 0" in finish(launcher)
-
-
-@pytest.mark.parametrize("limit", ["MaxSubmitJobs", "GrpSubmitJobs"])
+@pytest.mark.parametrize(
+    "limit", ["MaxSubmitJobs", pytest.param("GrpSubmitJobs", marks=pytest.mark.slow)]
+)
 def test_a_limit_on_submitted_jobs_is_waited_for(run, limit):
     change = ("sacctmgr", "-i", "modify", "account", ACCOUNT, "set")
     run.slurm.run(*change, f"{limit}=0")
@@ -52,11 +55,11 @@ def test_a_limit_on_submitted_jobs_is_waited_for(run, limit):
     run.undisturbed(50)
 
 
-@pytest.mark.parametrize("how", ["hold", "requeuehold"])
+@pytest.mark.parametrize("how", ["hold", pytest.param("requeuehold", marks=pytest.mark.slow)])
 def test_a_held_job_is_named_with_its_cure(run, how):
     if how == "hold":
         run.resources["sbatch"] = ["begin=now+1hour"]
-    launcher = run.start(steps=400)
+    launcher = run.start(steps=200)
     wait_for(lambda: run.state() == "submitted")
     if how == "requeuehold":
         run.reaches(10)
@@ -65,25 +68,25 @@ def test_a_held_job_is_named_with_its_cure(run, how):
     seen = []
     wait_for(lambda: seen.append(launcher.stderr.readline()) or "scontrol release" in seen[-1])
     assert f"`scontrol release {job}`" in seen[-1], seen
-    time.sleep(3)  # credentials of the second of a requeue are revoked with it
+    time.sleep(3 if how == "requeuehold" else 0)  # credentials of its second are revoked with it
     run.slurm.run("scontrol", "release", job)
     run.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     words = run.wait(launcher)
     assert "scontrol release" not in words and len(run.jobs()) == 1, words
-    run.undisturbed(400)
+    run.undisturbed(200)
 
 
 def test_a_renamed_job_is_the_run_s(run):
     """A user who tidies his queue, while the job runs: nothing is submitted beside it."""
-    launcher = run.start(steps=400)
+    launcher = run.start(steps=300)
     run.reaches(10)
     job = run.job().id
     run.slurm.run("scontrol", "update", f"JobId={job}", "JobName=mine")
     run.reaches(run.step() + 100)
     launcher.kill()
-    words = run.wait(run.start(steps=400))
+    words = run.wait(run.start(steps=300))
     assert f"re-attached to slurm job {job}" in words and "submitted" not in words, words
-    assert len(run.starts()) == 1 and run.read("done.json") == expected(400)
+    assert len(run.starts()) == 1 and run.read("done.json") == expected(300)
 
 
 def test_authentication_that_is_away_at_submission(run):
