@@ -4,15 +4,15 @@ import json
 import multiprocessing
 import os
 import stat
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
-from exchanging import check
-from launching import HERE, Run, finish, wait_for
+import torch.distributed  # noqa: F401  (once for both ranks below)
+from exchanging import check, exchange
+from launching import Run, finish, wait_for
 
 from maect.core.errors import NodeError
 from maect.launch.record import make_job_folder, rank_file
@@ -29,7 +29,7 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
 
 
 def test_one_node_has_no_port(tmp_path: Path) -> None:
-    run = Run(tmp_path / f"run{time.monotonic_ns()}")
+    run = Run(tmp_path / f"run{time.monotonic_ns()}", devices=2)
     try:
         launcher = run.start(function="exchanging:exchange")
         run.reaches(1)
@@ -58,17 +58,14 @@ def rank_of(folder: Path, number: int, size: int, attempt: int = 0, nodes: int =
 
 
 def on_node(folder: Path, number: int) -> None:
-    sys.path.insert(0, str(HERE))
-    from exchanging import exchange
-
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     exchange(context=rank_of(folder, number, 2, nodes=2), folder=str(folder))
 
 
 def test_ranks_of_several_nodes_meet_at_a_port(tmp_path: Path) -> None:
     make_job_folder(tmp_path, "job")
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=on_node, args=(tmp_path, number)) for number in range(2)]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=on_node, args=(tmp_path, number)) for number in range(2)]
     for process in ranks:
         process.start()
     try:

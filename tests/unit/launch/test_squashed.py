@@ -27,12 +27,11 @@ def test_python_is_that_of_the_file(by, tmp_path):
     subprocess.run(["mksquashfs", venv, f"{venv}.sqfs", "-quiet", "-no-progress"], check=True)
     shutil.rmtree(venv)
     node.mkdir()
-    tools = tmp_path / "bin"  # all that there is, but the other way
+    tools = tmp_path / "bin"  # without the other way
     tools.mkdir()
-    for folder in ("/usr/bin", "/bin"):
-        for tool in Path(folder).iterdir():
-            if tool.name not in BY or tool.name == by:
-                (tools / tool.name).exists() or (tools / tool.name).symlink_to(tool)
+    for tool in Path("/usr/bin").iterdir():
+        if tool.name not in BY or tool.name == by:
+            (tools / tool.name).symlink_to(tool)
     words = ["bash", tmp_path / "envs/squashed_python", "-m", "only_here"]
     # The second rank finds what the first one mounted; jobs share what is unpacked.
     jobs = ("7", "7") if by == "squashfuse" else ("7", "8")
