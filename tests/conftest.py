@@ -38,7 +38,12 @@ TOGETHER = {
     "what reads the same small results": (
         "tests/faults/test_checksums.py",
         "tests/faults/test_flips.py",
+        "tests/faults/test_identity.py",
         "tests/faults/test_inputs.py",
+    ),
+    "what resumes the same stopped run": (
+        "tests/faults/test_attempts.py",
+        "tests/faults/test_lost_states.py",
     ),
     "UMAP, which Numba compiles at its first use": (
         "tests/unit/answers/test_notebooks.py",

@@ -1,14 +1,22 @@
-"""A small finished pipeline, made once."""
+"""A small finished pipeline, and a training that was stopped, made once."""
 
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "unit/train"))
+
+from ranks import run  # noqa: E402
+from tiny_runs import job_maker, noise_shards  # noqa: E402
+
+Job = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +37,12 @@ def pipeline(pristine: Path, tmp_path: Path) -> Path:
     """A copy of it, to be changed; its resolved files name folders relative to themselves."""
     shutil.copytree(pristine, tmp_path / "pipeline", symlinks=True)
     return tmp_path / "pipeline"
+
+
+@pytest.fixture(scope="session")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
+    """A run of ten steps that saved and stopped at the third."""
+    root = tmp_path_factory.mktemp("stopped")
+    job = job_maker(root, noise_shards(root, 40))
+    assert run(1, job("mae", "mae"), log=root / "log", stop_at=3) == ["requeue"]
+    return root, job

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_lost_states import Job, run, stopped  # noqa: F401 (a fixture)
+from ranks import run
 
 from maect.core import distributed
 from maect.core.errors import UserError
@@ -33,50 +33,45 @@ def attempt(**changes: Any) -> Attempt:
     return Attempt.model_validate(SEEN | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"revision": "b"}, "resumes with revision b, it was a: the result may differ"),
-        ({"versions": {"torch": "2.1", "maect": "1"}}, "resumes with torch 2.1, it was 2.0"),
-        ({"ranks": 1}, "resumes with ranks 1, it was 2"),
-        ({"threads": 1}, "resumes with threads 1, it was 2"),
-        ({"device": "another"}, "resumes with device another, it was one"),
-        ({"instructions": "DEFAULT"}, "resumes with instructions DEFAULT, it was AVX2"),
-        (
-            {"environment": {"ONEDNN_MAX_CPU_ISA": "AVX2"}},
-            "resumes with ONEDNN_MAX_CPU_ISA AVX2, it was not set",
-        ),
-        ({"compiled": False}, "resumes with compiled False, it was True"),
-        ({"ranks_a_node": 1}, "resumes with ranks_a_node 1, it was 2"),
-        (
-            {"computing": {"attention": "flash_attn"}},
-            "resumes with attention flash_attn, it was sdpa",
-        ),
-    ],
-    ids=str,
-)
-def test_another_machine_between_kill_and_resume(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+CHANGED: dict[str, tuple[dict[str, Any], str]] = {
+    "revision": ({"revision": "b"}, "revision b, it was a: the result may differ"),
+    "versions": ({"versions": {"torch": "2.1", "maect": "1"}}, "torch 2.1, it was 2.0"),
+    "ranks": ({"ranks": 1}, "ranks 1, it was 2"),
+    "threads": ({"threads": 1}, "threads 1, it was 2"),
+    "device": ({"device": "another"}, "device another, it was one"),
+    "instructions": ({"instructions": "DEFAULT"}, "instructions DEFAULT, it was AVX2"),
+    "environment": (
+        {"environment": {"ONEDNN_MAX_CPU_ISA": "AVX2"}},
+        "ONEDNN_MAX_CPU_ISA AVX2, it was not set",
+    ),
+    "compiled": ({"compiled": False}, "compiled False, it was True"),
+    "nodes": ({"ranks_a_node": 1}, "ranks_a_node 1, it was 2"),
+    "settings": ({"computing": {"attention": "flash_attn"}}, "attention flash_attn, it was sdpa"),
+}
+
+
+def test_another_machine_between_kill_and_resume(tmp_path: Path) -> None:
     """Audit 6: another revision, version, CPU, limit, threads, compiler or setting: one line."""
-    write_record(tmp_path / "recipe.json", {"fingerprint": "f"})
-    assert note_attempt(tmp_path, attempt()) == []
-    same = SEEN["computing"] | {"compile": True}  # asked for, and so compiled as before
-    assert note_attempt(tmp_path, attempt(step=4, computing=same)) == []
-    assert note_attempt(tmp_path, attempt(step=5)) == []
-    (line,) = note_attempt(tmp_path, attempt(step=9, **changes))
-    assert line.startswith(said) and "\n" not in line
-    history = read_record(tmp_path / "recipe.json")["attempts"]
-    assert [entry["step"] for entry in history] == [0, 9]
-    assert note_attempt(tmp_path, attempt(step=12, **changes)) == []
-    assert len(note_attempt(tmp_path, attempt(step=15))) == 1  # and back
-    # What was computed after a state that the run goes back to counts no more.
-    assert note_attempt(tmp_path, attempt(step=4)) == []
-    assert [entry["step"] for entry in read_record(tmp_path / "recipe.json")["attempts"]] == [0]
+    for name, (changes, said) in CHANGED.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        write_record(folder / "recipe.json", {"fingerprint": "f"})
+        assert note_attempt(folder, attempt()) == []
+        same = SEEN["computing"] | {"compile": True}  # asked for, and so compiled as before
+        assert note_attempt(folder, attempt(step=4, computing=same)) == []
+        (line,) = note_attempt(folder, attempt(step=9, **changes))
+        assert line.startswith(f"resumes with {said}") and "\n" not in line
+        history = read_record(folder / "recipe.json")["attempts"]
+        assert [entry["step"] for entry in history] == [0, 9]
+        assert note_attempt(folder, attempt(step=12, **changes)) == []
+        assert len(note_attempt(folder, attempt(step=15))) == 1  # and back
+        # What was computed after a state that the run goes back to counts no more.
+        assert note_attempt(folder, attempt(step=4)) == []
+        assert [e["step"] for e in read_record(folder / "recipe.json")["attempts"]] == [0]
 
 
 @pytest.fixture
-def half(stopped: tuple[Path, Job], tmp_path: Path) -> dict[str, Any]:  # noqa: F811
+def half(stopped: tuple[Path, Any], tmp_path: Path) -> dict[str, Any]:
     """A run that saved and stopped at step 3 of 10, with one thread a rank."""
     shutil.copytree(stopped[0] / "runs", tmp_path / "runs")
     return stopped[1]("mae", "mae", folder=tmp_path / "runs")
@@ -130,7 +125,7 @@ def uncompiled(context: Any, **job: Any) -> str:
 
 
 def test_a_compiler_that_is_gone(
-    stopped: tuple[Path, Job],  # noqa: F811
+    stopped: tuple[Path, Any],
     tmp_path: Path,
 ) -> None:
     """Audit 6: `compile: true` where nothing compiles: recorded, said, and said at the resume."""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from maect.answers.vectors import Vectors
 from maect.cli import main
@@ -14,7 +13,6 @@ from maect.core.context import Context
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_record
-from maect.data.changes import changes
 from maect.data.index import LABEL, open_index
 from maect.data.shards import shard
 from maect.evaluate import EvaluationConfig
@@ -134,45 +132,12 @@ def test_a_log_that_was_cut_between_two_lines(
     assert f"{log}: the entries after epoch" in caplog.text
 
 
-def bitmaps(folder: Path, count: int) -> list[Path]:
-    """Images whose files have one size whatever is on them."""
-    files = []
-    for number in range(count):
-        file = folder / "ab"[number % 2] / f"{number:02d}.bmp"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (20, 20), (number, 50, 90)).save(file)
-        files.append(file)
-    return files
-
-
-def test_images_edited_in_place_that_keep_their_size(tmp_path: Path) -> None:
-    """Three of twenty bitmaps overwritten with white."""
-    images, shards = tmp_path / "images", tmp_path / "shards/mine/train"
-    files = bitmaps(images, 20)
-    shard(images, shards, "folder", 2)
-    assert changes(shards) is None
-    for file in files[:3]:
-        size = file.stat().st_size
-        Image.new("RGB", (20, 20), "white").save(file)
-        assert file.stat().st_size == size
-    found = changes(shards)
-    assert found is not None and str(found) == "3 files changed (a/00.bmp …)"
-    assert [*found.edited] == ["a/00.bmp", "a/02.bmp", "b/01.bmp"]
-
-
 def embedded(pipeline: Path, name: str, *words: str) -> Path:
     """Vectors of the images of `val` with their classes, by the run's encoder."""
     out = pipeline / name
     given = [str(pipeline / RUN), str(pipeline / "images/val"), "--out", str(out)]
     assert main(["embed", *given, "--kind", "folder", *words]) == 0
     return out
-
-
-def flip(path: Path, at: int) -> None:
-    """Change one bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_vectors_of_another_encoder(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "tests/unit/launch"))
 from counting import expected  # noqa: E402
 from launching import Run, finish  # noqa: E402
 
+from maect.cli import main  # noqa: E402
 from maect.core import owners  # noqa: E402
 from maect.core.errors import NodeError, UserError  # noqa: E402
 from maect.data.config import CONFIG, ShardsConfig, finished_shards  # noqa: E402
@@ -27,7 +28,7 @@ from maect.data.index import open_index  # noqa: E402
 from maect.data.shards import shard  # noqa: E402
 from maect.data.staging import stage  # noqa: E402
 from maect.experiment.profile import by_rule, find_profile  # noqa: E402
-from maect.launch import Resources, Task, clusters, launch, record, sbatch  # noqa: E402
+from maect.launch import Resources, Task, clusters, launch, record  # noqa: E402
 from maect.launch.owner import SNAKEMAKE  # noqa: E402
 from maect.launch.record import Job  # noqa: E402
 from maect.launch.shell import MARK  # noqa: E402
@@ -76,37 +77,16 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[s
     return lambda: sorted(file.name for file in sprung.iterdir())
 
 
-def maect(*words: str, **more: object) -> "subprocess.CompletedProcess[str]":
-    """The command, as its user has it."""
-    given = {"capture_output": True, "text": True, "timeout": 180, **more}
-    return subprocess.run([str(BIN / "maect"), *words], **given)
-
-
 # ---- the working folder
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [BIN / "maect", "run", "digits", "-n", "shards"],
-        [BIN / "maect", "plan", "shards", "--experiment", "digits"],
-        [sys.executable, "-m", "maect", "run", "digits", "-n", "shards"],
-    ],
-    ids=["run", "plan", "python -m"],
-)
 def test_a_command_takes_nothing_from_the_working_folder(
-    trap: Callable[[], list[str]], words: list[str]
-) -> None:
-    """Modules, plugins and profiles that others have put there."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert trap() == []
-
-
-def test_the_report_takes_nothing_from_the_working_folder(
     tmp_path: Path, trap: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`workflow_html` starts a Snakemake of its own, which would take `default` for a profile."""
+    """Modules, plugins and profiles that others have put there; in a container, without a name.
+
+    `workflow_html` starts a Snakemake of its own, which would take `default` for a profile.
+    """
     file = tmp_path / "mine.yaml"
     about = {
         "storage": str(tmp_path / "results"),
@@ -115,18 +95,31 @@ def test_the_report_takes_nothing_from_the_working_folder(
     }
     file.write_text(yaml.safe_dump(about))
     monkeypatch.setenv("SNAKEMAKE_PROFILE", str(Path("local").absolute()))
-    done = maect("run", str(file), str(tmp_path / "results/workflow.html"))
+    for name in ("USER", "LOGNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    page = tmp_path / "results/workflow.html"
+    words = [*without_names(tmp_path), BIN / "maect", "run", file, page]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert trap() == [] and (tmp_path / "results/workflow.html").exists()
+    assert trap() == [] and page.exists()
 
 
-@pytest.mark.parametrize("end", ["", ":."], ids=["PYTHONPATH", "an empty and a relative entry"])
+def without_names(folder: Path) -> list[str]:
+    """Words before a command that let its user have a number only, where that can be done."""
+    (folder / "passwd").touch()
+    script = f'mount --bind "{folder}/passwd" /etc/passwd && exec "$@"'
+    words = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    possible = shutil.which("unshare") and not subprocess.run([*words, "true"]).returncode
+    return words if possible else []
+
+
 def test_a_job_takes_nothing_from_the_working_folder(
-    run: Run, trap: Callable[[], list[str]], end: str
+    run: Run, trap: Callable[[], list[str]]
 ) -> None:
-    """Launcher, submission, controller and ranks, whatever PYTHONPATH has at its end."""
+    """Launcher and ranks, although PYTHONPATH has an empty and a relative entry at its end."""
     told = run.environment()
-    told["PYTHONPATH"] += end
+    told["PYTHONPATH"] += ":."
     command = run.command({"steps": 3}, {"devices": 2})
     # The launcher itself cannot help it: whatever is set for every Python.
     done = subprocess.run(
@@ -144,12 +137,6 @@ sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-def test_a_job_of_slurm_takes_nothing_from_its_working_folder(tmp_path: Path) -> None:
-    """The script for sbatch says so itself: a site may start jobs without our environment."""
-    parameters = sbatch.parameters(Resources("slurm"), "maect-x-1", tmp_path)
-    assert "export PYTHONSAFEPATH=1" in parameters["setup"]
 
 
 def test_profiles_by_name_are_those_of_the_pipeline(trap: Callable[[], list[str]]) -> None:
@@ -178,18 +165,19 @@ def test_scripts_that_a_profile_names_are_those_of_the_pipeline(
     assert full_paths("apptainer exec x python") == "apptainer exec x python"
 
 
-def test_a_working_folder_that_everybody_may_write(trap: Callable[[], list[str]]) -> None:
+def test_a_working_folder_that_everybody_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is refused in a line before Snakemake starts, and so is one below it."""
-    shutil.rmtree(".snakemake")
-    Path.cwd().chmod(0o777)
-    done = maect("run", "digits", "-n")
+    monkeypatch.chdir(tmp_path)
     here = Path.cwd()
-    assert done.returncode == 2 and done.stdout == "", done.stderr
-    assert done.stderr == (
+    here.chmod(0o777)
+    assert main(["run", "digits", "-n"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == (
         f"maect run: {here}: every user may write there; run `chmod o-w {here}`; "
         "or start in a folder of your own\n"
     )
-    assert trap() == []
     Path("below").mkdir()
     os.chdir("below")
     with pytest.raises(UserError, match="every user may write there"):
@@ -269,8 +257,11 @@ def try_to_launch(folder: Path) -> str:
     return line
 
 
-def test_a_folder_above_that_lets_others_exchange_the_run(public: Path) -> None:
+def test_folders_that_let_others_exchange_runs_and_shards(public: Path, shards: Path) -> None:
     """Anybody may write there; in a sticky one, as /tmp, nobody can rename what is another's."""
+    shards.chmod(0o777)
+    with pytest.raises(UserError, match=f"{shards}: every user may write there"):
+        open_index(shards)
     above = public / "results"
     (above / "x").mkdir(parents=True)
     above.chmod(0o777)
@@ -282,24 +273,14 @@ def test_a_folder_above_that_lets_others_exchange_the_run(public: Path) -> None:
         owners.refuse_public(above / "x")
 
 
-def test_shards_that_everybody_may_write(shards: Path) -> None:
-    """Whoever could exchange them would decide what is trained on."""
-    shards.chmod(0o777)
-    with pytest.raises(UserError, match=f"{shards}: every user may write there"):
-        open_index(shards)
-
-
 @as_root
-@pytest.mark.parametrize("is_live", [True, False], ids=["live", "ended"])
-def test_the_status_of_somebody_elses_job(public: Path, is_live: bool) -> None:
+def test_the_status_of_somebody_elses_job(public: Path) -> None:
     """`jobs` is its owner's alone; `job.json` still says how an ended job ended."""
     folder = public / "runs/x"
     record.make_job_folder(folder, "maect-x-1")
     job = Job("local", "maect-x-1", 1, place=str(folder), state="submitted")
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: job.name}) as process:
-        job.id, job.pids = str(process.pid), [process.pid]
-        if not is_live:
-            job.state, job.ending = "ended", STOPPED
+
+    def states() -> tuple[str, str, str]:
         record.write_job(folder, job)
         try:
             mine = status_of(folder, "x", False, clusters())
@@ -307,12 +288,16 @@ def test_the_status_of_somebody_elses_job(public: Path, is_live: bool) -> None:
             theirs = status_of(folder, "x", False, clusters())
         finally:
             os.seteuid(0)
-            process.kill()
-    assert mine.state == ("starting" if is_live else "stopped")
-    assert theirs.state == ("unknown" if is_live else "stopped")
-    assert theirs.note == (
-        "only the user who started its job can see whether it runs" if is_live else ""
-    )
+        return mine.state, theirs.state, theirs.note
+
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: job.name}) as process:
+        job.id, job.pids = str(process.pid), [process.pid]
+        alive = states()
+        process.kill()
+    note = "only the user who started its job can see whether it runs"
+    assert alive == ("starting", "unknown", note)
+    job.state, job.ending = "ended", STOPPED
+    assert states() == ("stopped", "stopped", "")
 
 
 # ---- copies, moved folders, other machines
@@ -359,22 +344,3 @@ def test_a_job_of_another_machine(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="local job 1 was started on far") as said:
         clusters()["local"].poll(tmp_path, job)
     assert "\n" not in str(said.value)
-
-
-# ---- small doors
-
-
-def test_a_user_without_a_name(tmp_path: Path) -> None:
-    """A container's user has a number only: the dry run ends as anybody's."""
-    (tmp_path / "passwd").touch()
-    (tmp_path / "here").mkdir()
-    script = f'mount --bind "{tmp_path}/passwd" /etc/passwd && exec "$@"'
-    words = ["unshare", "--mount", "sh", "-c", script, "sh"]
-    if shutil.which("unshare") is None or subprocess.run([*words, "true"]).returncode:
-        pytest.skip("no namespaces of mounts can be made here")
-    clean = {key: value for key, value in os.environ.items() if key not in ("USER", "LOGNAME")}
-    done = subprocess.run(
-        [*words, BIN / "maect", "run", "digits", "-n", "shards"], cwd=tmp_path / "here",
-        env=clean | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,13 +1,11 @@
 """A run whose states are gone ends in a line, and keeps what says so."""
 
-import importlib.util
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run
 
 from maect.core.errors import UserError
 from maect.core.files import write_record
@@ -15,30 +13,9 @@ from maect.records import RunRecord
 from maect.tools import clean, jobs
 from maect.train.run_folder import check_not_lost, read_notes, remove_states
 
-TRAINING = Path(__file__).parents[1] / "unit/train"
-sys.path.append(str(TRAINING))
-
-from ranks import run  # noqa: E402
-
-found = importlib.util.spec_from_file_location("tiny_trainings", TRAINING / "conftest.py")
-assert found and found.loader
-tiny = importlib.util.module_from_spec(found)
-found.loader.exec_module(tiny)
-
-Job = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
-    """A run of ten steps that saved and stopped at the third."""
-    root = tmp_path_factory.mktemp("stopped")
-    job = tiny.job_maker(root, tiny.noise_shards(root, 40))
-    assert run(1, job("mae", "mae"), log=root / "log", stop_at=3) == ["requeue"]
-    return root, job
-
 
 @pytest.fixture
-def purged(stopped: tuple[Path, Job], tmp_path: Path) -> dict[str, Any]:
+def purged(stopped: tuple[Path, Any], tmp_path: Path) -> dict[str, Any]:
     """Arguments of that run, in a copy without the files of its states."""
     root, job = stopped
     shutil.copytree(root / "runs", tmp_path / "runs")
@@ -62,7 +39,7 @@ def test_a_purge_took_the_states(purged: dict[str, Any], tmp_path: Path) -> None
     assert entries(folder) == 3 and read_notes(folder)["saved"] == 3
 
 
-def test_a_damaged_recipe(stopped: tuple[Path, Job], tmp_path: Path) -> None:
+def test_a_damaged_recipe(stopped: tuple[Path, Any], tmp_path: Path) -> None:
     """Its cure was to delete it, which was refused next, and then to delete the log."""
     shutil.copytree(stopped[0] / "runs", tmp_path / "runs")
     told, folder = stopped[1]("mae", "mae", folder=tmp_path / "runs"), tmp_path / "runs/mae"
@@ -82,7 +59,7 @@ def test_it_ends_before_it_queues(purged: dict[str, Any]) -> None:
         jobs._as_saved(Path(purged["folder"]), 1, 1, "1")
 
 
-def test_a_kill_before_the_first_save(stopped: tuple[Path, Job], tmp_path: Path) -> None:
+def test_a_kill_before_the_first_save(stopped: tuple[Path, Any], tmp_path: Path) -> None:
     """Control: a run that has a log and saved nothing begins anew by itself."""
     told = stopped[1]("mae", "mae", folder=tmp_path / "runs")
     with pytest.raises(RuntimeError):
