@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
-from mini_pipeline import MINI, ROOT, Pipeline, wait_for
+from mini_pipeline import MINI, Pipeline, wait_for
 
-from maect.evaluate.base import encoder_checksum
+from maect.cli import main
+from maect.core.errors import UserError
+from maect.launch.owner import lock_folder
 from maect.launch.record import progress, read_job
 from maect.records import RunRecord
 
@@ -37,10 +38,6 @@ def metric_lines(pipeline: Pipeline, run: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "timing"} for line in lines]
 
 
-def test_a_second_start_does_nothing(undisturbed: Pipeline) -> None:
-    assert "Nothing to be done" in undisturbed.complete("evaluations")
-
-
 def test_what_a_run_leaves(undisturbed: Pipeline) -> None:
     for run in ENCODERS:
         folder = undisturbed.results / "runs" / run
@@ -56,9 +53,6 @@ def test_what_a_run_leaves(undisturbed: Pipeline) -> None:
         "format", "metrics", "outcomes", "settings", "provenance", "checksum"
     }  # fmt: skip
     assert 50 < knn["metrics"]["knn"] <= 100
-
-
-def test_the_log_shows_progress(undisturbed: Pipeline) -> None:
     log = (undisturbed.results / "logs/ct_min_tiny/tune.log").read_text()
     # Polls of a run of seconds may miss all of it; the last line says how far it came.
     assert "done: epoch " in log and "images/s" in log
@@ -67,65 +61,18 @@ def test_the_log_shows_progress(undisturbed: Pipeline) -> None:
         assert "] evaluate ct_min_tiny knn: " in line
 
 
-def test_what_is_evaluated_is_made_though_nothing_shows_it(undisturbed: Pipeline) -> None:
-    file = undisturbed.results / "evaluations/ct_min_tiny/knn.json"
-    file.rename(undisturbed.folder / "aside")
-    try:
-        plan = undisturbed.complete("-n")
-    finally:
-        (undisturbed.folder / "aside").rename(file)
-    assert "Evaluating" in plan and "Report " in plan
+def test_resolved_files_are_those_that_the_pipeline_wrote(undisturbed: Pipeline) -> None:
+    written = {
+        file: (file.read_text(), file.stat().st_mtime_ns)
+        for file in undisturbed.results.glob("*/*/*.yaml")
+    }
+    assert {file.parent.name for file in written} >= {*ENCODERS}
+    assert main(["resolve", str(undisturbed.folder / "mini.yaml")]) == 0
+    for file, (text, changed) in written.items():
+        assert (file.read_text(), file.stat().st_mtime_ns) == (text, changed), file
 
 
-@pytest.mark.parametrize(
-    "ends",
-    [
-        # Other kills are also in tests/unit/launch and tests/cluster, without training;
-        # random_kills.py has all of them.
-        pytest.param({"ct_min_tiny": "interrupt"}, marks=pytest.mark.slow),
-        pytest.param(
-            {"mae_tiny": "everything", "head_min_tiny": "snakemake", "ct_min_tiny": "interrupt"},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=len,
-)
-def test_killed_and_started_again(
-    undisturbed: Pipeline, tmp_path: Path, ends: dict[str, str]
-) -> None:
-    """A different end in each training; after each, the same command as before."""
-    pipeline = Pipeline(tmp_path / "killed", copy.deepcopy(MINI))
-    pipeline.command()
-    finished = [f"runs/{run}" for run in ENCODERS if run not in ends]
-    for folder in ("images", "shards", *finished):  # only trainings are disturbed
-        shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
-    for stage, kill in ends.items():
-        started = pipeline.start("evaluations")
-        run = pipeline.results / "runs" / stage
-
-        def training(started: Popen[str] = started, run: Path = run) -> bool:
-            assert started.poll() is None, (pipeline.folder / "snakemake.log").read_text()[-3000:]
-            return int(progress(run, read_job(run)).get("step", 0)) >= 8
-
-        wait_for(training, 400, f"{stage} to train")
-        if kill == "everything":
-            pipeline.kill_everything()
-        elif kill == "snakemake":
-            started.kill()
-        else:
-            os.killpg(started.pid, signal.SIGINT)
-        started.wait(timeout=180)
-        if kill == "interrupt":
-            told = (pipeline.folder / "snakemake.log").read_text()
-            _, line, after = told.rpartition("maect: interrupted: trainings save")
-            assert line and "Error in rule" not in after and "WorkflowError" not in after
-    pipeline.complete("encoders")
-    assert bits(pipeline) == bits(undisturbed)
-    for run in ENCODERS:
-        assert metric_lines(pipeline, run) == metric_lines(undisturbed, run)
-    wait_for(lambda: not pipeline.processes(), 20, "every process to be gone")
-
-
+@pytest.mark.slow
 def test_a_job_that_finished_alone_is_not_computed_again(
     undisturbed: Pipeline, tmp_path: Path
 ) -> None:
@@ -167,64 +114,50 @@ def computed(pipeline: Pipeline) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_ino, path.read_bytes()) for path in files}
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_what_is_finished_stays_while_its_job_looks_at_it(
+@pytest.mark.parametrize(
+    "end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
+def test_a_copy_is_finished_whatever_its_times(
     undisturbed: Pipeline, tmp_path: Path, end: signal.Signals
 ) -> None:
-    """The only output that Snakemake deletes before a job is its stamp."""
-    pipeline = copy_of(undisturbed, tmp_path / "away")
-    before = computed(pipeline)
+    """Its jobs look at what is there, also if they are killed, and nothing is computed again.
+
+    Times are reversed, and stamps of evaluations are gone, as version 0.2.0 has left results. The
+    only output that Snakemake deletes before a job is its stamp.
+    """
+    pipeline = copy_of(undisturbed, tmp_path / "copy")
+    before, now = computed(pipeline), time.time()
+    for path in pipeline.results.rglob("*"):
+        if path.is_file():
+            os.utime(path, (now, now - path.stat().st_mtime % 9999))
+    for stamp in pipeline.results.glob("evaluations/*/*.done"):
+        stamp.unlink()
     stamp = pipeline.results / "runs/mae_tiny/done"
     (pipeline.results / "shards/digits/train/done").touch()  # newer than what is made of it
-    started = pipeline.start("encoders")
+    started = pipeline.start("evaluations")
     wait_for(lambda: not stamp.exists(), 200, "Snakemake to delete the stamp")
     assert computed(pipeline) == before
+    owner = f"process {started.pid} "  # another pipeline on the folder is refused
+    with pytest.raises(UserError, match=owner), lock_folder(pipeline.results, patience=0):
+        pass
     os.killpg(started.pid, end)
     started.wait(timeout=180)
+    if end == signal.SIGINT:
+        told = (pipeline.folder / "snakemake.log").read_text()
+        _, line, after = told.rpartition("maect: interrupted: trainings save")
+        assert line and "Error in rule" not in after and "WorkflowError" not in after
     wait_for(lambda: not pipeline.processes(), 60, "every process to be gone")
-    assert encoder_checksum(stamp.parent) == encoder_checksum(undisturbed.results / "runs/mae_tiny")
-    pipeline.complete("encoders")
+    pipeline.complete("evaluations")
     assert stamp.exists() and computed(pipeline) == before
+    # Results are asked for by their names.
+    names = ("evaluations/ct_min_tiny/knn.json", "runs/mae_tiny/encoder.safetensors")
+    files = [str(pipeline.results / name) for name in names]
+    profile = f"{pipeline.folder}/profile"
+    done = maect("run", str(pipeline.folder / "mini.yaml"), *files, "--profile", profile)
+    assert done.returncode == 0 and "Nothing to be done" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("times", ["lost", "reversed", "stamps lost"])
-def test_a_copy_is_finished_whatever_its_times(
-    undisturbed: Pipeline, tmp_path: Path, times: str
-) -> None:
-    """Also without any stamps, as version 0.2.0 has left results: nothing is computed again."""
-    pipeline = copy_of(undisturbed, tmp_path / "copy")
-    files = [path for path in pipeline.results.rglob("*") if path.is_file()]
-    before, now = computed(pipeline), time.time()
-    for path in files:
-        if times == "stamps lost":
-            if path.name == "done" or path.suffix == ".done":
-                path.unlink()
-        else:
-            os.utime(path, (now, now if times == "lost" else now - path.stat().st_mtime % 9999))
-    first = sorted(files, key=lambda path: path.stat().st_mtime_ns if path.exists() else 0)
-    assert times != "reversed" or first[0].stat().st_mtime < now - 10
-    pipeline.complete("evaluations")
-    assert computed(pipeline) == before
-    assert "Nothing to be done" in pipeline.complete("evaluations")
-
-
-def test_nothing_is_made_again_that_is_asked_for(undisturbed: Pipeline, tmp_path: Path) -> None:
-    """By name it is; and one mistaken edit of the shards, and back, changes nothing."""
-    pipeline = copy_of(undisturbed, tmp_path / "again")
-    before = computed(pipeline)
-    pipeline.complete("evaluations", "--forcerun", "knn")
-    again = {path for path, (node, _) in computed(pipeline).items() if node != before[path][0]}
-    assert again == {path for path in before if path.name == "knn.json"}
-    mistaken = copy.deepcopy(MINI)
-    mistaken["datasets"]["digits"]["splits"]["train"]["shards"] = 5
-    assert Pipeline(pipeline.folder, mistaken).run("encoders", "-R", "pretrain").returncode
-    pipeline.complete("evaluations")
-    after = computed(pipeline)
-    assert {path: after[path] for path in before if path not in again} == {
-        path: before[path] for path in before if path not in again
-    }
-
-
+@pytest.mark.slow
 def test_a_setting_is_changed_killed_and_set_back(undisturbed: Pipeline, tmp_path: Path) -> None:
     """Dry run, kill in the middle of the new training, back: as if it had never been."""
     pipeline = copy_of(undisturbed, tmp_path / "back")
@@ -244,18 +177,6 @@ def test_a_setting_is_changed_killed_and_set_back(undisturbed: Pipeline, tmp_pat
     pipeline.complete("evaluations")
     assert computed(pipeline) == before
     assert "Nothing to be done" in pipeline.complete("evaluations")
-
-
-def test_an_encoder_and_an_evaluation_are_asked_for_by_their_names(undisturbed: Pipeline) -> None:
-    file = str(undisturbed.results / "evaluations/ct_min_tiny/knn.json")
-    refused = undisturbed.run(file)
-    assert refused.returncode == 2
-    assert f"ask Snakemake for {file.removesuffix('.json')}.done" in one_line(refused.stderr)
-    encoder = str(undisturbed.results / "runs/mae_tiny/encoder.safetensors")
-    profile = f"{undisturbed.folder}/profile"
-    for result in (file, encoder):
-        done = maect("run", str(undisturbed.folder / "mini.yaml"), result, "--profile", profile)
-        assert done.returncode == 0 and "Nothing to be done" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
@@ -292,45 +213,7 @@ def test_a_second_data_set_is_a_column_of_the_page_of_data_sets(
     assert re.findall(r"(?m)^## (.*)$", text) == ["digits", "larger"]
 
 
-def test_deleted_shards_are_made_again_for_what_reads_them_alone(undisturbed: Pipeline) -> None:
-    shards = undisturbed.results / "shards/digits/train"
-    shards.rename(undisturbed.folder / "aside")
-    more = copy.deepcopy(MINI)
-    more["evaluate"][0]["protocols"] = ["knn", "linear_probe"]
-    try:
-        assert "Nothing to be done" in undisturbed.complete("-n", "evaluations")
-        plan = Pipeline(undisturbed.folder, more).complete("-n", "evaluations")
-    finally:
-        (undisturbed.folder / "aside").rename(shards)
-        undisturbed.command()
-    assert "Sharding digits train" in plan and "Sharding digits val" not in plan
-
-
-@pytest.mark.parametrize("memory", [True, False], ids=["remembered", "forgotten"])
-def test_a_changed_recipe_re_runs_what_depends_on_it(undisturbed: Pipeline, memory: bool) -> None:
-    """Also where Snakemake's memory is gone, as in another clone."""
-    changed = copy.deepcopy(MINI)
-    changed["runs"]["ct_min_tiny"]["set"]["head"] = {"topk": 2}
-    own, aside = undisturbed.folder / ".snakemake", undisturbed.folder / "aside"
-    if not memory:
-        own.rename(aside)
-        assert "Nothing to be done" in undisturbed.complete("-n", "evaluations")
-    plan = Pipeline(undisturbed.folder, changed).complete("-n", "evaluations")
-    Pipeline(undisturbed.folder, MINI).command()
-    if not memory:
-        shutil.rmtree(own)
-        aside.rename(own)
-    assert "Contrastive tuning of ct_min_tiny" in plan
-    assert "Pre-training" not in plan and "Initialising" not in plan
-
-
-def test_cluster_settings_re_run_nothing(undisturbed: Pipeline) -> None:
-    command = undisturbed.command("-n", "evaluations")
-    more = ["--set-resources", "tune:slurm_partition=booster", "tune:nodes=2", "tune:runtime=9"]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert "Nothing to be done" in done.stdout + done.stderr
-
-
+@pytest.mark.slow
 def test_deleted_outputs_come_back_from_the_state(undisturbed: Pipeline) -> None:
     before = bits(undisturbed)
     RunRecord.path(undisturbed.results / "runs/ct_min_tiny").unlink()
@@ -348,13 +231,6 @@ def mistake(folder: Path, **changes: Any) -> Pipeline:
     return Pipeline(folder, MINI | changes)
 
 
-def test_a_missing_image_folder_is_named(tmp_path: Path) -> None:
-    splits = {"train": {"images": str(tmp_path / "nowhere")}, "val": {"images": str(tmp_path)}}
-    done = mistake(tmp_path / "m", datasets={"mine": {"splits": splits}}).run("evaluations")
-    assert done.returncode != 0
-    assert str(tmp_path / "nowhere") in one_line(done.stderr)
-
-
 def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     from PIL import Image
     from sklearn.datasets import load_sample_image
@@ -369,24 +245,6 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     done = mistake(tmp_path / "m", datasets={"mine": {"splits": splits}}).run("shards")
     assert done.returncode != 0
     assert "broken.jpg" in done.stderr + done.stdout
-
-
-def test_an_unknown_experiment_is_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "snakemake", "-n", "--config", "experiment=digitz"],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "digits" in one_line(done.stderr)
-
-
-def test_a_second_pipeline_is_refused(undisturbed: Pipeline) -> None:
-    from maect.launch.owner import lock_folder
-
-    with lock_folder(undisturbed.results):
-        done = undisturbed.run("evaluations", "--forcerun", "tune")
-    assert done.returncode != 0
-    assert f"process {os.getpid()}" in one_line(done.stderr)
 
 
 def maect(*words: str) -> "subprocess.CompletedProcess[str]":
@@ -411,29 +269,9 @@ def test_the_command_by_hand(undisturbed: Pipeline, tmp_path: Path) -> None:
 
     refused = maect("train", config, "settings.epochs=1", "--devices", "1")
     assert refused.returncode == 2 and "name its file with --out" in one_line(refused.stderr)
-    taken = maect("train", config, "seed=7", "--out", str(runs / "ct_min_tiny/config.yaml"))
-    assert (
-        taken.returncode == 2
-        and "exists and says something else; choose another --out" in one_line(taken.stderr)
-    )
-    spelt = maect("train", config, "settings.epoch=1", *changed[1:])
-    assert spelt.returncode == 2 and "did you mean 'epochs'?" in one_line(spelt.stderr)
     assert bits(undisturbed) == before
 
     knn = str(evaluations / "ct_min_tiny/knn.yaml")
     done = maect("evaluate", knn, "settings.k=3", "--out", str(tmp_path / "knn3.yaml"))
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "knn3.json").read_text())["settings"]["k"] == 3
-
-
-def test_resolved_files_are_those_that_the_pipeline_wrote(undisturbed: Pipeline) -> None:
-    written = {
-        file: (file.read_text(), file.stat().st_mtime_ns)
-        for file in undisturbed.results.glob("*/*/*.yaml")
-    }
-    assert {file.parent.name for file in written} >= {"mae_tiny", "head_min_tiny", "ct_min_tiny"}
-    undisturbed.command()
-    done = maect("resolve", str(undisturbed.folder / "mini.yaml"))
-    assert done.returncode == 0, done.stderr
-    for file, (text, changed) in written.items():
-        assert (file.read_text(), file.stat().st_mtime_ns) == (text, changed), file
