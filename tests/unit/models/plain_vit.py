@@ -62,14 +62,11 @@ def plain_norm(x, weight, bias):
 
 def mae_table(width, grid, cls):
     """MAE's position embedding by loops: first half of the channels the column, then the row."""
-    rows = []
-    for row in range(grid):
-        for column in range(grid):
-            line = []
-            for position in (column, row):
-                angles = [position / 10000 ** (i / (width // 4)) for i in range(width // 4)]
-                line += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-            rows.append(line)
+    axis = []
+    for position in range(grid):
+        angles = [position / 10000 ** (i / (width // 4)) for i in range(width // 4)]
+        axis.append([math.sin(a) for a in angles] + [math.cos(a) for a in angles])
+    rows = [axis[column] + axis[row] for row in range(grid) for column in range(grid)]
     return torch.tensor([[0.0] * width] * cls + rows)[None]
 
 
@@ -217,11 +214,6 @@ def mae_reimpl():
     """mae_reimpl_*.th: the state dict in an entry, positions without a row for [CLS]."""
     weights = fixed(cls_row=False)
     return {"state_dict": dict(weights)}, weights
-
-
-def mae_ct():
-    """maect_*.th: likewise."""
-    return mae_reimpl()
 
 
 def mae_ct_legacy():
@@ -405,14 +397,10 @@ def capi_tokens(weights, images, heads=HEADS):
 
     def turned(y, freqs):
         """Channels c and c + d / 2 of each token, by the angle of each."""
-        half, out = y.shape[2] // 2, torch.empty_like(y)
-        for token, (row, column) in enumerate(where):
-            for c in range(half):
-                for own, other, sign in ((c, c + half, -1), (c + half, c, 1)):
-                    angle = float(row * freqs[0, own] + column * freqs[1, own])
-                    out[:, token, own] = y[:, token, own] * math.cos(angle)
-                    out[:, token, own] += sign * y[:, token, other] * math.sin(angle)
-        return out
+        half = y.shape[2] // 2
+        other = torch.cat([-y[..., half:], y[..., :half]], dim=2)
+        angles = torch.stack([row * freqs[0] + column * freqs[1] for row, column in where])
+        return y * angles.cos() + other * angles.sin()
 
     for number in range(len([name for name in w if name.endswith("fc1.weight")])):
         p = f"encoder.blocks.{number}."

@@ -1,14 +1,13 @@
 """What an encoder gives by name, for images of any size, against timm and plain second writings."""
 
 import copy
-import math
 from functools import partial
 
 import pytest
 import timm.models.vision_transformer as timm_vit
 import torch
+from plain_vit import plain_tokens
 from timm.layers import resample_abs_pos_embed
-from torch.nn import functional as F
 
 from maect.models.vit import VisionEncoder, build_encoder, seeded
 from maect.recipes import Encoder
@@ -94,35 +93,6 @@ def test_other_sizes_are_timms_without_antialiasing(height, width, monkeypatch):
     assert found.grid == (height // 4, width // 4)
 
 
-def cubic(x: float) -> float:
-    """Keys' kernel with a = -0.75, which is PyTorch's."""
-    x = abs(x)
-    if x <= 1:
-        return 1.25 * x**3 - 2.25 * x**2 + 1
-    return -0.75 * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
-
-
-def test_positions_are_bicubic_by_its_formula():
-    module = encoder_of()
-    table = module.pos_embed[0, 3:].double().reshape(4, 4, 24)
-
-    def along(rows: torch.Tensor, count: int) -> torch.Tensor:
-        out = []
-        for i in range(count):
-            centre = (i + 0.5) * len(rows) / count - 0.5
-            first = math.floor(centre) - 1
-            near = [min(max(j, 0), len(rows) - 1) for j in range(first, first + 4)]
-            weights = [cubic(centre - j) for j in range(first, first + 4)]
-            out.append(sum(w * rows[j] for w, j in zip(weights, near, strict=True)))
-        return torch.stack(out)
-
-    expected = along(table, 3)
-    expected = along(expected.transpose(0, 1), 6).transpose(0, 1).reshape(18, 24)
-    found = module.positions(3, 6)[0]
-    torch.testing.assert_close(found[3:].double(), expected, rtol=0, atol=1e-6)
-    assert found[:3].abs().max() == 0  # of [CLS] and registers
-
-
 def test_positions_are_made_once_and_follow_the_encoders_own():
     module = encoder_of()
     own = module.positions(2, 2)
@@ -142,32 +112,13 @@ def test_post_norm_blocks_by_their_formula():
     """data2vec 2.0: a norm behind the embedding and behind each sum, none at the end."""
     module = encoder_of(norm="post", registers=0, depth=2).double()
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    w = module.state_dict()
-    assert "norm.weight" not in w and "norm_pre.weight" in w and "patch_embed.proj.bias" in w
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
-        return (x - mean) / (var + 1e-6).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
-    patches = images.reshape(2, 3, 4, 4, 4, 4).permute(0, 2, 4, 1, 3, 5).reshape(2, 16, 48)
-    x = patches @ w["patch_embed.proj.weight"].reshape(24, 48).T + w["patch_embed.proj.bias"]
-    x = torch.cat([w["cls_token"].expand(2, -1, -1), x + w["pos_embed"][:, 1:]], dim=1)
-    x, outputs = norm(x, "norm_pre"), []
-    for block in ("blocks.0", "blocks.1"):
-        q, k, v = linear(x, f"{block}.attn.qkv").reshape(2, 17, 3, 2, 12).permute(2, 0, 3, 1, 4)
-        mixed = (q @ k.transpose(2, 3) / math.sqrt(12)).softmax(-1) @ v
-        mixed = linear(mixed.transpose(1, 2).reshape(2, 17, 24), f"{block}.attn.proj")
-        x = norm(x + mixed, f"{block}.norm1")
-        hidden = F.gelu(linear(x, f"{block}.mlp.fc1"))
-        x = norm(x + linear(hidden, f"{block}.mlp.fc2"), f"{block}.norm2")
-        outputs.append(x)
     found = module(images, blocks=[0, 1])
-    torch.testing.assert_close(found.tokens, x, rtol=1e-10, atol=1e-10)
-    for number, expected in enumerate(outputs):
-        torch.testing.assert_close(found.blocks[number], expected, rtol=1e-10, atol=1e-10)
+    expected = plain_tokens(module.state_dict(), images)
+    torch.testing.assert_close(found.tokens, expected, rtol=1e-10, atol=1e-10)
+    assert torch.equal(found.blocks[1], found.tokens)
+    first = {k: v for k, v in module.state_dict().items() if not k.startswith("blocks.1")}
+    expected = plain_tokens(first, images)
+    torch.testing.assert_close(found.blocks[0], expected, rtol=1e-10, atol=1e-10)
     module.freeze(1)
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     assert {"norm_pre.weight", "norm_pre.bias", "cls_token"} <= frozen

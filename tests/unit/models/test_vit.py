@@ -25,12 +25,6 @@ def tiny(seed=0):
         return build_encoder(TINY)
 
 
-def timm_of_the_same_size():
-    return VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=2, num_classes=0
-    )
-
-
 def test_positions_follow_the_formula():
     width, grid = 16, 3
     actual = sincos_2d(width, grid)[0]
@@ -43,16 +37,22 @@ def test_positions_follow_the_formula():
             np.testing.assert_allclose(actual[row * grid + column], expected, atol=1e-6)
 
 
-def test_state_dict_is_timms_and_so_are_the_features():
-    ours, theirs = tiny(), timm_of_the_same_size()
+@pytest.mark.parametrize("registers", [0, 3])
+def test_state_dict_is_timms_and_so_are_the_features(registers):
+    with seeded(0):
+        ours = build_encoder(TINY.model_copy(update={"registers": registers}))
+    theirs = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=2, num_classes=0,
+        reg_tokens=registers,
+    )  # fmt: skip
     theirs.load_state_dict(ours.state_dict(), strict=True)
-    images = torch.randn(5, 3, 16, 16)
-    torch.testing.assert_close(
-        ours(images).tokens, theirs.forward_features(images), rtol=1e-5, atol=1e-5
-    )
-    torch.testing.assert_close(
-        ours.pool(ours(images).tokens, "cls"), theirs(images), rtol=1e-5, atol=1e-5
-    )
+    images, first = torch.randn(5, 3, 16, 16), 1 + registers
+    tokens = ours(images).tokens
+    torch.testing.assert_close(tokens, theirs.forward_features(images), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.pool(tokens, "cls"), theirs(images), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.pool(tokens, "mean"), tokens[:, first:].mean(dim=1))
+    assert tokens.shape == (5, first + 16, 24) and ours.pos_embed[0, :first].abs().max() == 0
+    assert "pos_embed" not in dict(ours.named_parameters())
 
 
 def test_masked_encoding_is_that_of_the_visible_patches_alone():
@@ -66,25 +66,6 @@ def test_masked_encoding_is_that_of_the_visible_patches_alone():
         for block in encoder.blocks:
             x = block(x)
         torch.testing.assert_close(actual[i], encoder.norm(x)[0])
-
-
-def test_registers_are_timms_and_no_feature_reads_them():
-    shape = TINY.model_copy(update={"registers": 3})
-    with seeded(0):
-        ours = build_encoder(shape)
-    theirs = VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=2, num_classes=0, reg_tokens=3
-    )
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    images = torch.randn(5, 3, 16, 16)
-    tokens = ours(images).tokens
-    torch.testing.assert_close(tokens, theirs.forward_features(images), rtol=1e-5, atol=1e-5)
-    assert tokens.shape == (5, 1 + 3 + 16, 24) and ours.pos_embed[0, :4].abs().max() == 0
-    for how in ("cls", "mean"):
-        other = tokens.clone()
-        other[:, 1:4] = 1e6
-        assert torch.equal(ours.pool(tokens, how), ours.pool(other, how))
-    torch.testing.assert_close(ours.pool(tokens, "mean"), tokens[:, 4:].mean(dim=1))
 
 
 def test_pre_training_with_registers_masks_patches_only():
@@ -101,12 +82,6 @@ def test_pre_training_with_registers_masks_patches_only():
     assert torch.equal(decoder(without, order), pixels)
     reconstruction_loss(pixels, images, order, 4, normalize=True).backward()
     assert encoder.reg_token.grad.abs().max() > 0
-
-
-def test_positions_of_the_cls_token_are_zero_and_nothing_fixed_is_trained():
-    encoder = tiny()
-    assert encoder.pos_embed[0, 0].abs().max() == 0
-    assert "pos_embed" not in dict(encoder.named_parameters())
 
 
 def test_initial_values_do_not_depend_on_earlier_draws():
@@ -156,17 +131,6 @@ def test_freezing_changes_no_value_and_builds_no_graph_below():
         frozen(images)
     # Only the final norm stores anything: its input, scale and statistics.
     assert sum(saved) < 3 * 2 * 17 * 24
-
-
-def test_checkpointing_gives_the_same_gradients():
-    plain, saving = tiny(), tiny()
-    saving.checkpointing = True
-    images = torch.randn(2, 3, 16, 16)
-    for encoder in (plain, saving):
-        # Not the squares: after the final norm their mean is constant, its gradients only rounding.
-        encoder(images).tokens.pow(3).mean().backward()
-    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
 
 
 def reference_mae_loss(prediction, images, masked, p):
@@ -222,25 +186,6 @@ def test_decoder_puts_patches_back_in_their_places():
         torch.testing.assert_close(actual[i], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_gradients_of_the_whole_mae_loss():
-    with seeded(0):
-        encoder, decoder = build_encoder(TINY).double(), Decoder(TINY).double()
-    order = torch.stack([torch.randperm(16) for _ in range(2)])
-    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    weight = encoder.patch_embed.proj.bias
-
-    def loss(bias, token):
-        encoder_ = torch.func.functional_call(
-            encoder, {"patch_embed.proj.bias": bias}, (images, order[:, :4])
-        )
-        out = torch.func.functional_call(decoder, {"mask_token": token}, (encoder_.tokens, order))
-        return reconstruction_loss(out, images, order, 4, normalize=True)
-
-    bias = weight.detach().clone().requires_grad_()
-    token = decoder.mask_token.detach().clone().requires_grad_()
-    assert torch.autograd.gradcheck(loss, (bias, token), atol=1e-6)
-
-
 def test_weights_survive_the_disk(tmp_path):
     encoder = tiny()
     save_encoder(tmp_path / "encoder.safetensors", encoder.state_dict(), TINY, "mean")
@@ -254,7 +199,7 @@ def test_same_weights_same_bytes(tmp_path):
     """safetensors orders its texts at random in every process and call."""
     weights = tiny().state_dict()
     written = set()
-    for number in range(12):
+    for number in range(6):
         path = tmp_path / f"{number}.safetensors"
         save_encoder(path, weights, TINY, "mean")
         written.add(path.read_bytes())
