@@ -17,7 +17,6 @@ from maect.experiment.profile import HERE, by_rule, find_profile, like_slurm
 from maect.recipes import load_encoder
 from maect.recipes.cost import relative_speed
 from maect.stages import STAGES, load_recipe
-from maect.tools import doctor
 from maect.tools.launching import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
 from maect.train.watchdog import LIMIT
 
@@ -88,16 +87,6 @@ def test_a_name_is_not_read_as_python(monkeypatch: pytest.MonkeyPatch) -> None:
         for key in ("slurm_partition", "slurm_account")
     ]
     assert names == ["all", "open"]
-
-
-def test_jobs_of_alps_get_its_environment() -> None:
-    """sbatch is refused inside of a uenv unless it names one, and a job has none by itself."""
-    asked = dict(read_profile("alps")["set-resources"]["pretrain"], slurm_account="budget")
-    words = doctor._sbatch(doctor.resources(asked, 2))
-    assert {"--view=default", "--gres=gpu:4"} <= set(words)
-    (image,) = (word.removeprefix("--uenv=") for word in words if word.startswith("--uenv="))
-    script = (ROOT / "envs/alps.sh").read_text(encoding="utf-8")
-    assert set(re.findall(r"prgenv-gnu/\S+", script)) == {image}
 
 
 def test_nccl_gives_up_before_the_trainers_own_watchdog() -> None:

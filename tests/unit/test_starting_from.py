@@ -112,12 +112,6 @@ def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], words: str)
         load(write(tmp_path, **{"starting_from": "public"} | changes))
 
 
-def test_another_image_size_is_another_architecture(tmp_path: Path) -> None:
-    runs = {"mae": {"recipe": "mae", "size": "base", "image_size": 96}}
-    changes: dict[str, Any] = {"runs": runs, "tables": ["low_shot"]}
-    assert load(write(tmp_path, **changes)).rows("low_shot")[0].architecture == "base_96"
-
-
 def snakemake(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
     command += ["--directory", str(folder), "--cores", "1", *words]

@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 
-from maect.cli import main
 from maect.core.errors import UserError
 from maect.data.retrieve import CATALOGUE
 from maect.evaluate.outcomes import Difference, difference, pack
@@ -135,15 +134,6 @@ def test_classes_say_what_is_measured():
     assert evaluated({0: 30, 1: 4}, 34)[0] == [1, 2]
     assert evaluated({0: 30, 1: 30}, 60) == ([1, 2, 5], [])
     assert evaluated({0: 4, 1: 4}, 8)[0] == []  # fewer images than neighbours
-
-
-def test_no_images_and_other_channels_are_refused(weights, tmp_path, capsys):
-    (tmp_path / "none").mkdir()
-    words = ["tune", str(weights), "--images", str(tmp_path / "none"), "--out"]
-    assert main([*words, str(tmp_path / "x.yaml")]) == 2
-    assert not (tmp_path / "x.yaml").exists()
-    assert main([*words, str(tmp_path / "x.txt")]) == 2
-    assert "an experiment's file ends in .yaml" in capsys.readouterr().err
 
 
 class Timed:
