@@ -10,7 +10,6 @@ import yaml
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.protocols import Accuracy, LowShot
 from maect.experiment import resolve
@@ -18,7 +17,6 @@ from maect.experiment.load import Experiment, load
 from maect.experiment.start import missing_lists
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
-from maect.tools.job_commands import read_job
 
 from .conftest import Rank, given, store
 
@@ -121,19 +119,6 @@ def test_a_job_refuses_lists_that_it_was_not_prepared_with(
     bare = {"subsets": str(lists), "shots": (1,), "splits": 2}
     refused(r"split2\.txt: not the list that this job was prepared with", waiting, scored)
     refused(r"split1\.txt: not the list", FineTune(subsets=str(lists), shots=1), LowShot(**bare))
-
-
-def test_another_folder_of_lists_by_hand(tmp_path: Path, lists: Path) -> None:
-    file, other = tmp_path / "few" / "e.yaml", tmp_path / "other"
-    resolve.evaluation_config(experiment(tmp_path, lists), "mae_tiny", "low_shot").write(file)
-    other.mkdir()
-    for name in NAMES[:2]:
-        (other / name).write_text("another\n")
-    out = tmp_path / "mine.yaml"
-    config, path = read_job(EvaluationConfig, file, [f"settings.subsets={other}"], out)
-    assert path == out and isinstance(config.settings, LowShot)
-    config.settings.check_lists()
-    assert EvaluationConfig.read(out).digest == config.digest != EvaluationConfig.read(file).digest
 
 
 def test_lists_that_nobody_reads_do_not_count(lists: Path) -> None:

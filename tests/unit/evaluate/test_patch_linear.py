@@ -44,20 +44,6 @@ SETTINGS = PatchLinear(
 ZEROS = 1 + 22 + 1 + 9  # draws of a sample
 
 
-def test_the_settings_are_those_of_dinov3s_configuration():
-    """config-ade20k-linear-training.yaml, and config.py for what that leaves out."""
-    settings = PatchLinear()
-    assert settings.batch_size == 2 * 8  # bs, n_gpus
-    assert (settings.updates, settings.warmup_updates) == (40_000, 1500)
-    assert (settings.learning_rate, settings.weight_decay) == (1e-3, 1e-3)
-    assert (settings.size, settings.stride) == (512, 341)
-    assert (settings.ratios, settings.flip) == ((0.5, 2.0), 0.5)
-    assert (settings.period, settings.dropout) == (5000, 0.1)
-    assert settings.ignore == (0, 255)  # reduce_zero_label, ignore_index
-    assert settings.precision == "fp32"  # model_dtype
-    assert settings.held_out == 0
-
-
 def test_rates_are_those_of_its_schedule():
     settings = PatchLinear(updates=50, warmup_updates=8)
     plan = settings.schedule(None)

@@ -207,6 +207,17 @@ def test_what_a_run_records(job, tmp_path):
     assert not diff.exists() or diff.read_text().startswith("diff --git")
 
 
+def test_a_damaged_source_is_not_trained_on(job, tmp_path):
+    log = tmp_path / "log"
+    value = job("mae", "mae", epochs=1)
+    assert run(1, value, log=log) == ["done"]
+    with open(Path(value["folder"]) / "encoder.safetensors", "r+b") as file:
+        file.seek(-2, 2)
+        file.write(b"\1\2")
+    message = run(1, job("head", "head_min", "mae"), log=log)
+    assert "encoder.safetensors: damaged" in message and "run.json" in message
+
+
 def test_a_collapsed_embedding_stops_the_run_with_a_saved_state(job, tmp_path):
     log = tmp_path / "log"
     # One channel can only be 1 or -1 after normalisation.

@@ -168,6 +168,10 @@ def test_the_same_steps_at_adams_own_epsilon(job, recipe):
     assert (recipe == "mae") == ("encoder.cls_token" in trained)
     frozen = tuple(f"encoder.blocks.{number}." for number in range(FROZEN))
     assert recipe == "mae" or not any(name.startswith(frozen) for name in trained)
+    for group in stage.parameter_groups(objective):
+        for name in group["names"]:
+            decay = 1e-5 if name.startswith("head.") else 0.05
+            assert group["weight_decay"] == (decay if w[name].ndim > 1 else 0.0), name
     twice, noise = 0, 0.0
     index = open_index(Path(value["shards"]))
     for step, views, loss, _ in float64.trained(objective, stage, index, STEPS, seed):
