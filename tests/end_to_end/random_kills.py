@@ -12,7 +12,6 @@ goes on with the kills that are left.
 import argparse
 import csv
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -241,5 +240,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.nice(5)
     main()
