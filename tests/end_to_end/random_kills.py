@@ -231,7 +231,7 @@ def main() -> None:
         while (struck := sum(row["stage"] == stage for row in rows)) < options.kills:
             rows += kill_stage(stage, whole, folder, options.kills - struck, struck)
             with table.open("w", newline="") as file:
-                writer = csv.DictWriter(file, rows[0])
+                writer = csv.DictWriter(file, rows[0], lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(rows)
     bad = [row for row in rows if row["end"] != "same bits"]
