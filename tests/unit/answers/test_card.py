@@ -12,8 +12,6 @@ from maect.cli import main
 from maect.core.files import read_record, write_record
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, load_evaluation
-from maect.evaluate.base import Features
-from maect.experiment.resolve import ending
 from maect.recipes import load_encoder
 from maect.records import RunRecord
 from maect.stages import FineTune, Import, load_recipe
@@ -97,23 +95,6 @@ def test_the_card_says_with_labels_if_any_stage_read_them(
     assert f"without a classifier{words and ', '}{words}: 4 blocks" in card
     assert f"The encoder learnt{said} from them." in card
     assert card.count("with labels") + card.count("without labels") == 2 * bool(words)
-
-
-@pytest.mark.parametrize("changes", [{"norm": False}, {"norm": False, "blocks": 4}])
-def test_the_data_set_has_its_name_whatever_was_read_of_the_features(
-    root: Path, changes: dict[str, Any]
-) -> None:
-    settings = load_evaluation("knn", "tiny", changes)[1]
-    file = root / "evaluations/ct/knn.yaml"
-    inputs = {
-        name: root / f"features/ct/owls-{kind.split}{ending(kind)}.safetensors"
-        for name, kind in settings.inputs().items()
-        if isinstance(kind, Features)
-    }
-    config = EvaluationConfig.read(file)
-    config.model_copy(update={"settings": settings, "inputs": inputs}).write(file)
-    (result,) = results_of(root / "runs/ct")
-    assert (result.dataset_name, result.dataset_split) == ("owls", "val")
 
 
 def test_the_hub_reads_the_card(root: Path) -> None:

@@ -3,17 +3,19 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 from maect.answers.alike import Found
 from maect.answers.split_duplicates import open_splits, search_splits
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_record, sha256_file, write_json, write_record
+from maect.core.files import read_record, sha256_file, write_json
 from maect.data.config import CONFIG, ShardsConfig
 from maect.data.index import open_index
 from maect.data.shards import shard
@@ -29,28 +31,16 @@ from .conftest import photograph
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two splits with an equal file, one that is nearly the same, and features of both."""
     root = tmp_path_factory.mktemp("results")
+    images = {split: root / "images" / split for split in ("train", "val")}
     for split, numbers in (("train", range(12)), ("val", range(20, 26))):
-        (root / "images" / split).mkdir(parents=True)
+        images[split].mkdir(parents=True)
         for number in numbers:
-            photograph(number, 40, 30).save(root / "images" / split / f"{number}.png")
-    shutil.copy(root / "images/train/3.png", root / "images/val/copy.png")
-    shutil.copy(root / "images/train/4.png", root / "images/train/again.png")
-    with Image.open(root / "images/train/5.png") as image:
-        image.save(root / "images/val/smaller.jpg", quality=60)
-    (root / "runs/ct").mkdir(parents=True)
-    (root / "runs/ct/encoder.safetensors").write_bytes(b"an encoder")
-    encoder = sha256_file(root / "runs/ct/encoder.safetensors")
-    for split in ("train", "val"):
-        shards = root / "shards/mine" / split
-        shard(root / "images" / split, shards, "unlabelled", 1)
-        index = open_index(shards)
-        rows = [vector(index.keys()[i]) for i in range(index.n)]
-        record = {"index_digest": index.digest, "encoder_sha256": encoder, "class_names": []}
-        write_features(
-            root / f"features/ct/mine-{split}.safetensors", [np.array(rows, np.float32)], width=16,
-            labels=np.array(index.labels), keys=index.keys(), record=record,
-        )  # fmt: skip
-    return root
+            photograph(number, 40, 30).save(images[split] / f"{number}.png")
+    shutil.copy(images["train"] / "3.png", images["val"] / "copy.png")
+    shutil.copy(images["train"] / "4.png", images["train"] / "again.png")
+    with Image.open(images["train"] / "5.png") as image:
+        image.save(images["val"] / "smaller.jpg", quality=60)
+    return clustered(root, images, vector)
 
 
 def vector(key: str) -> np.ndarray:
@@ -83,7 +73,7 @@ def test_pairs_across_splits(results: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_writes_tables_and_a_page(
-    results: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["duplicates", str(results / "runs/ct")]) == 0
     out = results / "duplicates/ct"
@@ -91,39 +81,36 @@ def test_the_command_writes_tables_and_a_page(
     assert f"{out}: 1 pair of equal files, 1 pair of near-duplicates, 0 links" in said
     assert (out / "exclude-train.txt").read_text() == "3.png\n5.png\n"
     assert not (out / "exclude-val.txt").exists()
-    pairs = json.loads((out / "pairs.json").read_text())
-    digests = {name: open_index(results / "shards/mine" / name).digest for name in ("train", "val")}
-    # What the report shows, as long as the images are these.
-    assert read_record(results / "duplicates.json") == {"splits": digests, "pairs": pairs}
-    explored = results / "evaluations/ct/explore.safetensors"
-    assert not pairs_of(results / "duplicates.json", explored)  # of nobody knows what
-    for changed in ("", "0"):
-        about = {f"features_{n}": {"index_digest": d + changed} for n, d in digests.items()}
-        result = EvaluationRecord(metrics={}, provenance={"splits": about})
-        result.write(explored.with_suffix(".json"))
-        assert pairs_of(results / "duplicates.json", explored) == ([] if changed else pairs)
-    # A split that is shown must be the one that was looked at; others may not be shown.
-    shown = {"features_val": {"index_digest": digests["val"]}}
-    result = EvaluationRecord(metrics={}, provenance={"splits": shown})
-    result.write(explored.with_suffix(".json"))
-    assert pairs_of(results / "duplicates.json", explored) == pairs
-    assert "duplicates.json: not of the images as they are now" in caplog.text
-    for number in range(5):  # other data sets have such splits, too
-        other = results / f"shards/other{number}/train/index.json"
-        write_record(other, {"digest": f"other{number}"})
-    assert pairs_of(results / "duplicates.json", explored) == pairs
-    for path in results.glob("shards/other*"):
-        shutil.rmtree(path)
-    write_json(results / "duplicates.json", pairs)  # of nobody knows which images
-    with pytest.raises(UserError, match=r"duplicates\.json: damaged \(it has no checksum\)"):
-        pairs_of(results / "duplicates.json", explored)
-    assert {"a", "b", "split_a", "split_b", "similarity"} < pairs[0].keys()
     assert (out / "pairs.csv").read_text().splitlines()[1] == "3.png,copy.png,train,val,equal,,1.0"
     page = (out / "index.html").read_text()
     assert page.count("data:image/jpeg;base64,") == 4 and "equal files" in page
     assert "have a cosine of 0.95 or more" in page
     assert "<code>exclude-train.txt</code> (2 images)" in page
     assert "Never delete both files of a pair" in page and "all 2." in page
+
+
+def test_a_report_shows_pairs_of_the_images_as_they_are_now(
+    results: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["duplicates", str(results / "runs/ct")]) == 0
+    record, explored = results / "duplicates.json", results / "explore.safetensors"
+    pairs = json.loads((results / "duplicates/ct/pairs.json").read_text())
+    digests = {name: open_index(results / "shards/mine" / name).digest for name in ("train", "val")}
+    assert read_record(record) == {"splits": digests, "pairs": pairs}
+    assert not pairs_of(record, explored)  # of nobody knows what
+    for seen, shown in (
+        (digests, pairs),
+        ({"val": digests["val"]}, pairs),  # the other split may not be shown
+        (digests | {"val": "another"}, []),
+    ):
+        about = {f"features_{name}": {"index_digest": digest} for name, digest in seen.items()}
+        result = EvaluationRecord(metrics={}, provenance={"splits": about})
+        result.write(explored.with_suffix(".json"))
+        assert pairs_of(record, explored) == shown
+    assert "duplicates.json: not of the images as they are now" in caplog.text
+    write_json(record, pairs)
+    with pytest.raises(UserError, match=r"duplicates\.json: damaged \(it has no checksum\)"):
+        pairs_of(record, explored)
 
 
 def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
@@ -142,24 +129,12 @@ def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
 
 def test_a_picture_that_is_there_many_times_is_not_paired_with_all(tmp_path: Path) -> None:
     """A thousand copies are no million pairs."""
-    (tmp_path / "runs/ct").mkdir(parents=True)
-    (tmp_path / "runs/ct/encoder.safetensors").write_bytes(b"an encoder")
-    encoder = sha256_file(tmp_path / "runs/ct/encoder.safetensors")
-    for split, copies in (("train", 12), ("val", 9)):
-        (tmp_path / "images" / split).mkdir(parents=True)
+    images = {name: tmp_path / "images" / name for name in ("train", "val")}
+    for folder, copies in zip(images.values(), (12, 9), strict=True):
+        folder.mkdir(parents=True)
         for number in range(copies):
-            photograph(0, 40, 30).save(tmp_path / "images" / split / f"{number:02d}.png")
-        shards = tmp_path / "shards/mine" / split
-        shard(tmp_path / "images" / split, shards, "unlabelled", 1)
-        index = open_index(shards)
-        write_features(
-            tmp_path / f"features/ct/mine-{split}.safetensors", [np.ones((copies, 4), np.float32)],
-            width=4, labels=np.array(index.labels), keys=index.keys(),
-            record={
-                "index_digest": index.digest, "encoder_sha256": encoder, "class_names": [],
-            },
-        )  # fmt: skip
-    across = search(tmp_path, tmp_path / "out").pairs
+            photograph(0, 40, 30).save(folder / f"{number:02d}.png")
+    across = search(clustered(tmp_path, images, lambda _: np.ones(4)), tmp_path / "out").pairs
     assert len(across) == 12 + 9 - 1 and all(pair.kind == "equal" for pair in across)
     assert len({pair.a for pair in across}) == 12 and len({pair.b for pair in across}) == 9
 
@@ -174,7 +149,9 @@ def test_links_between_splits_are_named(tmp_path: Path) -> None:
     (images["val"] / "soft.png").symlink_to(images["train"] / "0.png")
     os.link(images["train"] / "1.png", images["val"] / "hard.png")
     shutil.copy(images["train"] / "2.png", images["val"] / "copy.png")
-    pairs = search(clustered(tmp_path, images, {}), tmp_path / "out").pairs
+    rng = np.random.default_rng(0)
+    made = clustered(tmp_path, images, lambda _: rng.normal(size=32))
+    pairs = search(made, tmp_path / "out").pairs
     assert {(pair.a, pair.b, pair.kind) for pair in pairs if pair.kind != "near"} == {
         ("0.png", "soft.png", "symbolic link"),
         ("1.png", "hard.png", "hard link"),
@@ -203,15 +180,17 @@ def test_the_threshold_comes_from_the_images(tmp_path: Path) -> None:
             planted[f"{split}{number}"] = centers[number % 10] + inside
     for number in range(4):
         planted[f"val{number}"] = planted[f"train{number}"] + 1e-4 * rng.normal(size=32)
-    found = search(clustered(tmp_path, images, planted), tmp_path / "out")
+    found = search(clustered(tmp_path, images, planted.__getitem__), tmp_path / "out")
     assert found.similarity is not None and found.similarity > 0.99
     pairs = {(pair.a, pair.b) for pair in found.pairs}
     wanted = {(f"train{number}.png", f"val{number}.png") for number in range(4)}
     assert wanted <= pairs and len(pairs - wanted) <= 4
 
 
-def clustered(root: Path, images: dict[str, Path], planted: dict[str, np.ndarray]) -> Path:
-    """Results of splits of these images with these features; others have random ones."""
+def clustered(
+    root: Path, images: dict[str, Path], vector: Callable[[str], NDArray[np.float64]]
+) -> Path:
+    """Results of splits of these images, and of each image the vector that its name has."""
     (root / "runs/ct").mkdir(parents=True)
     (root / "runs/ct/encoder.safetensors").write_bytes(b"an encoder")
     encoder = sha256_file(root / "runs/ct/encoder.safetensors")
@@ -219,10 +198,9 @@ def clustered(root: Path, images: dict[str, Path], planted: dict[str, np.ndarray
         shards = root / "shards/mine" / split
         shard(folder, shards, "unlabelled", 1)
         index = open_index(shards)
-        rng = np.random.default_rng(len(split))
-        rows = [planted.get(key, rng.normal(size=32)) for key in index.keys()]  # noqa: SIM118
+        rows = np.array([vector(key) for key in index.keys()], np.float32)  # noqa: SIM118
         write_features(
-            root / f"features/ct/mine-{split}.safetensors", [np.array(rows, np.float32)], width=32,
+            root / f"features/ct/mine-{split}.safetensors", [rows], width=rows.shape[1],
             labels=np.array(index.labels), keys=index.keys(),
             record={"index_digest": index.digest, "encoder_sha256": encoder, "class_names": []},
         )  # fmt: skip
