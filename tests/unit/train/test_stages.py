@@ -118,13 +118,14 @@ def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, t
         assert {*stage.inputs(source)} <= {*source.outputs}
         sources[kind] = finished(kind)
     sources = sources or {"nothing": None}
-    jobs = [write(tmp_path / kind, stage, source) for kind, source in sources.items()]
-    first, *_ = sources
+    jobs = {kind: write(tmp_path / kind, stage, source) for kind, source in sources.items()}
+    first, *rest = sources
     whole, broken = tmp_path / first, tmp_path / "broken" / first
     resumed = write(broken, stage, sources[first])
     begun = resumed | {"function": stopped, "at": 3}
-    verdicts = ["done"] * len(sources) + ["requeue", "done"]
-    assert run(2, *jobs, begun, resumed, log=log) == verdicts
+    assert run(2, jobs[first], begun, resumed, log=log) == ["done", "requeue", "done"]
+    if rest:
+        assert run(1, *(jobs[kind] for kind in rest), log=log) == ["done"] * len(rest)
     assert metrics(whole) == metrics(broken)
     for file in stage.outputs:
         assert (whole / file).read_bytes() == (broken / file).read_bytes()
@@ -143,7 +144,8 @@ def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, t
         assert (shape, pooling) == (ENCODER, record["pooling"])
         # What an online evaluation reads is what is exported, also of a frozen encoder.
         built = stage.build(ENCODER, 1, source, ("a", "b"))
-        assert getattr(built, "export_pooling", built.pooling) == pooling
+        exported = built.export_pooling if hasattr(built, "export_pooling") else built.pooling
+        assert exported == pooling
     assert stage.flops_per_image(ENCODER) > 0 and stage.state_bytes(ENCODER) > 0
 
 
