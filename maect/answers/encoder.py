@@ -16,6 +16,7 @@ from PIL import Image
 
 from maect.answers.public import find_run
 from maect.core.arrays import seek_kept, write_kept
+from maect.core.distributed import use_full_float32
 from maect.core.errors import UserError, counted, reason
 from maect.core.settings import validated
 from maect.data.convert import (
@@ -88,6 +89,7 @@ class ImageEncoder:
             raise UserError(f"precision {precision!r}: features are computed in {known}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        use_full_float32()
         self.encoding = Encoding(self.path, torch.device(device), precision)
         self.image_size = self.encoding.settings.image_size
         self.resize = resize or own or self.encoding.settings.default_resize

@@ -35,6 +35,12 @@ _NO_MEMORY = re.compile(r"out[ _]of[ _]memory|_ALLOC(ATION)?_FAILED", re.IGNOREC
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def use_full_float32() -> None:
+    """Compute products and convolutions of this process in float32 where TF32 is the default."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def device_of(context: Context) -> torch.device:
     """Return this rank's GPU, or the CPU with this rank's threads; both compute in full float32.
 
@@ -42,8 +48,7 @@ def device_of(context: Context) -> torch.device:
         NodeError: the job was given GPUs, and torch can use none, or another process has it alone.
             `DS_ACCELERATOR=cpu`, which is DeepSpeed's, asks for the CPU all the same.
     """
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    use_full_float32()
     if context.gpus and not torch.cuda.is_available() and not _cpu_is_asked_for():
         raise NodeError(_no_gpu())
     if uses_gpus():

@@ -86,7 +86,7 @@ class EvaluationJob:
 
     Attributes:
         out: the JSON that will be written; other files go beside it under its stem.
-        resize: shorter side before the centre crop of test images; none: 256/224 of their size.
+        resize: shorter side before the centre crop of an image; none: 256/224 of the crop.
     """
 
     run: Path

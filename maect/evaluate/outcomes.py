@@ -26,7 +26,7 @@ RESAMPLES = 2000
 LEVEL = 95.0
 _AT_ONCE = 100
 ONE_IN = 10
-"""Training images, for each that is held out to choose on."""
+"""One training image in this many is held out to choose on."""
 
 
 def pack(right: NDArray[np.bool_]) -> Outcome:

@@ -238,7 +238,8 @@ class HeadSettings(InWeights):
     """Settings of all heads with a queue: shape, lookup and rates."""
 
     queue_size: int = Field(default=65536, gt=0)
-    """Vectors in the queue. Recipes set it in contrastive.yaml and refiner.yaml."""
+    """Vectors in the queue. Recipes set it, in contrastive.yaml and refiner.yaml; the default never
+    changes, since it is part of identities."""
     projector_hidden: int = Field(default=2048, gt=0)
     predictor_hidden: int = Field(default=4096, gt=0)
     embedding: int = Field(default=256, gt=0)

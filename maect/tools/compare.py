@@ -49,7 +49,7 @@ class ImageFolder:
         name: how tables call it.
         parts: its training and test images, or all in one.
         contents: SHA-256 of every image's bytes, part after part.
-        checksums: their CRC-32, as in shards: the protocols hold out images by it.
+        checksums: their CRC-32, as in shards of unconverted images: the protocols hold out by it.
         labels: class of every image, int64 [n]; None without classes.
         test: which are tested on, bool [n]; none without classes.
         remarks: on the split, a sentence each.

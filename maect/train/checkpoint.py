@@ -120,9 +120,9 @@ class Saver:
         self.rank = context.rank
         self.world_size = context.world_size
         self.error: str | None = None
-        self._has_said = False
+        self._warned = False
         self._number = 0
-        self._is_noted = False
+        self._first_save_noted = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -153,10 +153,10 @@ class Saver:
                 about = {"step": step, "world_size": self.world_size}
                 self._write(folder, tensors, record | about)
             self.context.saved(step)
-            if self._lock and not self._is_noted:
+            if self._lock and not self._first_save_noted:
                 # If all states are lost one day, the run does not begin anew.
                 write_notes(self.folder.parent, saved=step)
-                self._is_noted = True
+                self._first_save_noted = True
         except SupersededError as error:
             self.context.fail(error)
         except Exception as error:  # a full disk must not end the training
@@ -170,8 +170,8 @@ class Saver:
                     # The file stays: it may be of an earlier save of this step.
                     note = {"error": str(error), "save": self._number}
                     write_record(folder / f"rank-{self.rank:04d}.json", note)
-            if not self._has_said:
-                self._has_said = True
+            if not self._warned:
+                self._warned = True
                 with suppress(OSError):  # the next report has it too
                     self.context.say(f"{self.error}: what is trained since is lost if the job ends")
 

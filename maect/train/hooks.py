@@ -70,7 +70,7 @@ class Session:
         stage: settings of the training.
         encoder: shape of the encoder.
         objective: module from a batch to a loss, which `engine` runs.
-        engine: passes, updates and this rank's shards.
+        engine: passes, updates and this rank's slices.
         device: of this rank.
         images: of an epoch.
         steps: of the whole training.

@@ -64,7 +64,7 @@ Verdict = Literal["done", "requeue"]
 
 
 class TrainingFault(UserError):
-    """A step after which the training must not go on, and the work left to do."""
+    """A fault after which the training must stop, with a hint."""
 
     def __init__(self, fault: str, hint: str) -> None:
         super().__init__(f"{fault}; {hint}")
@@ -84,7 +84,7 @@ def train(
     Args:
         context: this rank's.
         run: its inputs.
-        save_every_minutes: time between two states, which a kill may cost.
+        save_every_minutes: time between two states: the most work that a kill loses.
         convert_world_size: resume from a state that another number of ranks saved.
         stage_to: node-local folder to read the shards from, copied there first.
         online: how often to evaluate the encoder meanwhile; no output of the run depends on it.
