@@ -119,6 +119,8 @@ def measure_with_labels(
     held_for_logistic = held_out_by_content(labels, contents, Logistic().one_in)
     if min(len(np.unique(labels[~mask])) for mask in (held, held_for_logistic)) < 2:
         raise UserError("all training images are of one class")
+    if not held_for_logistic.any():
+        raise UserError("no class has two training images, so none can be held out")
     own = Knn()
     sweep = sweep_settings(own, in_memory(train), labels, held, test, None, threads)
     outer = {pair: _percent(classes, test_labels) for pair, classes in sweep.votes.items()}

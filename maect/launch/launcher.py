@@ -194,7 +194,11 @@ class _Launch:
         self.refused_since = None
         self.wait = 0.0
         job.state = "submitted"
-        self.write(job)
+        try:
+            self.write(job)
+        except LaunchError:  # another launcher's job is on record, without this one
+            cluster.end(self.folder, job)
+            raise
         self.line.say(f"submitted {job} at step {job.step}")
         return job
 
@@ -414,4 +418,6 @@ class _Launch:
             path = self.folder / "job.json"
             raise LaunchError(f"{path}: gone, with its folder; start again where that is now")
         if found is not None and found.name != self.recorded:
-            raise LaunchError(f"{self.folder}: another launcher has started {found}; wait for that")
+            raise LaunchError(
+                f"{self.folder}: job.json names another job, {found}; start again to wait for that"
+            )

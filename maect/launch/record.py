@@ -10,7 +10,8 @@ Each file has one writer:
     jobs/NAME/*.pkl, *.sh  submitit: what the ranks unpickle, and the script for sbatch
     jobs/NAME/*.out        the ranks' logs
 
-Only its owner can enter `jobs`: ranks unpickle what lies there.
+Only its owner can enter `jobs`: ranks unpickle what lies there, and rank 0 writes the secret by
+which those of several nodes know each other.
 """
 
 import os
@@ -96,8 +97,7 @@ class RankReport:
         message, traceback: of the error.
         progress, said, saved: of rank 0: its last report, its messages for people, the last step
             that is saved.
-        attempt: how often SLURM had restarted the job.
-        address: of rank 0: where the ranks of this attempt meet (`rendezvous.connect`).
+        meeting: of rank 0: where the ranks of this attempt meet (`rendezvous.Address`).
     """
 
     rank: int
@@ -109,8 +109,7 @@ class RankReport:
     progress: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     saved: int | None = None
-    attempt: int = 0
-    address: str = ""
+    meeting: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

@@ -24,7 +24,7 @@ from maect.core.files import sealed, write_record
 from maect.core.log import rank_log
 from maect.launch import record
 from maect.launch.record import VERDICTS, Job, RankReport
-from maect.launch.rendezvous import connect, find_address, open_store, remove_store
+from maect.launch.rendezvous import Rendezvous, find_rendezvous, open_rendezvous
 from maect.launch.resources import LaunchError
 from maect.launch.shell import command
 
@@ -41,12 +41,12 @@ REQUEUE_TRIES = 5
 class RankFile:
     """Report of one rank, in the file that only this rank writes."""
 
-    def __init__(self, folder: Path, name: str, rank: int, attempt: int = 0) -> None:
+    def __init__(self, folder: Path, name: str, rank: int) -> None:
         """Begin a report."""
         self._path = record.rank_file(folder, name, rank)
         # The thread that saves states reports here, too, beside the main thread.
         self._lock = threading.Lock()
-        self._report = RankReport(rank, time.time(), attempt=attempt)
+        self._report = RankReport(rank, time.time())
 
     def note(self, **values: Any) -> None:
         """Add values to the report and flush it to the disk."""
@@ -84,8 +84,7 @@ class Rank(Context):
     Attributes:
         attempt: how often SLURM has restarted the job under the same id.
         file: this rank's report; that of rank 0 holds the verdict.
-        nodes: number of nodes of the job.
-        address: of the store that the ranks share, once it has met them.
+        rendezvous: the store that the ranks share, once it has joined them.
         said: messages for the launcher's terminal.
     """
 
@@ -100,35 +99,19 @@ class Rank(Context):
     name: str
     attempt: int
     file: RankFile
-    nodes: int = 1
-    address: str = ""
+    rendezvous: Rendezvous | None = None
     said: list[str] = field(default_factory=list)
     reasons: set[str] = field(default_factory=set)
     last_saved: int | None = None
     _pending: dict[str, Any] | None = None
     _reported: float = float("-inf")
     _first: tuple[int, float] | None = None
-    _store: "Store | None" = None
-    _groups: int = 0
 
     def store(self, timeout: timedelta) -> "Store":
         """Return the store of the next process group; every rank calls this as often."""
-        if self.world_size == 1:
+        if self.rendezvous is None:  # the only rank
             return super().store(timeout)
-        from torch.distributed import PrefixStore
-
-        if self._store is None:
-            self._store = self._meet(timeout)
-        self._groups += 1  # a group must not read keys of the one before it
-        return PrefixStore(str(self._groups), self._store)
-
-    def _meet(self, timeout: timedelta) -> "Store":
-        if self.rank == 0:
-            store, self.address = open_store(self.world_size, self.nodes, timeout)
-            self.file.note(address=self.address)
-            return store
-        self.address = find_address(record.rank_file(self.folder, self.name, 0), self.attempt)
-        return connect(self.address, self.world_size, timeout)
+        return self.rendezvous.store(timeout)
 
     def stop_requested(self) -> bool:
         """Return whether this rank was asked to save and return ("requeue").
@@ -183,8 +166,8 @@ class Rank(Context):
 
     def close(self) -> None:
         """Remove the file in which the ranks met, if it was one."""
-        if self.rank == 0:
-            remove_store(self.address)
+        if self.rendezvous is not None and self.rank == 0:
+            self.rendezvous.close()
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this rank at once with an error, from a thread other than a stuck main thread."""
@@ -235,8 +218,7 @@ def start(folder: Path, name: str, hosts: list[str], **numbers: Any) -> None:
         return
     # An attempt before this one, under the same id, may have saved steps.
     before = record.saved_step(folder, job)
-    attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    file = RankFile(folder, name, number, attempt)
+    file = RankFile(folder, name, number)
     file.note(**({"saved": before} if number == 0 else {}))
     rank = Rank(
         **numbers,
@@ -244,13 +226,12 @@ def start(folder: Path, name: str, hosts: list[str], **numbers: Any) -> None:
         gpus=job.gpus,
         folder=folder,
         name=name,
-        nodes=len(hosts),
-        attempt=attempt,
+        attempt=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         file=file,
     )
-    _tell_libraries(rank, hosts)
     _listen(rank)
     try:
+        _join(rank, hosts)
         verdict = _call(job, rank)
         rank.flush()
     except BaseException as error:
@@ -272,23 +253,28 @@ def start(folder: Path, name: str, hosts: list[str], **numbers: Any) -> None:
     faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
 
 
-def _tell_libraries(rank: Rank, hosts: list[str]) -> None:
-    """Set the environment variables by which libraries know a rank's place."""
+def _join(rank: Rank, hosts: list[str]) -> None:
+    """Meet the other ranks of this attempt, and let libraries know all of them.
+
+    Rank 0 publishes the address before it imports PyTorch, so that a slow one is waited for.
+    """
+    if rank.world_size > 1 and rank.rank == 0:
+        rank.rendezvous = open_rendezvous(rank.attempt, rank.world_size, hosts)
+        rank.file.note(meeting=asdict(rank.rendezvous.address))
+    elif rank.world_size > 1:
+        published = record.rank_file(rank.folder, rank.name, 0)
+        rank.rendezvous = find_rendezvous(published, rank.attempt, rank.world_size)
     os.environ |= {
         "RANK": str(rank.rank),
         "LOCAL_RANK": str(rank.local_rank),
         "WORLD_SIZE": str(rank.world_size),
         "LOCAL_WORLD_SIZE": str(rank.local_world_size),
+        "MASTER_ADDR": rank.rendezvous.address.host if rank.rendezvous else "127.0.0.1",
         "OMP_NUM_THREADS": str(rank.cpus),
     }
     # Blocks of GPU memory that grow leave fewer gaps.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if len(hosts) > 1:
-        # A site's script may name the fast interface.
-        os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or hosts[0]
-        return
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    if Path("/sys/class/net/lo").exists():
+    if len(hosts) == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not the interface to the network
 
 

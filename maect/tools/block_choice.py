@@ -5,6 +5,7 @@ one forward pass, each with [CLS] and with the mean of the patches, and compared
 standardised features. Test images choose nothing.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -157,5 +158,6 @@ def _right(
     """Return which queries k-NN gets right, with features standardised by the bank, bool [n]."""
     known = in_memory(features[bank])
     pair = (KNN_K, KNN_TEMPERATURE)
-    votes = votes_by_setting(known, labels[bank], features[queries], [pair], moments(known), 1)
+    cores = len(os.sched_getaffinity(0))
+    votes = votes_by_setting(known, labels[bank], features[queries], [pair], moments(known), cores)
     return votes[pair] == labels[queries]

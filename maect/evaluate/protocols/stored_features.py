@@ -19,6 +19,7 @@ from maect.evaluate.base import (
     RealLabels,
     Shards,
 )
+from maect.recipes import KNN_K, KNN_TEMPERATURE
 from maect.recipes.few_labels import FewLabels, fraction_list, fraction_name, shots_list
 
 PENALTIES: tuple[float, ...] = tuple(round(10 ** (-6 + 11 * i / 7), 12) for i in range(8))
@@ -139,7 +140,7 @@ class Clustering(ReadsFeatures):
     """Further clusterings of some classes only: a name for the metrics and the class names."""
 
 
-class Geometry(KnnVote, ReadsFeatures):
+class Geometry(ReadsFeatures):
     """k-NN, few labels and clusters after corrections that need no training."""
 
     name: ClassVar[str] = "geometry"
@@ -157,6 +158,8 @@ class Geometry(KnnVote, ReadsFeatures):
     """Shrinkages of the covariance towards a multiple of the identity, before whitening."""
     removed: tuple[Count, ...] = REMOVED
     """Numbers of first principal components to leave out."""
+    k: int = Field(default=KNN_K, gt=0)
+    temperature: float = Field(default=KNN_TEMPERATURE, gt=0)
     shots: tuple[Count, ...] = (1, 2, 5)
     splits: int = Field(default=3, gt=0)
     seed: int = 0

@@ -125,6 +125,8 @@ def test_what_is_too_little_is_refused_or_left_out() -> None:
         measure_with_labels(train[:9], labels[:9], contents[:9], test, wanted)
     with pytest.raises(UserError, match="one class"):
         measure_with_labels(train, np.zeros(40, int), contents, test, wanted)
+    with pytest.raises(UserError, match="no class has two"):
+        measure_with_labels(train, np.arange(40), contents, test, wanted)
 
 
 def test_spread_needs_no_labels() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -141,9 +142,11 @@ class Run:
         folder = make_job_folder(self.folder, self.job().name)
         write_record(folder / "rank-0.json", {"rank": 0, "end": how})
 
-    def address(self) -> str:
+    def rendezvous(self) -> dict[str, Any]:
         """Where rank 0 says that the ranks meet."""
-        return rank_0(self.folder, self.job()).address
+        meeting = rank_0(self.folder, self.job()).meeting
+        assert meeting is not None
+        return meeting
 
     def progress(self) -> dict:
         """The last report."""

@@ -279,7 +279,7 @@ def test_a_launcher_whose_record_was_replaced_leaves(run):
     run.change_job(name="maect-other-1", id="8")
     words = finish(launcher)
     assert launcher.returncode == 2
-    assert "another launcher has started local job 8" in words.splitlines()[-2], words
+    assert "names another job, local job 8" in words.splitlines()[-2], words
 
 
 def test_snakemake_killed(run, tmp_path):

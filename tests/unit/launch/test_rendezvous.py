@@ -3,20 +3,26 @@
 import json
 import multiprocessing
 import os
+import socket
 import stat
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
-import torch.distributed  # noqa: F401  (once for both ranks below)
-from exchanging import check, exchange
-from launching import Run, finish, wait_for
+from exchanging import check
+from launching import HERE, Run, finish, wait_for
+from torch.distributed import TCPStore
 
+from maect.core.context import Context
 from maect.core.errors import NodeError
 from maect.launch.record import make_job_folder, rank_file
-from maect.launch.worker import Rank, RankFile
+from maect.launch.rendezvous import Rendezvous, find_rendezvous, open_rendezvous
+from maect.launch.worker import RankFile
 
 
 def listening(process: psutil.Process) -> list[tuple[str, int]]:
@@ -35,43 +41,72 @@ def test_one_node_has_no_port(tmp_path: Path) -> None:
         run.reaches(1)
         ours = [port for process in run.processes() for port in listening(process)]
         assert {address for address, _ in ours} <= {"127.0.0.1", "::1"}
-        met = Path(run.address()).parent
-        for private in (met, run.folder / "jobs"):
+        published = run.rendezvous()
+        assert published["port"] == 0 and os.path.exists(published["file"])
+        for private in (Path(published["file"]).parent, run.folder / "jobs"):
             assert stat.S_IMODE(private.stat().st_mode) == 0o700
         (run.folder / "enough").touch()
         words = finish(launcher)
         assert launcher.returncode == 0, words
         check(json.loads((run.folder / "done.json").read_text()))
         assert len(run.job().earlier) == 0
-        wait_for(lambda: not met.exists())
+        wait_for(lambda: not Path(published["file"]).parent.exists())
     finally:
         run.end()
 
 
-def rank_of(folder: Path, number: int, size: int, attempt: int = 0, nodes: int = 1) -> Rank:
-    """A rank, as the worker makes it."""
-    return Rank(
-        rank=number, local_rank=0, world_size=size, local_world_size=size // nodes, node=0,
-        nodes=nodes, cpus=1, gpus=False, folder=folder, name="job", attempt=attempt,
-        file=RankFile(folder, "job", number, attempt),
-    )  # fmt: skip
+def met(
+    folder: Path, attempt: int, rank: int, size: int, hosts: Sequence[str] = ("here",)
+) -> Rendezvous:
+    """A rank's way to the others; rank 0 publishes it, as the worker does."""
+    if rank > 0:
+        return find_rendezvous(rank_file(folder, "job", 0), attempt, size)
+    rendezvous = open_rendezvous(attempt, size, list(hosts))
+    RankFile(folder, "job", 0).note(meeting=asdict(rendezvous.address))
+    return rendezvous
 
 
-def on_node(folder: Path, number: int) -> None:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    exchange(context=rank_of(folder, number, 2, nodes=2), folder=str(folder))
+class Rank(Context):
+    """One of two ranks on two nodes that both are this machine."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__()
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        self.folder, self.rank, self.world_size = folder, rank, 2
+        self.rendezvous = met(folder, 0, rank, 2, ["n1", "n2"])
+
+    def store(self, timeout: timedelta) -> object:
+        return self.rendezvous.store(timeout)
+
+    def report(self, progress: dict[str, int]) -> None:
+        (self.folder / "met").touch()
 
 
-def test_ranks_of_several_nodes_meet_at_a_port(tmp_path: Path) -> None:
+def on_node(folder: Path, rank: int) -> None:
+    sys.path.insert(0, str(HERE))
+    from exchanging import exchange
+
+    exchange(context=Rank(folder, rank), folder=str(folder))
+
+
+def test_on_several_nodes_the_port_answers_on_the_ranks_interface_alone(tmp_path: Path) -> None:
+    """All keys stand behind the secret of rank 0."""
     make_job_folder(tmp_path, "job")
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=on_node, args=(tmp_path, number)) for number in range(2)]
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=on_node, args=(tmp_path, rank)) for rank in range(2)]
     for process in ranks:
         process.start()
     try:
         file = rank_file(tmp_path, "job", 0)
-        wait_for(lambda: file.exists() and json.loads(file.read_text())["progress"])
-        assert json.loads(file.read_text())["address"].startswith("127.0.0.1:")
+        wait_for(file.exists)
+        published = json.loads(file.read_text())["meeting"]
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", published["port"]), 5):
+            pass
+        wait_for((tmp_path / "met").exists)
+        port, patience = published["port"], timedelta(seconds=5)
+        store = TCPStore("127.0.0.1", port, timeout=patience, wait_for_workers=False)
+        keys = store.list_keys()
+        assert keys and all(key.startswith(published["secret"]) for key in keys)
         (tmp_path / "enough").touch()
         for process in ranks:
             process.join(120)
@@ -84,30 +119,26 @@ def test_ranks_of_several_nodes_meet_at_a_port(tmp_path: Path) -> None:
 
 def test_a_group_does_not_meet_in_what_one_before_it_left(tmp_path: Path) -> None:
     make_job_folder(tmp_path, "job")
-    rank = rank_of(tmp_path, 0, 2)
-    first = rank.store(timedelta(hours=12))
+    rendezvous = met(tmp_path, 0, 0, 1)
+    first = rendezvous.store(timedelta(hours=12))
     assert first.timeout == timedelta(hours=12), "a file store had five minutes, whatever was asked"
     first.set("key", "value")
-    assert not rank.store(timedelta(seconds=5)).check(["key"])
-    folder = Path(rank.address).parent
-    rank.close()
+    assert not rendezvous.store(timedelta(seconds=5)).check(["key"])
+    folder = Path(rendezvous.address.file).parent
+    rendezvous.close()
     assert not folder.exists()
 
 
 def test_rank_0_that_does_not_come_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maect.launch.rendezvous.PATIENCE", 0.2)
     make_job_folder(tmp_path, "job")
-    second = timedelta(seconds=1)
-    old = rank_of(tmp_path, 0, 2)
-    old.store(second)
     # What an attempt before this one has written under the same id is not taken for this one's.
+    old = met(tmp_path, 0, 0, 1)
+    assert met(tmp_path, 0, 1, 2).address == old.address
     with pytest.raises(NodeError, match="all nodes share"):
-        rank_of(tmp_path, 1, 2, attempt=1).store(second)
+        met(tmp_path, 1, 1, 2)
     # Nor is it in the way of this one's: the attempt before may live on, cut off from SLURM.
-    new = rank_of(tmp_path, 0, 2, attempt=1)
-    new.store(second)
-    follower = rank_of(tmp_path, 1, 2, attempt=1)
-    follower.store(second)
-    assert follower.address == new.address != old.address
+    new = met(tmp_path, 1, 0, 1)
+    assert met(tmp_path, 1, 1, 2).address == new.address != old.address
     old.close()
     new.close()

@@ -350,7 +350,7 @@ def test_nothing_is_submitted_beside_the_job_of_another_launcher(run, commands):
     run.change_job(name="maect-other-1", state="submitted", id="9")
     words = finish(launcher)
     assert launcher.returncode == 2, words
-    assert "another launcher has started slurm job 9" in words
+    assert "names another job, slurm job 9" in words
 
 
 def test_refusals_are_tried_again_for_an_hour(tmp_path, monkeypatch):
