@@ -350,7 +350,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the module: DeepSpeed's hooks and closures would keep it and the optimizer."""
-        passes = cast(Objective, self.module).passes
+        passes = getattr(self.module, "passes", None)  # `maect doctor` trains a bare layer
         if self.captures and passes is not None:
             passes.release()
         self._engine.destroy()
