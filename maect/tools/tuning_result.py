@@ -126,13 +126,14 @@ class Measured:
             return ""
         whitened, _ = self.means[WHITENED]
         found = self.matrix
-        same = found.p >= LEVEL or found.low <= 0 <= found.high
-        word = "does as well as" if same else ("is behind" if found.value > 0 else "is ahead of")
-        return (
-            f"Without training: whitening the original's features gives k-NN {whitened:.1f} % and "
-            f"{word} the continued encoder (which has {found.value:+.1f} points, {found.low:+.1f} "
-            f"to {found.high:+.1f})."
-        )
+        start = f"Without training: whitening the original's features gives k-NN {whitened:.1f} %"
+        if found.p >= LEVEL or found.low <= 0 <= found.high:
+            interval = f"{found.value:+.1f} points, {found.low:+.1f} to {found.high:+.1f}"
+            return f"{start} and does as well as the continued encoder ({interval})."
+        word = "is behind" if found.value > 0 else "is ahead of"
+        low, high = sorted((abs(found.low), abs(found.high)))
+        points = f"{abs(found.value):.1f} points ({low:.1f} to {high:.1f})"
+        return f"{start} and {word} the continued encoder by {points}."
 
 
 def measured(experiment: Experiment) -> Measured:

@@ -250,7 +250,9 @@ def test_the_better_encoder_is_kept(gained, kept, weights, digits, tmp_path):
     shown = page.partition("<h1>")[2]
     assert shown.startswith(words[gained])
     ahead = {30: "does as well as", -30: "is ahead of"}
-    assert f"gives k-NN 78.0 % and {ahead[gained]} the continued encoder" in page
+    by = {30: "(+2.0 points, ", -30: "by 58.0 points ("}
+    free = f"gives k-NN 78.0 % and {ahead[gained]} the continued encoder {by[gained]}"
+    assert free in page
     table = (experiment.root / "result.csv").read_text().splitlines()
     assert table[1].startswith(f"k-NN,50.0,{50 + gained}.0,{gained:+.1f},")
     # What was kept can be continued again.
