@@ -1,11 +1,15 @@
-"""Makes the page on continued encoders: three ways of training and a matrix, before and after.
+"""Makes the pages on continued encoders: ways of training and a matrix, before and after.
 
     python docs/results/publish.py collect digits_continued  # once it was run
     python docs/results/make_continued.py
 
-It reads `digits_continued/` and writes `continued/values.csv` and `continued/README.md`.
+It reads `digits_continued/` and `imagenette_repair/`, and writes `values.csv` and the table in the
+`README.md` of `continued/` and `repair/`.
 """
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -16,60 +20,133 @@ from maect.evaluate.outcomes import difference, holm
 from maect.report.render import MISSING
 
 HERE = Path(__file__).parent
-DATA, OUT = HERE / "digits_continued", HERE / "continued"
+KNN, SHOT, ACCURACY = "knn_raw", "low_shot_1_raw", "accuracy_raw"
+WHITENED = "whitened_0.01"
+MATRIX = "whitened by a matrix"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table.
+
+    Attributes:
+        encoder: its title.
+        continued: how, in words.
+        run: that is read.
+        first: the encoder as it was; the line of itself has no gain.
+        whitened: whether the run's features are whitened.
+    """
+
+    encoder: str
+    continued: str
+    run: str
+    first: str
+    whitened: bool = False
+
+    def read(self, evaluation: str, metric: str) -> tuple[str, str, str] | None:
+        """Return the number to read; None: whitened features do not have it."""
+        if self.whitened and evaluation != "geometry":
+            return None
+        if self.whitened:
+            metric = metric.replace("raw", WHITENED)
+        return self.run, evaluation, metric
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page with one table.
+
+    Attributes:
+        data: the published experiment.
+        out: folder of the page.
+        measures: titles of the columns, by evaluation and metric.
+        lines: of the table.
+    """
+
+    data: str
+    out: str
+    measures: Mapping[tuple[str, str], str]
+    lines: Sequence[Line]
+
+
+COLUMNS = {
+    ("geometry", KNN): "k-NN",
+    ("geometry", SHOT): "1 label a class",
+    ("geometry", ACCURACY): "cluster accuracy",
+}
 ENCODERS = {"mae": "MAE", "joint": "contrastive, with registers"}
-WAYS = {
-    "": "as it was",
-    "tune": "tuned",
-    "refine": "refined (MIM-Refiner)",
-    "diet": "DIET",
-}
-MEASURES = {
-    ("geometry", "knn_raw"): "k-NN",
-    ("geometry", "low_shot_1_raw"): "1 label a class",
-    ("geometry", "accuracy_raw"): "cluster accuracy",
-    ("agreement", "agreement"): "shared neighbours",
-}
-WHITENED = ("geometry", "knn_whitened_0.01")
+WAYS = {"tune": "tuned", "refine": "refined (MIM-Refiner)", "diet": "DIET"}
 
 
-def rows(published: Published) -> list[dict[str, object]]:
-    """Return a row for each encoder and way, with k-NN's paired difference to the original."""
+def lines_of(encoder: str, title: str) -> list[Line]:
+    """Return the lines of an encoder of digits."""
+    first = f"{encoder}_tiny"
+    ways = [Line(title, text, f"{way}_{first}", first) for way, text in WAYS.items()]
+    return [
+        Line(title, "as it was", first, first),
+        *ways,
+        Line(title, MATRIX, first, first, whitened=True),
+    ]
+
+
+DIGITS = Page(
+    "digits_continued",
+    "continued",
+    {**COLUMNS, ("agreement", "agreement"): "shared neighbours"},
+    [line for encoder, title in ENCODERS.items() for line in lines_of(encoder, title)],
+)
+SPOILT = "spoilt"
+REPAIR = Page(
+    "imagenette_repair",
+    "repair",
+    {**COLUMNS, ("knn_per_block", "knn_standardized_held_out"): "k-NN, chosen block"},
+    [
+        Line("spoilt", "as it was", SPOILT, SPOILT),
+        Line("spoilt", MATRIX, SPOILT, SPOILT, whitened=True),
+        Line("spoilt", "tuned", "tune_small14", SPOILT),
+        Line("spoilt", "tuned, then whitened", "tune_small14", SPOILT, whitened=True),
+        Line("spoilt", "DIET", "diet_small14", SPOILT),
+        Line("spoilt", "DIET, then whitened", "diet_small14", SPOILT, whitened=True),
+        Line("random", "tuned", "random_small14", SPOILT),
+    ],
+)
+PAGES = (DIGITS, REPAIR)
+
+
+def rows(page: Page, published: Published) -> list[dict[str, object]]:
+    """Return a row for each line, with k-NN's paired difference to the encoder as it was."""
     found: list[dict[str, object]] = []
+    tested: list[dict[str, object]] = []
     chances = []
-    for encoder, title in ENCODERS.items():
-        first = published.outcomes[f"{encoder}_tiny", *("geometry", "knn_raw")]
-        for way, text in [*WAYS.items(), ("matrix", "whitened by a matrix")]:
-            run = f"{way}_{encoder}_tiny" if way in WAYS and way else f"{encoder}_tiny"
-            row: dict[str, object] = {"encoder": title, "continued": text}
-            for key, name in MEASURES.items():
-                read = ("geometry", key[1].replace("raw", "whitened_0.01"))
-                key = key if way != "matrix" else read
-                row[name] = published.values.get((run, *key), float("nan"))
-            if way == "matrix":
-                row["shared neighbours"] = float("nan")
-            if way:
-                metric = WHITENED if way == "matrix" else ("geometry", "knn_raw")
-                change = difference(first, published.outcomes[run, *metric])
-                row |= {"k-NN gain": change.value, "low": change.low, "high": change.high}
-                row["p"] = change.p
-                chances.append(change.p)
-            found.append(row)
-    for row, p in zip([row for row in found if "p" in row], holm(chances), strict=True):
+    for line in page.lines:
+        row: dict[str, object] = {"encoder": line.encoder, "continued": line.continued}
+        for key, name in page.measures.items():
+            read = line.read(*key)
+            row[name] = float("nan") if read is None else published.values[read]
+        found.append(row)
+        if line.run == line.first and not line.whitened:
+            continue
+        read = line.read("geometry", KNN)
+        assert read is not None
+        first = published.outcomes[line.first, "geometry", KNN]
+        change = difference(first, published.outcomes[read])
+        row |= {"k-NN gain": change.value, "low": change.low, "high": change.high}
+        tested.append(row)
+        chances.append(change.p)
+    for row, p in zip(tested, holm(chances), strict=True):
         row["p"] = p
     return found
 
 
-def table(frame: pd.DataFrame) -> str:
+def table(page: Page, frame: pd.DataFrame) -> str:
     """Return the rows as Markdown."""
+    names = list(page.measures.values())
     lines = [
-        "| encoder | continued | " + " | ".join(MEASURES.values()) + " | k-NN gain | p (Holm) |",
-        "| --- | --- |" + " ---: |" * (len(MEASURES) + 2),
+        "| encoder | continued | " + " | ".join(names) + " | k-NN gain | p (Holm) |",
+        "| --- | --- |" + " ---: |" * (len(names) + 2),
     ]
     for row in frame.to_dict("records"):
-        values = [
-            f"{row[name]:.1f}" if row[name] == row[name] else MISSING for name in MEASURES.values()
-        ]
+        values = [f"{row[name]:.1f}" if row[name] == row[name] else MISSING for name in names]
         gain = p = ""
         if row["p"] == row["p"]:
             gain = f"{row['k-NN gain']:+.1f} ({row['low']:+.1f} to {row['high']:+.1f})"
@@ -79,12 +156,21 @@ def table(frame: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def make(page: Page) -> None:
+    """Write the numbers of a page, and the table in it."""
+    out = HERE / page.out
+    frame = pd.DataFrame(rows(page, Published(HERE / page.data)))
+    write_text(out / "values.csv", frame.to_csv(index=False, lineterminator="\n"))
+    text = (out / "README.md").read_text(encoding="utf-8")
+    new, found = re.subn(r"(\| encoder .*\n)(\|.*\n)+", lambda _: table(page, frame) + "\n", text)
+    assert found == 1, f"{out / 'README.md'}: one table, not {found}"
+    write_text(out / "README.md", new)
+
+
 def main() -> None:
-    """Write the numbers and the page."""
-    frame = pd.DataFrame(rows(Published(DATA)))
-    write_text(OUT / "values.csv", frame.to_csv(index=False, lineterminator="\n"))
-    found = (OUT / "found.md").read_text(encoding="utf-8")
-    write_text(OUT / "README.md", found.replace("<!-- table -->", table(frame)))
+    """Write the numbers and the tables of both pages."""
+    for page in PAGES:
+        make(page)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs/results"
 sys.path.insert(0, str(RESULTS))
 
+import make_continued  # noqa: E402
 import make_geometry  # noqa: E402
 import make_law  # noqa: E402
 import make_no_lookup  # noqa: E402
@@ -133,3 +134,13 @@ def test_the_pages_are_what_the_numbers_say(made) -> None:
     assert text == (made.OUT / "README.md").read_text(encoding="utf-8")
     words = [one for one in text.split("\n## ")[0].split() if re.search(r"\w", one)]
     assert "{" not in text and len(words) < 600
+
+
+@pytest.mark.parametrize("page", make_continued.PAGES, ids=lambda page: page.out)
+def test_the_pages_on_continued_encoders_are_what_the_numbers_say(page) -> None:
+    published, folder = paired.Published(RESULTS / page.data), RESULTS / page.out
+    kept = pd.read_csv(folder / "values.csv")
+    again = pd.DataFrame(make_continued.rows(page, published))
+    pd.testing.assert_frame_equal(kept, again, check_dtype=False, rtol=1e-6, atol=1e-9)
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert make_continued.table(page, kept) in text
