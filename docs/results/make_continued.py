@@ -1,10 +1,10 @@
-"""Makes the pages on continued encoders: ways of training and a matrix, before and after.
+"""Makes the page on continued encoders: ways of training and a matrix, before and after.
 
     python docs/results/publish.py collect digits_continued  # once it was run
     python docs/results/make_continued.py
 
-It reads `digits_continued/` and `imagenette_repair/`, and writes `values.csv` and the table in the
-`README.md` of `continued/` and `repair/`.
+It reads `digits_continued/` and `imagenette_repair/`, and writes `continued/values.csv`,
+`repair/values.csv` and the two tables in `continued/README.md`.
 """
 
 import re
@@ -20,6 +20,7 @@ from maect.evaluate.outcomes import difference, holm
 from maect.report.render import MISSING
 
 HERE = Path(__file__).parent
+PAGE = HERE / "continued/README.md"
 KNN, SHOT, ACCURACY = "knn_raw", "low_shot_1_raw", "accuracy_raw"
 WHITENED = "whitened_0.01"
 MATRIX = "whitened by a matrix"
@@ -53,12 +54,12 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Page:
-    """A page with one table.
+class Shown:
+    """A table of the shown.
 
     Attributes:
         data: the published experiment.
-        out: folder of the page.
+        out: folder of its numbers.
         measures: titles of the columns, by evaluation and metric.
         lines: of the table.
     """
@@ -74,7 +75,7 @@ COLUMNS = {
     ("geometry", SHOT): "1 label a class",
     ("geometry", ACCURACY): "cluster accuracy",
 }
-ENCODERS = {"mae": "MAE", "joint": "contrastive, with registers"}
+ENCODERS = {"mae": "MAE", "joint": "contrastive"}
 WAYS = {"tune": "tuned", "refine": "refined (MIM-Refiner)", "diet": "DIET"}
 
 
@@ -89,38 +90,37 @@ def lines_of(encoder: str, title: str) -> list[Line]:
     ]
 
 
-DIGITS = Page(
+DIGITS = Shown(
     "digits_continued",
     "continued",
-    {**COLUMNS, ("agreement", "agreement"): "shared neighbours"},
+    COLUMNS,
     [line for encoder, title in ENCODERS.items() for line in lines_of(encoder, title)],
 )
 SPOILT = "spoilt"
-REPAIR = Page(
+REPAIR = Shown(
     "imagenette_repair",
     "repair",
-    {**COLUMNS, ("knn_per_block", "knn_standardized_held_out"): "k-NN, chosen block"},
+    COLUMNS,
     [
         Line("spoilt", "as it was", SPOILT, SPOILT),
         Line("spoilt", MATRIX, SPOILT, SPOILT, whitened=True),
         Line("spoilt", "tuned", "tune_small14", SPOILT),
         Line("spoilt", "tuned, then whitened", "tune_small14", SPOILT, whitened=True),
         Line("spoilt", "DIET", "diet_small14", SPOILT),
-        Line("spoilt", "DIET, then whitened", "diet_small14", SPOILT, whitened=True),
         Line("random", "tuned", "random_small14", SPOILT),
     ],
 )
-PAGES = (DIGITS, REPAIR)
+TABLES = (REPAIR, DIGITS)
 
 
-def rows(page: Page, published: Published) -> list[dict[str, object]]:
+def rows(shown: Shown, published: Published) -> list[dict[str, object]]:
     """Return a row for each line, with k-NN's paired difference to the encoder as it was."""
     found: list[dict[str, object]] = []
     tested: list[dict[str, object]] = []
     chances = []
-    for line in page.lines:
+    for line in shown.lines:
         row: dict[str, object] = {"encoder": line.encoder, "continued": line.continued}
-        for key, name in page.measures.items():
+        for key, name in shown.measures.items():
             read = line.read(*key)
             row[name] = float("nan") if read is None else published.values[read]
         found.append(row)
@@ -138,39 +138,33 @@ def rows(page: Page, published: Published) -> list[dict[str, object]]:
     return found
 
 
-def table(page: Page, frame: pd.DataFrame) -> str:
+def table(shown: Shown, frame: pd.DataFrame) -> str:
     """Return the rows as Markdown."""
-    names = list(page.measures.values())
+    names = list(shown.measures.values())
     lines = [
-        "| encoder | continued | " + " | ".join(names) + " | k-NN gain | p (Holm) |",
-        "| --- | --- |" + " ---: |" * (len(names) + 2),
+        "| encoder | continued | " + " | ".join(names) + " | k-NN gain |",
+        "| --- | --- |" + " ---: |" * (len(names) + 1),
     ]
     for row in frame.to_dict("records"):
         values = [f"{row[name]:.1f}" if row[name] == row[name] else MISSING for name in names]
-        gain = p = ""
+        gain = ""
         if row["p"] == row["p"]:
             gain = f"{row['k-NN gain']:+.1f} ({row['low']:+.1f} to {row['high']:+.1f})"
-            p = f"{row['p']:.2g}"
-        cells = [row["encoder"], row["continued"], *values, gain, p]
+        cells = [row["encoder"], row["continued"], *values, gain]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def make(page: Page) -> None:
-    """Write the numbers of a page, and the table in it."""
-    out = HERE / page.out
-    frame = pd.DataFrame(rows(page, Published(HERE / page.data)))
-    write_text(out / "values.csv", frame.to_csv(index=False, lineterminator="\n"))
-    text = (out / "README.md").read_text(encoding="utf-8")
-    new, found = re.subn(r"(\| encoder .*\n)(\|.*\n)+", lambda _: table(page, frame) + "\n", text)
-    assert found == 1, f"{out / 'README.md'}: one table, not {found}"
-    write_text(out / "README.md", new)
-
-
 def main() -> None:
-    """Write the numbers and the tables of both pages."""
-    for page in PAGES:
-        make(page)
+    """Write the numbers and the tables."""
+    text = PAGE.read_text(encoding="utf-8")
+    old = list(re.finditer(r"\| encoder .*\n(\|.*\n)+", text))
+    for shown, found in reversed(list(zip(TABLES, old, strict=True))):
+        frame = pd.DataFrame(rows(shown, Published(HERE / shown.data)))
+        numbers = frame.to_csv(index=False, lineterminator="\n")
+        write_text(HERE / shown.out / "values.csv", numbers)
+        text = f"{text[: found.start()]}{table(shown, frame)}\n{text[found.end() :]}"
+    write_text(PAGE, text)
 
 
 if __name__ == "__main__":
