@@ -100,7 +100,17 @@ def found_in(folder: Path, **changes: Any) -> set[str]:
         ({"val": {"shards": 2}}, set()),
         ({"tables": []}, {"report.done"}),  # nor are there claims
     ],
-    ids=str,
+    ids=[
+        "nothing",
+        "online_evaluation",
+        "crop_scale",
+        "zero_stage",
+        "precision",
+        "k of k-NN",
+        "resize",
+        "number of shards",
+        "tables",
+    ],  # fmt: skip
 )
 def test_settings_were_changed(place: Path, changes: dict[str, Any], expected: set[str]) -> None:
     """Audit 4: after a change of the file, exactly what it changes is found, in a copy as well."""
