@@ -110,7 +110,7 @@ def found_in(folder: Path, **changes: Any) -> set[str]:
         "resize",
         "number of shards",
         "tables",
-    ],  # fmt: skip
+    ],
 )
 def test_settings_were_changed(place: Path, changes: dict[str, Any], expected: set[str]) -> None:
     """Audit 4: after a change of the file, exactly what it changes is found, in a copy as well."""
