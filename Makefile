@@ -88,7 +88,7 @@ FAULTS := tests/faults tests/unit/launch tests/unit/test_power_loss.py tests/uni
 test-faults: install
 	$(PYTEST) $(FAULTS) --audit docs/results/reliability/fault_audit.csv
 
-# Hours for all modules; stopped, it continues. MODULES=maect/data/order.py for some.
+# Half an hour for a fifth of the faults; stopped, it continues. MODULES=maect/data/order.py for some.
 mutate: install
 	$(BIN)/python -P tests/mutation.py $(MODULES)
 

@@ -17,7 +17,7 @@ def test_the_table_names_modules_and_tests_that_exist() -> None:
 
 
 def test_scores_are_of_what_is_not_equivalent() -> None:
-    counts = {"killed": 8, "equivalent": 2, "survived": 2}
+    counts = {"mutants": 60, "killed": 8, "equivalent": 2, "survived": 2}
     results = {"a.py": {"revision": "abc", "counts": counts, "survivors": ["f: x = 1", "g: y"]}}
     lines = mutation.score_table(results, ["a.py", "b.py"]).splitlines()
-    assert lines[1:] == ["a.py,abc,12,8,2,2,80", "b.py"]
+    assert lines[1:] == ["a.py,abc,60,12,8,2,2,80", "b.py"]
