@@ -9,7 +9,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch.nn import functional as F
 
-from maect.models.decoder import Decoder, patchify, reconstruction_loss
+from maect.models.decoder import Decoder, patchify, reconstruction_loss, unpatchify
 from maect.models.vit import build_encoder, seeded, sincos_2d
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import Encoder
@@ -167,6 +167,20 @@ def test_mae_loss_against_loops():
     hidden = order[:, 4:, None].expand(-1, -1, 48)
     plain = F.mse_loss(prediction.gather(1, hidden), patchify(images, 4).gather(1, hidden))
     torch.testing.assert_close(raw, plain)
+
+
+def test_patches_become_images_again():
+    images = torch.randn(2, 4, 12, 12)
+    patches = patchify(images, 3)
+    assert torch.equal(patches[0, 1].view(3, 3, 4), images[0, :, :3, 3:6].permute(1, 2, 0))
+    assert torch.equal(unpatchify(patches, 3), images)
+
+
+def test_decoder_has_the_authors_norms_and_biases():
+    decoder = Decoder(TINY)
+    norms = [module for module in decoder.modules() if isinstance(module, torch.nn.LayerNorm)]
+    assert len(norms) == 5 and {norm.eps for norm in norms} == {1e-6}
+    assert all(block.attn.qkv.bias is not None for block in decoder.blocks)
 
 
 def test_decoder_puts_patches_back_in_their_places():
