@@ -61,11 +61,12 @@ def test_votes_are_weighted_in_blocks_of_any_size(monkeypatch: pytest.MonkeyPatc
     rng = np.random.default_rng(0)
     similarity = -np.sort(-rng.uniform(-1, 1, (11, 6)))
     labels = rng.integers(0, 4, (11, 6))
-    expected = votes_by_hand(similarity, labels, 2.0)
-    assert expected != labels[:, 0].tolist(), "the nearest alone does not decide"
+    others = (labels + 1) % 4
+    expected = [votes_by_hand(similarity, given, 2.0) for given in (labels, others)]
+    assert expected[0] != labels[:, 0].tolist(), "the nearest alone does not decide"
     for block in (3, 256):
         monkeypatch.setattr(measures, "_VOTES", block)
-        assert vote(similarity, labels, 2.0).tolist() == expected
+        assert [vote(similarity, given, 2.0).tolist() for given in (labels, others)] == expected
 
 
 @pytest.mark.parametrize("size", [30, 6])  # more and fewer than k
