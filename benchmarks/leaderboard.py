@@ -33,7 +33,7 @@ from maect.core.context import Context
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.lars_probes import LarsHead, MultiQueryHead
-from maect.evaluate.protocols import EfficientProbe, LarsLinearProbe
+from maect.evaluate.protocols.probes import EfficientProbe, LarsLinearProbe
 from maect.evaluate.store import write_features
 
 TRAIN, TEST, CLASSES = 150, 70, 10

@@ -5,22 +5,20 @@ import maect
 encoder = maect.load("results/birds/runs/ct_min")
 vectors = encoder.encode(["a.jpg", "b.png"])  # float32 [2, encoder.width]
 images = maect.shards("results/birds/shards/birds/train")  # a torch Dataset
-run = maect.train("results/birds/runs/mae/config.yaml")  # Path of its folder
-metrics = maect.evaluate("results/birds/evaluations/ct_min/knn.yaml")  # {"knn": 93.1, ...}
+run = maect.run_training("results/birds/runs/mae/config.yaml")  # Path of its folder
+metrics = maect.run_evaluation("results/birds/evaluations/ct_min/knn.yaml")  # {"knn": 93.1, ...}
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # they import torch
     from maect.answers.encoder import ImageEncoder
     from maect.data.dataset import ShardDataset
 
-__all__ = ["evaluate", "load", "shards", "train"]
+__all__ = ["load", "run_evaluation", "run_training", "shards"]
 __version__ = "0.2.0"
 
 
@@ -81,7 +79,7 @@ def shards(
     return ShardDataset(folder, image, transform)
 
 
-def train(
+def run_training(
     config: str | PathLike[str],
     changes: Sequence[str] = (),
     out: str | PathLike[str] | None = None,
@@ -102,7 +100,7 @@ def train(
         maect.core.errors.UserError: the input is wrong; names the file and gives a hint.
 
     Examples:
-        >>> folder = maect.train("results/birds/runs/mae/config.yaml", devices=2)
+        >>> folder = maect.run_training("results/birds/runs/mae/config.yaml", devices=2)
         >>> encoder = maect.load(folder)
     """
     from maect.tools.job_commands import train as command
@@ -113,7 +111,7 @@ def train(
     return (written or Path(config)).parent
 
 
-def evaluate(
+def run_evaluation(
     config: str | PathLike[str],
     changes: Sequence[str] = (),
     out: str | PathLike[str] | None = None,
@@ -134,7 +132,7 @@ def evaluate(
         maect.core.errors.UserError: what cannot work, with the file and a hint.
 
     Examples:
-        >>> maect.evaluate("results/birds/evaluations/ct_min/knn.yaml")["knn"]
+        >>> maect.run_evaluation("results/birds/evaluations/ct_min/knn.yaml")["knn"]
         93.1
     """
     from maect.core.files import read_record
@@ -145,18 +143,3 @@ def evaluate(
     command(Path(config), changes, out=written, launching=Launching.of(where))
     metrics: dict[str, Any] = read_record((written or Path(config)).with_suffix(".json"))["metrics"]
     return metrics
-
-
-def make_callable(package: str) -> None:
-    """Let a package be called as the function of its parent that has its name.
-
-    Python binds `maect.train` to the package once one of its modules is imported, in place of the
-    function. A class of its own for a module is Python's documented way to give it a behaviour.
-    """
-    parent, _, name = package.rpartition(".")
-    function = getattr(sys.modules[parent], name)
-
-    class Package(ModuleType):
-        __call__ = staticmethod(function)
-
-    sys.modules[package].__class__ = Package

@@ -17,7 +17,7 @@ from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.low_shot import center_and_scale, fit
-from maect.evaluate.protocols import LowShot
+from maect.evaluate.protocols.stored_features import LowShot
 from maect.evaluate.store import check_features, open_features
 from maect.records import RunRecord, checked_sha256, is_finished
 from maect.stages import STAGES

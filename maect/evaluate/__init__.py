@@ -11,39 +11,38 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
 
-from maect import make_callable
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import LocalPath, digest, validated
 from maect.core.stamps import Checksums, StampedFile, known_record, record_checksum, size_and_time
 from maect.evaluate.agreement import Agreement
 from maect.evaluate.base import Features, Protocol, RealLabels, Shards, Trained, check_blocks
-from maect.evaluate.protocols import (
+from maect.evaluate.protocols.encoders import (
     Accuracy,
-    AttentiveProbe,
-    Clustering,
-    ColorHistogram,
     EffectiveInvariance,
+    KnnPerBlock,
+    Robustness,
+    Throughput,
+)
+from maect.evaluate.protocols.patches import PatchKnn, PatchLinear, PatchLogistic
+from maect.evaluate.protocols.probes import (
+    AttentiveProbe,
+    ColorHistogram,
     EfficientProbe,
+    LarsLinearProbe,
+    LinearProbe,
+)
+from maect.evaluate.protocols.stored_features import (
+    Clustering,
     Explore,
     Geometry,
     Knn,
-    KnnPerBlock,
-    LarsLinearProbe,
-    LinearProbe,
     Logistic,
     LowShot,
-    PatchKnn,
-    PatchLinear,
-    PatchLogistic,
     Retrieval,
-    Robustness,
-    Throughput,
     Umap,
 )
 from maect.recipes import variant_names, variant_values
 from maect.records import ENCODER, EvaluationRecord, RunRecord, weights_checksum
-
-make_callable(__name__)
 
 PROTOCOLS: dict[str, type[Protocol]] = {
     one.name: one
@@ -99,8 +98,8 @@ def load_evaluation(
     if protocol not in PROTOCOLS:
         hint = did_you_mean(protocol, evaluation_names())
         raise UserError(f"unknown protocol {protocol!r}; {hint}")
-    if PROTOCOLS[protocol] is Throughput:
-        values.setdefault("size", size)  # whose recipes it measures
+    if PROTOCOLS[protocol].by_size:
+        values.setdefault("size", size)
     return protocol, validated(PROTOCOLS[protocol], values, name)
 
 

@@ -16,9 +16,9 @@ from maect.core.context import Context
 from maect.core.distributed import device_of, process_group
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
-from maect.evaluate.base import EvaluationJob
+from maect.evaluate.base import EvaluationJob, RealLabels
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.protocols import TWIN, Accuracy, RealLabels
+from maect.evaluate.protocols.encoders import TWIN, Accuracy
 from maect.evaluate.real import real_labels_of
 from maect.models.weights import load_tensors
 from maect.records import RunRecord, checked_sha256

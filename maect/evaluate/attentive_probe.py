@@ -34,7 +34,7 @@ from maect.evaluate.probe_training import (
     ProbeTask,
     train_probe,
 )
-from maect.evaluate.protocols import AttentiveProbe
+from maect.evaluate.protocols.probes import AttentiveProbe
 from maect.models.vit import seeded
 
 STD = 0.02

@@ -201,6 +201,8 @@ class Protocol(Settings):
     """Whether it needs images with labels."""
     encoder_input: ClassVar[bool] = False
     """Whether `encoder.safetensors` itself is read."""
+    by_size: ClassVar[bool] = False
+    """Whether its setting `size` is the encoder's size, unless it is set."""
     minutes: ClassVar[float] = 10.0
     """Assumed for a plan where `flops` is not known: of 50,000 test images."""
     least_seconds: ClassVar[float] = 10.0

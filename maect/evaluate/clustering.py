@@ -15,7 +15,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob, idle_cpus
 from maect.evaluate.outcomes import pack
-from maect.evaluate.protocols import Clustering
+from maect.evaluate.protocols.stored_features import Clustering
 from maect.evaluate.store import FeatureFile, in_memory, moments, standardize
 
 SCORES = ("accuracy", "nmi", "ami", "ari")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from maect.core.errors import UserError
 from maect.evaluate.clustering import kmeans
-from maect.evaluate.protocols import Clustering
+from maect.evaluate.protocols.stored_features import Clustering
 from maect.evaluate.store import Scale, in_memory, moments, standardize
 
 FEWEST = 20

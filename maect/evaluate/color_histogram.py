@@ -17,7 +17,7 @@ from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.probe_training import HeadGroup, Probe, ProbeBatch, ProbeTask, train_probe
-from maect.evaluate.protocols import ColorHistogram
+from maect.evaluate.protocols.probes import ColorHistogram
 
 
 def evaluate(settings: ColorHistogram, context: Context, job: EvaluationJob) -> dict[str, Any]:

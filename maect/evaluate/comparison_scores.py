@@ -25,7 +25,7 @@ from maect.evaluate.knn import sweep_settings
 from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
 from maect.evaluate.low_shot import center_and_scale, classify
 from maect.evaluate.outcomes import held_out_by_content, held_out_for
-from maect.evaluate.protocols import REMOVED, SHRINKAGES, Knn, Logistic, LowShot
+from maect.evaluate.protocols.stored_features import REMOVED, SHRINKAGES, Knn, Logistic, LowShot
 from maect.evaluate.real import Real
 from maect.evaluate.store import Array, in_memory
 from maect.measures import rank_me, uniformity

@@ -22,11 +22,11 @@ from maect.evaluate.base import (
     Interrupted,
     OutputOf,
     Protocol,
+    RealLabels,
     Shards,
     Trained,
     encoder_checksum,
 )
-from maect.evaluate.protocols import RealLabels
 from maect.evaluate.real import real_sha256
 from maect.evaluate.store import open_record
 from maect.records import EvaluationRecord, RunRecord, checked_sha256

@@ -23,7 +23,7 @@ from maect.data.sources.base import UNLABELLED
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.clustering import members
 from maect.evaluate.clusters import cluster, comparable, scale_of
-from maect.evaluate.protocols import Explore, Umap, columns_of
+from maect.evaluate.protocols.stored_features import Explore, Umap, columns_of
 from maect.evaluate.retrieval import thumbnails
 from maect.evaluate.store import Array, FeatureFile, check_images
 

@@ -21,7 +21,13 @@ from maect.evaluate.clustering import SCORES, SMALL, is_right, one_run
 from maect.evaluate.clusters import unit
 from maect.evaluate.knn import votes_by_setting
 from maect.evaluate.low_shot import center_and_scale, choose_samples, classify
-from maect.evaluate.protocols import REMOVED, SHRINKAGES, Clustering, Geometry, LowShot
+from maect.evaluate.protocols.stored_features import (
+    REMOVED,
+    SHRINKAGES,
+    Clustering,
+    Geometry,
+    LowShot,
+)
 from maect.evaluate.store import Array, Rows, Scale, mean_of, standardize
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 

@@ -28,7 +28,8 @@ from maect.evaluate.clusters import comparable
 from maect.evaluate.encoding import Encoding, check_finite, encode_split
 from maect.evaluate.outcomes import held_out_for
 from maect.evaluate.probe_training import check_splits
-from maect.evaluate.protocols import Knn, KnnPerBlock
+from maect.evaluate.protocols.encoders import KnnPerBlock
+from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.real import real_labels_of
 from maect.evaluate.store import Array, Rows, Scale, in_memory, moments, standardize
 from maect.measures import vote

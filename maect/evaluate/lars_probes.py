@@ -27,11 +27,7 @@ from maect.evaluate.probe_training import (
     ProbeTask,
     train_probe,
 )
-from maect.evaluate.protocols import (
-    EfficientProbe,
-    LarsLinearProbe,
-    TrainsByLars,
-)
+from maect.evaluate.protocols.probes import EfficientProbe, LarsLinearProbe, TrainsByLars
 from maect.models.vit import seeded
 
 BN_EPS, BN_MOMENTUM = 1e-6, 0.1

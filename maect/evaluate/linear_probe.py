@@ -23,7 +23,7 @@ from maect.evaluate.probe_training import (
     ProbeTask,
     train_probe,
 )
-from maect.evaluate.protocols import LinearProbe
+from maect.evaluate.protocols.probes import LinearProbe
 from maect.train.scores import BATCH
 
 

@@ -23,7 +23,7 @@ from maect.core.errors import UserError
 from maect.core.settings import digest
 from maect.evaluate.base import EvaluationJob, idle_cpus
 from maect.evaluate.outcomes import held_out_by_content
-from maect.evaluate.protocols import PENALTIES, Logistic
+from maect.evaluate.protocols.stored_features import PENALTIES, Logistic
 from maect.evaluate.real import real_labels_of
 from maect.evaluate.store import Array, Scale, in_memory, moments, standardize
 

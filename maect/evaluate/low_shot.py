@@ -21,7 +21,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.data.subsets import Labelled, fraction_rows_of, shots_rows
 from maect.evaluate.base import EvaluationJob, idle_cpus
-from maect.evaluate.protocols import LowShot
+from maect.evaluate.protocols.stored_features import LowShot
 from maect.evaluate.real import real_labels_of
 from maect.evaluate.store import Array, FeatureFile
 from maect.recipes.few_labels import fraction_name

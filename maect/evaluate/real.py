@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.evaluate.protocols import RealLabels
+from maect.evaluate.base import RealLabels
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?:\.\w+)?$")
 

@@ -20,7 +20,7 @@ from maect.data.transforms import center_crops
 from maect.evaluate.base import EvaluationJob, idle_cpus
 from maect.evaluate.clustering import assign, contingency, origin, standardized
 from maect.evaluate.knn import nearest
-from maect.evaluate.protocols import Retrieval
+from maect.evaluate.protocols.stored_features import Retrieval
 from maect.evaluate.store import FeatureFile, check_images
 
 Ids: TypeAlias = "NDArray[np.int64]"

@@ -28,7 +28,7 @@ from maect.data.transforms import jitter, normalize
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.linear_probe import BN_EPS
-from maect.evaluate.protocols import EffectiveInvariance, Robustness
+from maect.evaluate.protocols.encoders import EffectiveInvariance, Robustness
 from maect.models.precision import Precision
 from maect.models.weights import load_tensors
 from maect.recipes import Pixels

@@ -15,7 +15,7 @@ from typing import Any
 
 from maect.core.errors import UserError
 from maect.core.stamps import stamped
-from maect.evaluate.protocols import Explore
+from maect.evaluate.protocols.stored_features import Explore
 from maect.experiment.load import Experiment
 from maect.records import RunRecord
 from maect.report import configs

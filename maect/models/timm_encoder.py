@@ -1,8 +1,8 @@
 """Encoders that are modules of timm, built by name, with weights from a file."""
 
 import math
-import sys
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from typing import Any, cast
 
 import timm
@@ -232,7 +232,7 @@ def _without_head(
 
 def _renamed(tensors: dict[str, Tensor], module: nn.Module, where: str) -> dict[str, Tensor]:
     """Return the tensors of a published file as timm's own function converts them."""
-    convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
+    convert = getattr(import_module(type(module).__module__), "checkpoint_filter_fn", None)
     if convert is None:
         return tensors
     try:

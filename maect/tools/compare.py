@@ -16,6 +16,7 @@ from maect.answers.vectors import PART
 from maect.core.errors import UserError, counted
 from maect.core.settings import digest
 from maect.data.sources import open_source
+from maect.evaluate.base import RealLabels
 from maect.evaluate.comparison_scores import (
     Score,
     measure_corrections,
@@ -23,7 +24,6 @@ from maect.evaluate.comparison_scores import (
     measure_without_labels,
 )
 from maect.evaluate.outcomes import held_out_by_content
-from maect.evaluate.protocols import RealLabels
 from maect.evaluate.real import Real, is_imagenets, real_labels_of
 from maect.evaluate.store import Array
 from maect.tools.own_images import (

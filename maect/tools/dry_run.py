@@ -6,9 +6,9 @@ Imports Snakemake, which only `maect plan` waits for; import it by
 
 import io
 import logging
-import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from importlib import import_module
 from pathlib import Path
 
 from snakemake.cli import args_to_api, parse_args
@@ -30,7 +30,8 @@ def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) ->
     Raises:
         UserError: Snakemake refuses; its own last line.
     """
-    LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_maect", sys.modules[__name__])
+    plugin = import_module(__name__)
+    LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_maect", plugin)
     check_working_folder()
     words = ["--snakefile", str(SNAKEFILE), *targets, "--dry-run", "--workflow-profile", "none"]
     words += ["--profile", str(profile / "config.yaml")]

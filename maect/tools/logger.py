@@ -6,12 +6,10 @@ to a file, and names the terminal by `--logger-maect-terminal`.
 
 import logging
 import os
-import sys
 from dataclasses import dataclass, field
 
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
-from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
 from snakemake_interface_logger_plugins.settings import LogHandlerSettingsBase
 
 from maect.evaluate import PROTOCOLS
@@ -80,9 +78,3 @@ def _line_of_job(rule: str, message: str | None) -> str:
         if rule in rules:
             return title
     return message if message and rule in STAGES else "Drawing tables and figures"
-
-
-def register() -> None:
-    """Make the plugin known to Snakemake, which looks for installed packages of such names only."""
-    name = "snakemake_logger_plugin_maect"
-    LoggerPluginRegistry().register_plugin(name, sys.modules[__name__])

@@ -18,7 +18,15 @@ from maect.core.files import write_text
 from maect.core.templates import fill_template
 from maect.data.retrieve import CATALOGUE
 from maect.data.sources.base import UNLABELLED
-from maect.evaluate.protocols import Clustering, Explore, Knn, LinearProbe, LowShot, Retrieval, Umap
+from maect.evaluate.protocols.probes import LinearProbe
+from maect.evaluate.protocols.stored_features import (
+    Clustering,
+    Explore,
+    Knn,
+    LowShot,
+    Retrieval,
+    Umap,
+)
 from maect.experiment import Experiment, load
 from maect.experiment.schema import check_plain, fill_path
 from maect.launch.progress import rough

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import Protocol
-from maect.evaluate.protocols import LinearProbe
+from maect.evaluate.protocols.probes import LinearProbe
 from maect.recipes import HeadSettings, OnlineEvaluation, load_encoder
 from maect.recipes.cost import encoder_weights
 from maect.stages import load_recipe

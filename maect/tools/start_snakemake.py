@@ -20,9 +20,12 @@ def main() -> None:
         from snakemake.cli import main as snakemake
 
         if "--logger" in sys.argv:
+            from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
+
             from maect.tools import logger
 
-            logger.register()
+            # By itself Snakemake finds installed packages of such names only.
+            LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_maect", logger)
         snakemake()
     except KeyboardInterrupt:
         print("maect: interrupted before any job began", file=sys.stderr)

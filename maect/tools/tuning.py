@@ -13,7 +13,7 @@ from maect.core.files import write_text
 from maect.core.templates import fill_template
 from maect.data.sources.base import UNLABELLED
 from maect.evaluate.agreement import Agreement
-from maect.evaluate.protocols import Geometry
+from maect.evaluate.protocols.stored_features import Geometry
 from maect.experiment import load
 from maect.experiment.schema import check_plain
 from maect.recipes import HeadSettings

@@ -350,8 +350,8 @@ class Engine:
 
     def close(self) -> None:
         """Release the module: DeepSpeed's hooks and closures would keep it and the optimizer."""
-        passes = getattr(self.module, "passes", None)  # `maect doctor` trains a bare layer
-        if self.captures and passes is not None:
+        passes = cast(Objective, self.module).passes if self.captures else None
+        if passes is not None:
             passes.release()
         self._engine.destroy()
         if self._stage < 3:

@@ -225,6 +225,7 @@ class Throughput(Protocol):
     work: ClassVar[str] = "throughput.evaluate"
     labelled: ClassVar[bool] = False
     encoder_input: ClassVar[bool] = True
+    by_size: ClassVar[bool] = True
     test_data: ClassVar[str | None] = "no images are read"
     headlines: ClassVar[dict[str, str]] = {}  # it measures no encoder
 

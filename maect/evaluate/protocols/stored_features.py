@@ -158,6 +158,7 @@ class Geometry(ReadsFeatures):
     """Shrinkages of the covariance towards a multiple of the identity, before whitening."""
     removed: tuple[Count, ...] = REMOVED
     """Numbers of first principal components to leave out."""
+    # Not from `KnnVote`: resolved files keep the order of these fields.
     k: int = Field(default=KNN_K, gt=0)
     temperature: float = Field(default=KNN_TEMPERATURE, gt=0)
     shots: tuple[Count, ...] = (1, 2, 5)

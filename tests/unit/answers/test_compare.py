@@ -22,7 +22,7 @@ from maect.evaluate import comparison_scores
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.comparison_scores import GEOMETRY
 from maect.evaluate.knn import Sweep, sweep_settings
-from maect.evaluate.protocols import Knn
+from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.store import open_features
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.records import RunRecord

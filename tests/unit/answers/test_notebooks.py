@@ -12,7 +12,7 @@ import torch
 from maect.cli import main
 from maect.core.files import write_record
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.protocols import Explore
+from maect.evaluate.protocols.stored_features import Explore
 from maect.models.decoder import Decoder
 from maect.models.vit import build_encoder
 from maect.recipes import load_encoder

@@ -17,7 +17,7 @@ from maect.data.index import ID, open_index
 from maect.evaluate.attentive_probe import Classifiers, Probes
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.probe_training import ProbeBatch, ProbeTask
-from maect.evaluate.protocols import AttentiveProbe
+from maect.evaluate.protocols.probes import AttentiveProbe
 
 from .by_hand import all_images
 from .conftest import Rank

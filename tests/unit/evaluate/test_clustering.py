@@ -10,7 +10,7 @@ from sklearn.preprocessing import StandardScaler
 from maect.core.errors import UserError
 from maect.evaluate import clustering
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.protocols import Clustering
+from maect.evaluate.protocols.stored_features import Clustering
 from maect.evaluate.store import open_features
 
 from .conftest import Rank, blobs, given, store

@@ -17,7 +17,7 @@ from maect.evaluate.comparison_scores import (
 )
 from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
 from maect.evaluate.outcomes import held_out_by_content, interval_metrics, intervals
-from maect.evaluate.protocols import PENALTIES, Logistic
+from maect.evaluate.protocols.stored_features import PENALTIES, Logistic
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 from .conftest import blobs, given, store

@@ -10,7 +10,7 @@ from maect.data.index import open_index
 from maect.data.transforms import normalize
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.lars_probes import MultiQueryHead, adapt_gradient
-from maect.evaluate.protocols import EfficientProbe
+from maect.evaluate.protocols.probes import EfficientProbe
 
 from .by_hand import Plain, all_images, blocks_of, crops
 from .conftest import Rank

@@ -13,7 +13,8 @@ from maect.evaluate import PROTOCOLS, load_evaluation
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.features import extract
-from maect.evaluate.protocols import Clustering, Knn, LinearProbe
+from maect.evaluate.protocols.probes import LinearProbe
+from maect.evaluate.protocols.stored_features import Clustering, Knn
 from maect.records import RunRecord
 
 from .conftest import Rank, blobs, given, resolved, store

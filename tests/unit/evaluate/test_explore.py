@@ -15,7 +15,7 @@ from maect.data.index import open_index
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.explore import ATLAS_BYTES, atlas, common_classes
 from maect.evaluate.features import extract
-from maect.evaluate.protocols import Explore, Umap, columns_of
+from maect.evaluate.protocols.stored_features import Explore, Umap, columns_of
 from maect.evaluate.store import open_features
 
 from .conftest import Rank, blobs, store

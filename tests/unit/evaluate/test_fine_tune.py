@@ -16,7 +16,8 @@ from maect.evaluate.accuracy import FineTuned
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.features import extract
 from maect.evaluate.low_shot import as_split, choose_samples
-from maect.evaluate.protocols import Accuracy, LowShot
+from maect.evaluate.protocols.encoders import Accuracy
+from maect.evaluate.protocols.stored_features import LowShot
 from maect.evaluate.store import open_features
 from maect.recipes.computing import Computing
 from maect.records import RunRecord

@@ -22,7 +22,7 @@ from maect.evaluate.accuracy import FineTuned
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.protocols import Accuracy
+from maect.evaluate.protocols.encoders import Accuracy
 from maect.models.weights import load_encoder_weights
 from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune

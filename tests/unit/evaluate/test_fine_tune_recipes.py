@@ -7,7 +7,7 @@ import pytest
 
 import maect.paper
 from maect.evaluate import load_evaluation
-from maect.evaluate.protocols import Accuracy as FineTune
+from maect.evaluate.protocols.encoders import Accuracy as FineTune
 from maect.report.registry import TABLES
 
 PAPER = Path(maect.paper.__file__).parent / "hyperparameters/fine_tune_10pct.csv"

@@ -12,7 +12,7 @@ from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.geometry import corrections, mean_and_covariance
 from maect.evaluate.low_shot import choose_samples
-from maect.evaluate.protocols import Geometry, Knn, LowShot
+from maect.evaluate.protocols.stored_features import Geometry, Knn, LowShot
 from maect.evaluate.store import Rows, in_memory, open_features
 
 from .conftest import Rank, given, store

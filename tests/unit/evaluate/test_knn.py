@@ -10,7 +10,7 @@ from maect.evaluate import knn
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.comparison_scores import measure_with_labels
 from maect.evaluate.outcomes import held_out_by_content, intervals
-from maect.evaluate.protocols import Knn
+from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.store import moments, open_features, standardize
 from maect.measures import vote
 

@@ -15,7 +15,7 @@ from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.outcomes import held_out_by_content
-from maect.evaluate.protocols import KnnPerBlock
+from maect.evaluate.protocols.encoders import KnnPerBlock
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import load_encoder
 from maect.recipes.cost import encode_flops

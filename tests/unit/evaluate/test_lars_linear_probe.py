@@ -14,7 +14,7 @@ from maect.evaluate import probe_training
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.lars_probes import LarsHead, LarsProbe
 from maect.evaluate.probe_training import HELD_OUT, ProbeBatch, ProbeTask
-from maect.evaluate.protocols import LarsLinearProbe
+from maect.evaluate.protocols.probes import LarsLinearProbe
 
 from .by_hand import Plain, all_images, blocks_of, crops
 from .conftest import Rank

@@ -17,7 +17,7 @@ from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.linear_probe import Heads, refiner_forms
 from maect.evaluate.probe_training import ProbeTask
-from maect.evaluate.protocols import LinearProbe, epoch_ends
+from maect.evaluate.protocols.probes import LinearProbe, epoch_ends
 from maect.train.stage import schedule
 
 from .by_hand import all_images, blocks_of, crops

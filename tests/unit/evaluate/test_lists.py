@@ -11,7 +11,8 @@ import yaml
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.protocols import Accuracy, LowShot
+from maect.evaluate.protocols.encoders import Accuracy
+from maect.evaluate.protocols.stored_features import LowShot
 from maect.experiment import resolve
 from maect.experiment.load import Experiment, load
 from maect.experiment.start import missing_lists

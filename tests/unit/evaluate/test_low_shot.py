@@ -8,7 +8,7 @@ from maect.core.errors import UserError
 from maect.data.subsets import fraction_rows
 from maect.evaluate import low_shot
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.protocols import LowShot
+from maect.evaluate.protocols.stored_features import LowShot
 from maect.evaluate.store import open_features
 
 from .conftest import Rank, blobs, given, store

@@ -20,7 +20,7 @@ from maect.evaluate.outcomes import (
     sign_flips,
     unpack,
 )
-from maect.evaluate.protocols import Clustering, Knn, Logistic, LowShot
+from maect.evaluate.protocols.stored_features import Clustering, Knn, Logistic, LowShot
 from maect.records import EvaluationRecord, Outcome
 
 from .conftest import Rank, blobs, given, resolved, store

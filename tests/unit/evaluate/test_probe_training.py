@@ -9,7 +9,7 @@ from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.probe_training import STATE
-from maect.evaluate.protocols import TrainsProbe
+from maect.evaluate.protocols.probes import TrainsProbe
 
 from .conftest import Rank
 from .test_attentive_probe import SETTINGS as ATTENTIVE

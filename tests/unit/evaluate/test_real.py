@@ -8,9 +8,9 @@ import pytest
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.evaluate.base import EvaluationJob, Interrupted, Protocol
+from maect.evaluate.base import EvaluationJob, Interrupted, Protocol, RealLabels
 from maect.evaluate.evaluation import Completion, evaluate
-from maect.evaluate.protocols import Knn, Logistic, LowShot, RealLabels
+from maect.evaluate.protocols.stored_features import Knn, Logistic, LowShot
 from maect.evaluate.real import read_real, real_labels_of, real_sha256
 
 from .conftest import Rank, blobs, given, resolved, store

@@ -13,7 +13,7 @@ from maect.data.index import open_index
 from maect.evaluate import clustering, retrieval
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.features import extract
-from maect.evaluate.protocols import Clustering, Retrieval
+from maect.evaluate.protocols.stored_features import Clustering, Retrieval
 from maect.evaluate.store import open_features
 
 from .conftest import Rank, given, store

@@ -20,7 +20,7 @@ from maect.data.shards import shard
 from maect.evaluate import trained_probe
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.protocols import EffectiveInvariance, Robustness
+from maect.evaluate.protocols.encoders import EffectiveInvariance, Robustness
 from maect.models.weights import load_tensors, save_tensors
 
 from .conftest import Rank, given

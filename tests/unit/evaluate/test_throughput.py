@@ -7,7 +7,7 @@ import torch
 from maect.core.errors import UserError
 from maect.evaluate import throughput
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.protocols import Throughput
+from maect.evaluate.protocols.encoders import Throughput
 from maect.evaluate.throughput import METHODS, PUBLISHED, MethodPasses, Published, method_seconds
 from maect.models.vit import VisionEncoder, build_encoder
 from maect.models.weights import save_encoder

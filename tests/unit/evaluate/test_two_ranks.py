@@ -13,7 +13,9 @@ from maect.core.files import read_record
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import extract
-from maect.evaluate.protocols import EffectiveInvariance, Knn, KnnPerBlock, PatchKnn, Robustness
+from maect.evaluate.protocols.encoders import EffectiveInvariance, KnnPerBlock, Robustness
+from maect.evaluate.protocols.patches import PatchKnn
+from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.store import open_features
 
 from .conftest import Rank, resolved

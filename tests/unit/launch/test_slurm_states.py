@@ -353,6 +353,23 @@ def test_nothing_is_submitted_beside_the_job_of_another_launcher(run, commands):
     assert "names another job, slurm job 9" in words
 
 
+def test_a_job_that_is_off_the_record_when_it_is_submitted_is_ended(tmp_path, monkeypatch):
+    """Another launcher wrote its own between this one's record and sbatch's answer."""
+    ended = []
+
+    def submit(self, folder, job, resources):
+        job.id = "7"
+        record.write_job(folder, Job("slurm", "maect-other-1", 1, 0, id="9"))
+
+    monkeypatch.setattr(Slurm, "site", lambda self: None)
+    monkeypatch.setattr(Slurm, "submit", submit)
+    monkeypatch.setattr(Slurm, "end", lambda self, folder, job: ended.append(job.id))
+    one = launcher._Launch(Task("a:b"), tmp_path, Resources("slurm"), lambda: False, None, None)
+    with pytest.raises(LaunchError, match="names another job, slurm job 9"):
+        one.submit(None)
+    assert ended == ["7"] and record.read_job(tmp_path).id == "9"
+
+
 def test_refusals_are_tried_again_for_an_hour(tmp_path, monkeypatch):
     """A first job's settings may be wrong: it is tried once."""
     clock = Clock()

@@ -8,7 +8,7 @@ from ranks import run
 from tiny_runs import losses
 
 from maect.core.settings import digest
-from maect.evaluate.protocols import Accuracy
+from maect.evaluate.protocols.encoders import Accuracy
 from maect.recipes import load_encoder
 from maect.recipes.computing import PLAIN, Computing
 from maect.records import RunRecord

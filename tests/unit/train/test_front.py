@@ -1,4 +1,4 @@
-"""Train and evaluate from Python: `maect.train`, `maect.load`, `maect.evaluate`."""
+"""Train and evaluate from Python: `maect.run_training`, `maect.load`, `maect.run_evaluation`."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import maect
 from maect.core.errors import UserError
 from maect.core.files import read_record
 from maect.evaluate import EvaluationConfig
-from maect.evaluate.protocols import KnnPerBlock
+from maect.evaluate.protocols.encoders import KnnPerBlock
 from maect.records import RunRecord
 from maect.stages.pretrain import Pretrain
 from maect.stages.run import RunConfig
@@ -24,7 +24,7 @@ def test_a_run_is_trained_and_evaluated(shards: Path, tmp_path: Path) -> None:
         settings=Pretrain.model_validate(SETTINGS),
     ).write(config)  # fmt: skip
     out = tmp_path / "runs/again/config.yaml"
-    run = maect.train(config, ["seed=3"], out)
+    run = maect.run_training(config, ["seed=3"], out)
     assert run == out.parent and read_record(RunRecord.path(run))["seed"] == 3
     assert not RunRecord.path(config.parent).exists()
     assert maect.load(run).width == ENCODER.width
@@ -33,13 +33,13 @@ def test_a_run_is_trained_and_evaluated(shards: Path, tmp_path: Path) -> None:
         evaluation="knn_per_block", protocol="knn_per_block", run=run, resize=16,
         inputs={"train": shards, "test": shards}, settings=KnnPerBlock(k=3),
     ).write(asked)  # fmt: skip
-    metrics = maect.evaluate(str(asked), devices=1)
+    metrics = maect.run_evaluation(str(asked), devices=1)
     assert len(metrics["knn"]) == ENCODER.depth
     assert metrics == read_record(asked.with_suffix(".json"))["metrics"]
 
 
 def test_mistakes_are_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
-        maect.train(tmp_path / "config.yaml")
+        maect.run_training(tmp_path / "config.yaml")
     with pytest.raises(UserError, match="unknown 'device'; did you mean 'devices'"):
-        maect.evaluate(tmp_path / "knn.yaml", device=2)
+        maect.run_evaluation(tmp_path / "knn.yaml", device=2)
