@@ -6,7 +6,8 @@ continues; a module is done again when it or its tests change. For some modules:
 `make mutate MODULES=maect/data/order.py`.
 
 By default it tries a fifth of the mutants, those whose number within their function ends with 3
-or 8; `--endings 0123456789` tries all of them, which takes hours.
+or 8, or with the `endings` of the module in the table; `--endings 0123456789` tries all of them,
+which takes hours.
 """
 
 import argparse
@@ -116,7 +117,7 @@ def _digest(names: list[str]) -> str:
     """Return the identity of files and of the Python files in folders."""
     digest = hashlib.sha256(repr(names).encode())
     for name in names:
-        path = ROOT / name
+        path = ROOT / name.partition("::")[0]
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -153,12 +154,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*")
     parser.add_argument("--children", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
-    parser.add_argument("--endings", default="38", help="last digits of the mutants to try")
+    parser.add_argument("--endings", help="last digits of the mutants to try")
     arguments = parser.parse_args()
     table = load_table()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for module in arguments.modules or table:
-        results[module] = run(module, table[module], arguments.children, arguments.endings)
+        endings = arguments.endings or str(table[module].get("endings", "38"))
+        results[module] = run(module, table[module], arguments.children, endings)
         text = json.dumps(results, indent=1, ensure_ascii=False, sort_keys=True)
         RESULTS.write_text(f"{text}\n", encoding="utf-8")
         scores = score_table(results, list(table))
