@@ -13,7 +13,6 @@ from maect.launch.local import Local
 from maect.launch.owner import Interruption, lock_folder
 from maect.launch.record import Job
 from maect.launch.resources import LaunchError, Resources, Task
-from maect.launch.shell import check_shell
 from maect.launch.slurm import Slurm
 from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, Notice, notice_of, outcome
 
@@ -31,7 +30,6 @@ def launch(
     *,
     is_done: Callable[[], bool],
     describe: str,
-    detach: bool = False,
 ) -> None:
     """Run `task` on every rank and return once its completion record exists.
 
@@ -43,22 +41,19 @@ def launch(
     Args:
         task: function to run; it must be able to resume from its own files.
         is_done: whether the completion record exists; cheap, called twice a second.
-        detach: let Ctrl-C and SIGTERM leave the job running too.
 
     Raises:
         UserError: no job can run in a folder of this path.
         LaunchError: gave up; the message has the last lines of the failing rank's log.
-        SystemExit: status 130, stopped or detached by a signal.
+        SystemExit: status 130, stopped by a signal, or its Snakemake is gone.
     """
     folder = Path(folder).absolute()
     if is_done() and not _may_be_overwritten(folder, task.identity):
         return
     check_literal_path(folder)
-    if resources.cluster == "slurm":
-        check_shell()
     make_folder(folder)
     refuse_public(folder)
-    with lock_folder(folder), Interruption(detach) as interruption:
+    with lock_folder(folder), Interruption() as interruption:
         line = progress.ProgressLine(describe)
         try:
             _Launch(

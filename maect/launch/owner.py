@@ -104,14 +104,13 @@ def _start_ticks(pid: int) -> str | None:
 class Interruption(AbstractContextManager["Interruption"]):
     """Ctrl-C and SIGTERM stop the job; SIGHUP and the death of Snakemake leave it running.
 
-    With `detach` Ctrl-C and SIGTERM leave it running, too. Within a second they count once.
+    Several within a second count once.
     """
 
-    def __init__(self, detach: bool) -> None:
+    def __init__(self) -> None:
         self.stops = 0  # how often we were asked to stop the job
         self._stopped_at = -TOGETHER  # when that was
         self._detached = False
-        self._detach = detach
 
     def __enter__(self) -> "Interruption":
         handlers = {
@@ -137,9 +136,7 @@ class Interruption(AbstractContextManager["Interruption"]):
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._detach:
-            self._detached = True
-        elif now - self._stopped_at >= TOGETHER:
+        if now - self._stopped_at >= TOGETHER:
             self.stops += 1
             self._stopped_at = now
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import maect
 from maect.core import owners
 from maect.launch.owner import SNAKEMAKE
-from maect.launch.resources import LaunchError
 
 TIMEOUT = 60.0  # seconds for a command's answer
 MARK = "MAECT_JOB"  # in the environment of every process of a job: the job's unique name
@@ -39,16 +38,6 @@ def environment(name: str, cpus: int) -> dict[str, str]:
 def is_slurm_setting(key: str) -> bool:
     """Return whether a variable changes SLURM's commands, other than where they find SLURM."""
     return key.startswith(SLURM_SETTINGS) and key not in SLURM_ADDRESSES
-
-
-def check_shell() -> None:
-    """Refuse a shell that names other clusters (LaunchError)."""
-    for key in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
-        if os.environ.get(key):
-            raise LaunchError(
-                f"{key}={os.environ[key]} is set: jobs are submitted to the cluster of this login "
-                f"node only; unset {key} here, or start on a login node of the other cluster"
-            )
 
 
 def command(

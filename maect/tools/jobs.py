@@ -32,7 +32,6 @@ def run_job(
     task: Task,
     is_done: Callable[[], bool],
     resources: Resources,
-    detach: bool,
     result: Path,
 ) -> None:
     """Run a function on every rank until its result exists; say so if it did before."""
@@ -41,7 +40,7 @@ def run_job(
         name = f"{folder.parent.name} {name.removesuffix('.job')}".strip()
     if is_done():
         log.info("%s %s: %s is there", what, name, result)
-    launch(task, folder, resources, is_done=is_done, describe=f"{what} {name}", detach=detach)
+    launch(task, folder, resources, is_done=is_done, describe=f"{what} {name}")
 
 
 def _given(config: SettingsFile, path: Path, **more: Any) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def train(
     with stamped(path, config):
         run_job(
             "train", path.parent, task, is_done, replace(resources, nodes=nodes),
-            launching.detach, RunRecord.path(path.parent),
+            RunRecord.path(path.parent),
         )  # fmt: skip
     # A rank may have been killed after the record was written: no other one is started then.
     if not stage.keeps_state and is_done():
@@ -168,7 +167,7 @@ def extract_features(config: FeaturesConfig, path: Path, launching: Launching) -
     resources = launching.resources(fixed_nodes(launching.nodes))
     job = out.with_suffix(".job")
     with stamped(path, config):
-        run_job("features", job, task, is_done, resources, launching.detach, out)
+        run_job("features", job, task, is_done, resources, out)
 
 
 def evaluate(config: EvaluationConfig, path: Path, launching: Launching) -> None:
@@ -190,4 +189,4 @@ def evaluate(config: EvaluationConfig, path: Path, launching: Launching) -> None
     out = path.with_suffix(".json")
     job = path.with_suffix(".job")
     with stamped(path, config):
-        run_job("evaluate", job, task, result.is_there, resources, launching.detach, out)
+        run_job("evaluate", job, task, result.is_there, resources, out)

@@ -44,7 +44,6 @@ class Launching:
         sbatch: further sbatch options, KEY=VALUE,KEY=VALUE.
         setup: script that the compute node sources first.
         python: what ranks run in place of this Python.
-        detach: leave the job running on Ctrl-C.
         log: also write messages to this file.
     """
 
@@ -59,7 +58,6 @@ class Launching:
     sbatch: str = ""
     setup: str = ""
     python: str = ""
-    detach: bool = False
     log: Path | None = None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A launcher: `python start.py FOLDER ARGUMENTS RESOURCES [detach]`."""
+"""A launcher: `python start.py FOLDER ARGUMENTS RESOURCES`."""
 
 import json
 import sys
@@ -26,7 +26,6 @@ def main() -> int:
                 Resources(**{**resources, "sbatch": tuple(resources.get("sbatch", ()))}),
                 is_done=(folder / "done.json").exists,
                 describe="count",
-                detach="detach" in sys.argv[4:],
             )
     except UserError as error:
         print(error, file=sys.stderr)

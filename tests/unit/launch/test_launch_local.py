@@ -228,14 +228,14 @@ def test_a_termination_of_the_whole_group_counts_once(run):
     assert run.processes() == []
 
 
-def test_interrupt_with_detach_leaves_the_job_running_and_the_folder_to_others(run):
+def test_a_hang_up_leaves_the_job_running_and_the_folder_to_others(run):
     gate = run.hold(5)
-    launcher = run.start("detach")
+    launcher = run.start()
     run.reaches(5)
     owner = f"process {launcher.pid} on .*, running since"
     with pytest.raises(LaunchError, match=owner), lock_folder(run.folder, patience=0.3):
         pass
-    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(signal.SIGHUP)
     words = finish(launcher)
     assert launcher.returncode == 130 and "detached" in words and len(run.processes()) == 1
     with lock_folder(run.folder, patience=0):
