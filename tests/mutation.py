@@ -100,7 +100,8 @@ def _mutmut(
     return subprocess.run(
         [sys.executable, "-m", "mutmut", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        # One thread, whatever a test asks for: a forked process would wait for OpenMP's others.
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_THREAD_LIMIT": "1"},
         check=True,
         stdout=stdout,
         text=True,

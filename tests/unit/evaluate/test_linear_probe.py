@@ -15,7 +15,7 @@ from maect.evaluate import load_evaluation, probe_training
 from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.linear_probe import Heads, refiner_forms
+from maect.evaluate.linear_probe import Heads, refiner_forms, representations
 from maect.evaluate.probe_training import ProbeTask
 from maect.evaluate.protocols.probes import LinearProbe, epoch_ends
 from maect.train.stage import schedule
@@ -72,7 +72,9 @@ def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> No
     )
     assert metrics["linear_probe_last"] == pytest.approx(max(last))
     assert metrics["linear_probe"] == pytest.approx(max(max(history[end]) for end in ends))
-    assert metrics["best_by_epoch"] == pytest.approx([max(history[end]) for end in ends])
+    best_by_epoch = [max(history[end]) for end in ends]
+    assert metrics["best_by_epoch"] == pytest.approx(best_by_epoch)
+    assert metrics["best_epoch"] == 1 + int(np.argmax(best_by_epoch))
     assert metrics["linear_probe"] > 20  # chance is 10
     # The classifier that was kept is the one behind the number.
     kept = load_file(tmp_path / "linear_probe.safetensors")
@@ -189,6 +191,8 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
         expected = pytest.approx(plain[f"linear_probe{alone}"], abs=border)
         assert metrics[f"concat_1{mine}"] == expected
     assert metrics["concat_1_best_by_epoch"] == pytest.approx(plain["best_by_epoch"], abs=border)
+    kept = load_file(tmp_path / "linear_probe_concat.safetensors")
+    assert kept.keys() == {f"{name}.{part}" for name in named for part in Heads.SAVED}
 
 
 def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
@@ -296,6 +300,28 @@ def test_refiners_forms_are_four_columns_each_with_thirteen_rates() -> None:
     assert list(refiner_forms(encoding)) == ["output_mean", "last_mean"]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="concat and refiner are two choices"):
         LinearProbe(concat=True, refiner=True)
+
+
+def test_concatenations_are_of_the_last_blocks_and_end_with_the_other_pooling() -> None:
+    encoding = SimpleNamespace(settings=SimpleNamespace(width=2), blocks=4, other="mean")
+    features = np.repeat(["block 1", "block 2", "block 3", "block 4", "mean"], 2)
+    read = {
+        name: list(dict.fromkeys(features[part].tolist()))
+        for name, part in representations(encoding).items()  # type: ignore[arg-type]
+    }
+    assert read == {
+        "concat_1": ["block 4"],
+        "concat_2": ["block 3", "block 4"],
+        "concat_4": ["block 1", "block 2", "block 3", "block 4"],
+        "concat_cls_mean": ["block 4", "mean"],
+        "concat_mean": ["mean"],
+    }
+
+
+def test_all_of_the_heads_is_on_the_device() -> None:
+    heads = Heads(4, 3, [0.1, 0.2], 0.9, 0, torch.device("meta"))
+    tensors = (heads.weight, heads.bias, heads.mean, heads.var, heads.rates)
+    assert all(tensor.is_meta for tensor in tensors)
 
 
 def test_loss_is_the_cross_entropy_before_the_update() -> None:

@@ -46,8 +46,18 @@ def test_lbfgs_solves_the_problem_of_scikit_learn(penalty: float) -> None:
     assert converged
     ours = objective(features, labels, weights, penalty)
     assert ours <= objective(features, labels, expected, penalty) * (1 + 1e-6)
+    # The tolerance is a duality gap, |gradient|^2 / (2 penalty), of 1e-9 of the value.
+    odds = np.exp(features @ weights)
+    residual = odds / odds.sum(axis=1, keepdims=True) - np.eye(4)[labels]
+    gradient = features.T @ residual / len(labels) + penalty * weights
+    assert np.vdot(gradient, gradient) <= 2 * penalty * 1.001e-9 * ours
     if penalty >= 1e-3:
         np.testing.assert_allclose(weights, expected, atol=1e-3 * np.abs(expected).max())
+
+
+def test_a_solver_that_gives_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_shot, "MAX_ITERATIONS", 2)
+    assert not low_shot.fit(*problem(), 4, 1e-3)[1]
 
 
 def test_two_classes_with_gaps_between() -> None:
@@ -68,6 +78,9 @@ def test_rows_are_centred_and_of_length_1() -> None:
         centred = row - sum(row) / len(row)
         expected.append(centred / sum(value**2 for value in centred) ** 0.5)
     np.testing.assert_allclose(low_shot.center_and_scale(features), expected, atol=1e-12)
+    # However short a row is beside the others.
+    small = np.concatenate([features[:10] * np.float32(1e-9), features[10:]])
+    np.testing.assert_allclose(low_shot.center_and_scale(small), expected, atol=1e-6)
     assert not low_shot.center_and_scale(np.full((6, 5), 0.1, np.float32)).any()
 
 
@@ -88,6 +101,7 @@ def test_whole_protocol_agrees_with_scikit_learn(job: EvaluationJob, rank: Rank)
         assert metrics[f"low_shot_{shots}_splits"] == pytest.approx(expected)
         assert metrics[f"low_shot_{shots}"] == pytest.approx(np.mean(expected))
     assert metrics["low_shot_5"] > metrics["low_shot_1"]
+    assert job.notes["subsets"]["low_shot_5-1"] == {"images": 30}
 
 
 def test_fractions_of_the_labels(job: EvaluationJob, rank: Rank) -> None:
@@ -105,6 +119,7 @@ def test_fractions_of_the_labels(job: EvaluationJob, rank: Rank) -> None:
         clear(scores, 1e-5)
         assert metrics[name] == pytest.approx(100 * np.mean(scores.argmax(1) == test.labels))
         assert metrics[f"{name}_converged"]
+        assert job.notes["subsets"][name] == {"images": len(ids)}
     assert metrics["low_shot_100pct"] > metrics["low_shot_10pct"] > 30
 
 

@@ -65,9 +65,10 @@ def test_what_does_not_fit_is_said(tmp_path):
 @pytest.mark.parametrize("protocol", [Knn, Logistic, LowShot])
 def test_with_the_labels_themselves_it_is_the_accuracy(tmp_path, rank, protocol):
     test, labels = blobs(90, 12, 6, 1)
+    named = {"class_names": list("abcdef")}
     inputs = {
-        "train": store(tmp_path / "train.safetensors", *blobs(300, 12, 6, 0)),
-        "test": store(tmp_path / "test.safetensors", test, labels, KEYS),
+        "train": store(tmp_path / "train.safetensors", *blobs(300, 12, 6, 0), **named),
+        "test": store(tmp_path / "test.safetensors", test, labels, KEYS, **named),
     }
     job = EvaluationJob(tmp_path / "run", tmp_path / "out.json", inputs)
     same = write(tmp_path / "same.json", [[int(label)] for label in labels]).real_labels
@@ -82,6 +83,10 @@ def test_with_the_labels_themselves_it_is_the_accuracy(tmp_path, rank, protocol)
     every = write(tmp_path / "every.json", [[*range(6)] for _ in labels]).real_labels
     assert protocol(real_labels=every).evaluate(rank, job)[f"{names[0]}_real"] == 100
     assert not any(key.endswith("_real") for key in protocol().evaluate(rank, job))
+    for numbers, message in (((labels + 1) % 6, "own labels"), (labels + 1, "the images have 6")):
+        wrong = write(tmp_path / "wrong.json", [[int(number)] for number in numbers]).real_labels
+        with pytest.raises(UserError, match=message):
+            protocol(real_labels=wrong).evaluate(rank, job)
 
 
 def real_of(shards: Path) -> list[list[int]]:
@@ -94,7 +99,7 @@ def real_of(shards: Path) -> list[list[int]]:
 
 
 PROBES = [
-    LINEAR.model_copy(update={"held_out": 0.2, "epochs": 3}),
+    LINEAR.model_copy(update={"held_out": 0.2, "epochs": 3, "concat": True}),
     LARS.model_copy(update={"held_out": 0.2}),
     ATTENTIVE,
 ]
