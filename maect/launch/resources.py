@@ -1,6 +1,5 @@
 """A task to run, and the nodes and devices for it."""
 
-import json
 import os
 import re
 import subprocess
@@ -38,13 +37,6 @@ class Task:
     function: str
     arguments: dict[str, Any] = field(default_factory=dict)
     identity: str = ""
-
-    def __post_init__(self) -> None:
-        module, _, name = self.function.partition(":")
-        if not (module and name):
-            raise ValueError(f"task function {self.function!r} is not 'package.module:function'")
-        if json.loads(json.dumps(self.arguments)) != self.arguments:
-            raise ValueError(f"{self.function}: arguments change on the way through JSON")
 
 
 @dataclass(frozen=True)
@@ -119,7 +111,7 @@ class Resources:
     def has_gpus(self) -> bool:
         """Return whether a job with these resources has GPUs."""
         if self.cluster == "local":
-            return gpus_here() > 0
+            return bool(gpus_here())
         kinds = str(self.options.get("gres", "")).split(",")
         named = any(key.startswith("gpus") for key in self.options)
         return named or any(kind.startswith("gpu") for kind in kinds)
@@ -130,13 +122,33 @@ class Resources:
         return max(20, min(300, self.minutes * 6))
 
 
-def gpus_here() -> int:
-    """Count the GPUs of this machine that `CUDA_VISIBLE_DEVICES` does not hide."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if names is not None:
-        return len(list(takewhile(VISIBLE.match, names.replace(" ", "").split(","))))
+def gpus_here() -> list[str]:
+    """Return the model of each GPU here, such as NVIDIA A100 SXM4 40GB; "" where it is unknown.
+
+    GPUs that `CUDA_VISIBLE_DEVICES` hides are left out; the others count as the first one's model.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = takewhile(VISIBLE.match, (visible or "").replace(" ", "").split(","))
+    count = len(list(named))
+    if visible is not None and not count:
+        return []
+    words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+        models = [_model(line) for line in asked.stdout.splitlines() if "," in line]
+    except (OSError, subprocess.SubprocessError):
+        models = []
+    if visible is None:
+        return models
+    first = models[0] if models else ""
+    return [first] * count
+
+
+def _model(line: str) -> str:
+    """Return a GPU's model from nvidia-smi's name and MiB of memory; "" if that is unknown."""
+    name, mebibytes = line.rsplit(",", 1)
+    if not mebibytes.strip().isdecimal():
+        return ""
+    # The name may say another memory: that of the CPU beside a GH200.
+    name = re.sub(r"\b[0-9]+ ?GB?\b", "", name.replace("-", " "))
+    return f"{' '.join(name.split())} {round(int(mebibytes) / 1024)}GB"

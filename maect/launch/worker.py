@@ -48,19 +48,17 @@ class RankFile:
         self._lock = threading.Lock()
         self._report = RankReport(rank, time.time())
 
-    def note(self, **values: Any) -> None:
-        """Add values to the report and flush it to the disk."""
+    def note(self, *, durable: bool = True, **values: Any) -> None:
+        """Add values to the report; without `durable` they may be lost: no wait for the disk."""
         with self._lock:
             self._report = replace(self._report, **values)
-            write_record(self._path, asdict(self._report))
-
-    def hint(self, **values: Any) -> None:
-        """Add values that may be lost, without waiting for the disk."""
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
-        with self._lock, suppress(OSError):
-            self._report = replace(self._report, **values)
-            temporary.write_text(json.dumps(sealed(asdict(self._report))), encoding="utf-8")
-            temporary.replace(self._path)
+            if durable:
+                write_record(self._path, asdict(self._report))
+                return
+            temporary = self._path.with_name(f".{self._path.name}.tmp")
+            with suppress(OSError):
+                temporary.write_text(json.dumps(sealed(asdict(self._report))), encoding="utf-8")
+                temporary.replace(self._path)
 
     def fail(self, error: BaseException) -> None:
         """Add the error that ended this rank."""
@@ -155,12 +153,12 @@ class Rank(Context):
         """Report that the state of this step is complete on disk."""
         if self.rank == 0 and step != self.last_saved:
             self.last_saved = step
-            self.file.hint(saved=step)
+            self.file.note(saved=step, durable=False)
 
     def flush(self) -> None:
         """Write the last progress."""
         if self._pending is not None:
-            self.file.hint(progress=self._pending)
+            self.file.note(progress=self._pending, durable=False)
             self._pending = None
             self._reported = time.monotonic()
 
@@ -219,7 +217,10 @@ def start(folder: Path, name: str, hosts: list[str], **numbers: Any) -> None:
     # An attempt before this one, under the same id, may have saved steps.
     before = record.saved_step(folder, job)
     file = RankFile(folder, name, number)
-    file.note(**({"saved": before} if number == 0 else {}))
+    if number == 0:
+        file.note(saved=before)
+    else:
+        file.note()
     rank = Rank(
         **numbers,
         cpus=job.cpus,

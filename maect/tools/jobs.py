@@ -16,11 +16,12 @@ from maect.evaluate import EvaluationConfig, FeaturesConfig
 from maect.evaluate.evaluation import Completion
 from maect.launch import Resources, Task, launch
 from maect.launch.record import read_job
+from maect.launch.resources import gpus_here
 from maect.recipes.cost import relative_speed
 from maect.recipes.memory import gpu_memory
 from maect.records import RunRecord
 from maect.stages.run import RunConfig
-from maect.tools.launching import Launching, fixed_nodes, gpu_here, node_range, training_nodes
+from maect.tools.launching import Launching, fixed_nodes, node_range, training_nodes
 from maect.train import run_folder
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ def train(
     resources = launching.resources(node_range(launching.nodes)[0])
     devices = resources.devices
     step = stage.flops_per_image(config.encoder) * stage.batch_size
-    gpu = gpu or (gpu_here() if launching.cluster == "local" else "")
+    if launching.cluster == "local" and not gpu:
+        gpu = next(iter(gpus_here()), "")
     nodes = training_nodes(launching.nodes, devices, stage.batch_size, step, relative_speed(gpu))
     if not (finished or convert_world_size or run_folder.replaced(path.parent, identity)):
         nodes = _as_saved(path.parent, nodes, devices, launching.nodes)

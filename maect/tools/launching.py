@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -139,24 +138,7 @@ def count_devices(devices: str) -> int:
         if not devices.isdecimal() or not int(devices):
             raise UserError(f"--devices {devices}: a positive number, auto or gpus")
         return int(devices)
-    return gpus_here() or (2 if devices == "auto" else 1)
-
-
-def gpu_here() -> str:
-    """Return this machine's first GPU, such as NVIDIA A100 SXM4 40GB; "" without one."""
-    from maect.launch.resources import gpus_here
-
-    if not gpus_here():
-        return ""
-    words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        asked = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
-        name, mebibytes = asked.stdout.splitlines()[0].rsplit(",", 1)
-        # The name may say another memory: that of the CPU beside a GH200.
-        name = re.sub(r"\b[0-9]+ ?GB?\b", "", name.replace("-", " "))
-        return f"{' '.join(name.split())} {round(int(mebibytes) / 1024)}GB"
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return ""
+    return len(gpus_here()) or (2 if devices == "auto" else 1)
 
 
 def node_range(nodes: str) -> tuple[int, int]:

@@ -41,7 +41,7 @@ def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match="devices"):
             count_devices(wrong)
     script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\nprintf 'GPU 0: A\\nGPU 1: A\\nGPU 2: A\\n'\n")
+    script.write_text("#!/bin/sh\nprintf 'A, 40960\\nA, 40960\\nA, [N/A]\\n'\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert count_devices("auto") == 3

@@ -24,6 +24,7 @@ from maect.core.errors import NodeError, UserError
 from maect.evaluate import evaluation as evaluations
 from maect.evaluate import features
 from maect.launch import Resources
+from maect.launch.resources import gpus_here
 from maect.models.vit import build_encoder
 from maect.recipes import load_encoder
 from maect.recipes.memory import GIB, gpu_memory
@@ -31,7 +32,6 @@ from maect.stages import load_recipe, run
 from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
-from maect.tools.launching import gpu_here
 from maect.train import trainer
 from maect.train.engine import random_batch
 from maect.train.objective import tensors_in
@@ -236,13 +236,11 @@ def test_memory_of_the_gpu_here(
     name: str, mebibytes: int, gibibytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the name is that of the memory of the CPU beside it."""
-    (tmp_path / "nvidia-smi").write_text(
-        f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: {name}" || echo "{name}, {mebibytes}"\n'
-    )
+    (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\necho "{name}, {mebibytes}"\n')
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_memory(gpu_here()) == 0.98 * GIB * gibibytes
+    assert gpu_memory(gpus_here()[0]) == 0.98 * GIB * gibibytes
     given = gpu_memory(name)
     assert given is not None and given <= 1.01 * GIB * mebibytes / 1024
 

@@ -52,15 +52,6 @@ def test_words_for_resources():
     )  # fmt: skip
 
 
-def test_arguments_must_survive_json():
-    assert Task("a.b:c", {"x": [1, None, "y"]}).arguments["x"] == [1, None, "y"]
-    for wrong in ({"x": (1, 2)}, {1: "x"}):
-        with pytest.raises(ValueError):
-            Task("a.b:c", wrong)
-    with pytest.raises(ValueError, match=r"package\.module:function"):
-        Task("a.b.c")
-
-
 def test_progress_line():
     report = {"epoch": 3, "epochs": 100, "step": 120, "steps": 4000, "loss": 0.51234}
     report |= {"images_per_second": 812.4, "other": [1], "first_step": 20, "seconds": 50.0}
