@@ -126,7 +126,6 @@ class Inspected:
     height: int
     channels: int
     turned: bool
-    transparent: bool
     values: tuple[float, float] | None
     sample: NDArray[Any]
     colors: int
@@ -134,7 +133,7 @@ class Inspected:
 
 def inspect_image(data: bytes) -> Inspected:
     """Return the properties of an unknown image."""
-    turned = transparent = False
+    turned = False
     colors = 0
     values = _read_array(data, _ANY)
     if values is None:
@@ -143,7 +142,6 @@ def inspect_image(data: bytes) -> Inspected:
             if image.mode.startswith("I;16") or image.mode in ("I", "F"):
                 values = np.asarray(_to_eight_bits(image, Pixels()))
             else:
-                transparent = _is_transparent(image)
                 rgb = to_rgb(image)
                 deep = is_16_bit_color(data, extension) and image.mode in ("RGB", "RGBA")
                 values = np.asarray(rgb)
@@ -170,7 +168,7 @@ def inspect_image(data: bytes) -> Inspected:
         if channels == 3:
             colors = int(np.ptp(scaled(sample, found).astype(np.int16), axis=1).max())
     size = (height, width) if turned else (width, height)
-    return Inspected(*size, channels, turned, transparent, found, sample, colors)
+    return Inspected(*size, channels, turned, found, sample, colors)
 
 
 def make_ready(data: bytes, pixels: Pixels) -> Ready:

@@ -5,7 +5,6 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -159,11 +158,11 @@ class Written:
     remarks: list[str]
     skip_unreadable: bool
 
-    def planned(self, chosen: Chosen, public: str | None, device: Device) -> list[PlannedJob]:
-        """Return all jobs of the experiment with times, as `maect plan` does."""
+    def priced(self, text: str, device: Device) -> list[PlannedJob]:
+        """Return all jobs of an experiment's text with times, as `maect plan` does."""
         with TemporaryDirectory() as folder:
-            file = Path(folder) / "quick.yaml"
-            write_text(file, self.text(chosen, public))
+            file = Path(folder) / "planned.yaml"
+            write_text(file, text)
             experiment = load(str(file))
         facts = self.facts(experiment)
         return make_plan(all_jobs(experiment), experiment, device, facts).jobs
@@ -351,7 +350,10 @@ def new_experiment(
     augmentations = ("min", "aug") if images.colored and quick is None else ("min",)
     chosen = Chosen(size, pixels, why, epochs, batch, augmentations)
     if quick is not None:
-        planned = partial(written.planned, public=public, device=quick)
+
+        def planned(chosen: Chosen) -> list[PlannedJob]:
+            return written.priced(written.text(chosen, public), quick)
+
         chosen = own_training.quickest(chosen, n, public, quick, planned)
     text = written.text(chosen, public)
     write_all(dict(written.lists.values()) | {out: text}, out)

@@ -8,7 +8,6 @@ import statistics
 import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -44,7 +43,6 @@ VAL = ("val", "valid", "validation", "val_set", "validation_set")
 TEST = ("test", "testing", "test_set")
 INSPECTED = 200
 GRAY = 8  # levels that the channels of a grey JPEG may differ by
-HEADER = 4096  # bytes of a PNG, in which its kind is and what is before its pixels
 FEWEST = 200
 FEWEST_VAL = 20
 MOST_NEAR = 50_000
@@ -213,8 +211,7 @@ def inspect_images(
         others = counted(len(faults) - 1, "other")
         more = f", nor can {others} of the {len(chosen)} opened" if len(faults) > 1 else ""
         raise UserError(f"{faults[0]}{more}; repair or remove it, or pass --skip-unreadable")
-    through = any(one.transparent for one in inspected) or _shows_through(source, entries)
-    pixels, remarks = _pixels(folder, inspected, through, stated)
+    pixels, remarks = _pixels(folder, inspected, stated)
     if faults:
         remarks.append(f"{len(faults)} of {len(chosen)} images inspected cannot be read: left out")
     if len(chosen) < len(entries):
@@ -252,24 +249,10 @@ def _source_of(folder: Path, ignore_folders: bool) -> tuple[ImageSource, int]:
     return (Folder(folder) if sorted_in else Unlabelled(folder)), loose
 
 
-def _shows_through(source: ImageSource, entries: list[Entry]) -> bool:
-    """Return whether something shows through any PNG of a folder, by headers and pixels."""
-    for entry in entries:
-        if entry.offset >= 0 or not entry.path.lower().endswith(".png"):
-            continue
-        with suppress(OSError, UnreadableError), open(source.root / entry.path, "rb") as file:
-            head = file.read(HEADER)
-            # Kind of colours (ISO/IEC 15948): 4 and 6 have alpha; others may have a chunk.
-            may = head[25:26] in (b"\4", b"\6") or b"tRNS" in head
-            if may and inspect_image(head + file.read()).transparent:
-                return True
-    return False
-
-
 def _pixels(
-    folder: Path, inspected: list[Inspected], through: bool, stated: Mapping[str, Any]
+    folder: Path, inspected: list[Inspected], stated: Mapping[str, Any]
 ) -> tuple[Pixels, list[str]]:
-    """Return how images like these are read, and why; `through`: something shows through."""
+    """Return how images like these are read, and why."""
     made: dict[str, Any] = {"orientation": "exif"}
     remarks = []
     if other := sorted(stated.keys() - Pixels().reading):
@@ -286,9 +269,8 @@ def _pixels(
     if upright and (turned := sum(one.turned for one in inspected)):
         are = "is turned, as its" if turned == 1 else "are turned, as their"
         remarks.append(f"{turned} of {len(inspected)} images inspected {are} EXIF says")
-    if through and "background" not in stated:
-        made["background"] = WHITE
-        remarks.append("Transparent parts get a white background")
+    if channels == 3:
+        made["background"] = WHITE  # nothing of an opaque image
     if deep := [one.values for one in inspected if one.values is not None]:
         low, high = min(low for low, _ in deep), max(high for _, high in deep)
         made["range"] = (low, high if high > low else low + 1)

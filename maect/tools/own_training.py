@@ -186,16 +186,26 @@ def shortened(
         fits = least["mae"] - math.ceil(-left / one["mae"])
         return replace(chosen, epochs=least | {"mae": max(1, fits)}), left
 
-    def longer(percent: int) -> dict[str, int]:
-        return {
-            recipe: max(epochs, wanted[recipe] * percent // 100) for recipe, epochs in least.items()
-        }
+    return replace(chosen, epochs=lengthened(least, wanted, one, left)), left
 
-    def seconds(epochs: Mapping[str, int]) -> float:
-        return sum((epochs[recipe] - least[recipe]) * one[recipe] for recipe in least)
 
-    fitting = [made for p in range(101) if seconds(made := longer(p)) <= left]
-    return replace(chosen, epochs=fitting[-1] if fitting else least), left
+def lengthened(
+    least: Mapping[str, int], wanted: Mapping[str, int], seconds: Mapping[str, float], left: float
+) -> dict[str, int]:
+    """Return the epochs that the time left allows: of each run the same share of those wanted.
+
+    Args:
+        least: fewest epochs of each run, for which there is time.
+        wanted: most epochs of each run.
+        seconds: that one epoch takes.
+        left: seconds beyond the fewest epochs.
+    """
+    best = dict(least)
+    for percent in range(1, 101):
+        epochs = {run: max(fewest, wanted[run] * percent // 100) for run, fewest in least.items()}
+        if sum((epochs[run] - least[run]) * seconds[run] for run in least) <= left:
+            best = epochs
+    return best
 
 
 def evaluate_every(tuned: int, n: int) -> int:

@@ -5,16 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
 from maect.core.errors import UserError, counted
-from maect.core.files import write_text
 from maect.core.templates import fill_template
 from maect.data.sources.base import UNLABELLED
 from maect.evaluate.agreement import Agreement
 from maect.evaluate.protocols.stored_features import Geometry
-from maect.experiment import load
 from maect.experiment.schema import check_plain
 from maect.recipes import HeadSettings
 from maect.stages import load_recipe
@@ -23,7 +20,7 @@ from maect.stages.tune import Tune
 from maect.tools import own_training
 from maect.tools.new_experiment import Written, flow, read_folder, write_all
 from maect.tools.own_training import FEWEST_STEPS, SMALLEST_BATCH, power_of_two
-from maect.tools.plan import Device, PlannedJob, all_jobs, make_plan, wall
+from maect.tools.plan import Device, PlannedJob, wall
 from maect.tools.tuned_encoder import Start
 
 By = Literal["tune", "refine", "diet"]
@@ -102,12 +99,7 @@ class Continuation:
 
     def planned(self, plan: TuningPlan, device: Device) -> list[PlannedJob]:
         """Return all jobs of the experiment with times, as `maect plan` does."""
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "planned.yaml"
-            write_text(file, self.text(plan))
-            experiment = load(str(file))
-        facts = self.written.facts(experiment)
-        return make_plan(all_jobs(experiment), experiment, device, facts).jobs
+        return self.written.priced(self.text(plan), device)
 
     def text(self, plan: TuningPlan) -> str:
         """Return the experiment's text."""
@@ -237,16 +229,12 @@ def _longer(
     device: Device,
 ) -> TuningPlan:  # fmt: skip
     """Return a plan with the epochs that the time left allows, up to those of its images."""
-    wanted = given.lengths()
-    seconds = {job.name: job.seconds or 0.0 for job in jobs if job.name in least.epochs}
-    best = dict(least.epochs)
-    for percent in range(1, 101):
-        epochs = {run: max(least.epochs[run], wanted[run] * percent // 100) for run in wanted}
-        more = sum(
-            (epochs[run] - least.epochs[run]) * seconds[run] / least.epochs[run] for run in wanted
-        )
-        if more <= left:
-            best = epochs
+    seconds = {
+        job.name: (job.seconds or 0.0) / least.epochs[job.name]
+        for job in jobs
+        if job.name in least.epochs
+    }
+    best = own_training.lengthened(least.epochs, given.lengths(), seconds, left)
     own = given.start.encoder.image_size
     size = "its own size" if least.pixels == own else f"{own} pixels leave too few steps"
     why = f"{size}; a fixed schedule for {counted_hours(hours)}, estimated from {device.source}"

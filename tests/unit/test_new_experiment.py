@@ -284,17 +284,6 @@ def test_deep_images_and_the_statistics_of_public_weights(tmp_path):
         assert ("Mean and deviation are mae_base's" in text) == (public is not None)
 
 
-def test_the_one_transparent_image_is_found(tmp_path):
-    """Though it is not among those that are opened."""
-    folder = colours(tmp_path / "photos", 450, 8)
-    Image.new("RGBA", (8, 8), (9, 9, 9, 255)).save(folder / "003.png")  # nothing shows through
-    assert "Transparent parts" not in new_experiment(folder, tmp_path / "opaque.yaml")
-    Image.new("RGBA", (8, 8), (9, 9, 9, 100)).save(folder / "004.png")
-    assert "Transparent parts get a white background" in new_experiment(
-        folder, tmp_path / "mine.yaml"
-    )
-
-
 def test_mistakes_are_named(digits, tmp_path):
     out = tmp_path / "mine.yaml"
     with pytest.raises(UserError, match="no such folder"):
