@@ -52,8 +52,8 @@ class Record(Settings):
     def seek(cls, path: Path) -> Self | None:
         """Read a file that others may be writing or removing; none: not there, or damaged."""
         try:
-            return cls.model_validate(seek_record(path)) if path.exists() else None
-        except (OSError, ValidationError):
+            return cls.model_validate(seek_record(path))
+        except ValidationError:
             return None
 
     def write(self, path: Path) -> None:

@@ -10,7 +10,17 @@ import pytest
 from maect.core.entries import entries, finished_entries, line_of
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, read_record, seek_record, write_json, write_record
-from maect.records import RunRecord, checked_sha256
+from maect.records import (
+    EvaluationRecord,
+    RunRecord,
+    checked_sha256,
+    lineage,
+    need_encoder,
+    of_seed,
+    seed_of,
+    seedless,
+    weights_checksum,
+)
 
 
 def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
@@ -54,18 +64,50 @@ def test_a_log_that_a_kill_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert f"{path}: damaged: left out: lines 2" in caplog.text
 
 
-def test_a_file_that_is_not_the_one_of_its_run(tmp_path: Path) -> None:
-    path = tmp_path / "encoder.safetensors"
-    with pytest.raises(UserError, match="no such file"):
-        checked_sha256(path)
-    path.write_bytes(b"x")
-    write_record(
-        RunRecord.path(tmp_path),
-        {"run": "r", "stage": "tune", "sha256": {path.name: checked_sha256(path)}},
-    )
-    path.write_bytes(b"y")
-    with pytest.raises(UserError, match="damaged"):
-        checked_sha256(path)
+def test_a_file_that_is_not_the_one_of_its_record(tmp_path: Path) -> None:
+    """The record of a run names its files; that of an evaluation lies beside its tensors."""
+    encoder, tensors = tmp_path / "run/encoder.safetensors", tmp_path / "knn.safetensors"
+    encoder.parent.mkdir()
+    with pytest.raises(UserError, match=r"encoder\.safetensors: no such encoder"):
+        need_encoder(encoder)
+    for path in (encoder, tensors):
+        with pytest.raises(UserError, match=rf"{path.name}: no such file"):
+            checked_sha256(path)
+        path.write_bytes(b"x")
+    need_encoder(encoder)
+    sha256 = checked_sha256(tensors)  # which no record promises
+    files = {encoder.name: sha256, "head.safetensors": "0"}
+    RunRecord(run="r", stage="tune", sha256=files).write(RunRecord.path(encoder.parent))
+    EvaluationRecord(metrics={}, left_sha256=sha256).write(tensors.with_suffix(".json"))
+    for path, record in ((encoder, r"run\.json"), (tensors, r"knn\.json")):
+        assert checked_sha256(path) == sha256
+        path.write_bytes(b"y")
+        with pytest.raises(UserError, match=f"{path.name}: damaged .*{record}"):
+            checked_sha256(path)
+
+
+def test_other_weights_have_another_identity(tmp_path: Path) -> None:
+    weights = [{"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "1", "b": "3"}, {"a": "1"}, {}]
+    for number, sha256 in enumerate(weights):
+        record = RunRecord(run="r", stage="tune", sha256=sha256)
+        record.write(RunRecord.path(tmp_path / str(number)))
+    first, again, *others = (weights_checksum(tmp_path / str(n)) for n in range(len(weights) + 1))
+    assert first == again and None not in others[:2] and len({first, *others[:2]}) == 3
+    assert others[2:] == [None, None]  # a run that left nothing, and one that is not finished
+
+
+def test_runs_of_a_recipe_differ_in_their_seed_by_name() -> None:
+    for name, seed in (("mae", 0), ("mae", 12), ("ct-small", 0), ("ct-s1-small", 3)):
+        assert seedless(of_seed(name, seed)) == name and seed_of(of_seed(name, seed)) == seed
+    assert [of_seed("mae", 0), of_seed("mae", 1)] == ["mae", "mae-s1"]
+
+
+def test_what_a_run_comes_of_is_followed_once() -> None:
+    sources = {"ct": "head", "head": "mae", "mae": None, "a": "b", "b": "a", "lost": "gone"}
+    runs = {name: RunRecord(run=name, stage="tune", source=of) for name, of in sources.items()}
+    for name, found in (("ct", ["ct", "head", "mae"]), ("a", ["a", "b"]), ("lost", ["lost"])):
+        assert [run.run for run in lineage(name, runs.get)] == found
+    assert list(lineage(None, runs.get)) == []
 
 
 def test_a_record_has_a_format_and_another_one_is_refused(
@@ -90,8 +132,8 @@ def test_a_record_has_a_format_and_another_one_is_refused(
 def test_a_record_without_its_checksum_is_refused(tmp_path: Path) -> None:
     """Written by hand, or cut by whoever edited it."""
     path = RunRecord.path(tmp_path)
-    RunRecord(run="r", stage="tune").write(path)
-    assert RunRecord.of(tmp_path).run == "r"
+    RunRecord(run="r", stage="tune", settings={"from": Path("a/b")}).write(path)
+    assert RunRecord.of(tmp_path).settings == {"from": "a/b"}
     value = json.loads(path.read_text())
     for left_out in ("checksum", "run"):
         write_json(path, {key: value[key] for key in value if key != left_out})
@@ -102,3 +144,7 @@ def test_a_record_without_its_checksum_is_refused(tmp_path: Path) -> None:
             f"{path}: damaged ({fault}); delete it and start again: it is made again"
         )
         assert RunRecord.find(tmp_path) is None and seek_record(path) == {}
+    write_record(path, {"run": "r"})  # what is needed is not there
+    with pytest.raises(UserError, match=rf"{path}: stage: .*remove the file"):
+        RunRecord.of(tmp_path)
+    assert RunRecord.find(tmp_path) is None is RunRecord.find(tmp_path / "none")

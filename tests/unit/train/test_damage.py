@@ -14,9 +14,17 @@ from maect.core.errors import UserError
 from maect.core.files import sha256_file, write_record
 from maect.records import RunRecord
 from maect.train import checkpoint
-from maect.train.checkpoint import Saver, StateReader, complete_states, find_state, state_record
+from maect.train.checkpoint import (
+    Saver,
+    StateReader,
+    check_files,
+    complete_states,
+    find_state,
+    remove_incomplete,
+    state_record,
+)
 from maect.train.metrics import Metrics
-from maect.train.run_folder import check_not_lost, check_weights
+from maect.train.run_folder import check_not_lost, check_weights, read_notes
 from maect.train.run_lock import RunLock
 
 CPU = torch.device("cpu")
@@ -62,14 +70,87 @@ def test_no_bit_of_a_record_changes_what_is_read(tmp_path: Path) -> None:
     assert refused > len(whole)
 
 
-def test_a_state_that_says_another_step_is_refused(tmp_path: Path) -> None:
+def test_a_record_that_says_something_else_is_refused(tmp_path: Path) -> None:
     state = save(tmp_path, 36)
     record = state_record(state, "ours")
-    write_record(state / "state.json", record | {"step": 37})
-    with pytest.raises(UserError, match=r"damaged \(it says step 37\)"):
-        state_record(state, "ours")
+    assert record["world_size"] == 1 and [*record["files"]] == ["rank-0000"]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"step": 37}, r"damaged \(it says step 37\)"),
+        ({"fingerprint": "theirs"}, "the state of another run"),
+    ]
+    for key, value in (("step", "36"), ("world_size", "1"), ("files", {}), ("files", ["a"])):
+        wrong.append(({key: value}, "damaged"))
+    for change, fault in wrong:
+        write_record(state / "state.json", record | change)
+        with pytest.raises(UserError, match=rf"state\.json: {fault}"):
+            state_record(state, "ours")
     with pytest.raises(UserError, match="no such file"):
         state_record(tmp_path / "state" / "step-000000099", "ours")
+
+
+def test_a_state_of_other_ranks_is_resumed_from_only_when_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = save(tmp_path, 5)
+    write_record(state / "state.json", state_record(state, "ours") | {"world_size": 2})
+    with pytest.raises(UserError, match=r"2 ranks to 1.*--convert-world-size"):
+        find(tmp_path)
+    with caplog.at_level("INFO"):
+        reader = find_state(tmp_path / "state", "ours", Place(0, 0, 1), True, CPU)
+    assert reader is not None and reader.step == 5
+    assert "converted from 2 ranks to 1" in caplog.text and "from step 5" in caplog.text
+
+
+def test_each_rank_checks_its_share_of_the_files(tmp_path: Path) -> None:
+    state = save(tmp_path, 5)
+    sha256 = sha256_file(state / "rank-0000.safetensors")
+    record = {"files": {f"rank-{rank:04d}": sha256 for rank in range(3)}}
+    check_files(state, record, 0, 3)
+    for rank, ranks in ((1, 3), (2, 3), (0, 2)):
+        with pytest.raises(UserError, match="no such file"):
+            check_files(state, record, rank, ranks)
+
+
+def test_a_file_that_is_cut_is_named(tmp_path: Path) -> None:
+    state = save(tmp_path, 5)
+    file = state / "rank-0000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"rank-0000\.safetensors: damaged state"):
+        StateReader(state, state_record(state, "ours"))
+
+
+def test_the_state_that_a_run_resumed_from_is_not_written_again(tmp_path: Path) -> None:
+    state = save(tmp_path, 5)
+    assert read_notes(tmp_path)["saved"] == 5  # if it is lost, nothing begins anew
+    written = (state / "state.json").stat().st_ino
+    saver, saved = saver_of(tmp_path, resumed=5), list[int]()
+    saver.context.saved = saved.append  # type: ignore[method-assign]
+    for step in (5, 6):
+        saver.save(step, {"param|0|w": torch.zeros(4)}, {"fingerprint": "ours"})
+        saver.wait()
+    assert saved == [5, 6] == steps(tmp_path)[::-1]
+    assert (state / "state.json").stat().st_ino == written
+
+
+def test_what_an_interrupted_save_left_is_removed(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    for name in ("step-000000009", "damaged-step-000000003"):
+        (tmp_path / "state" / name).mkdir()
+    remove_incomplete(tmp_path / "state")
+    left = {path.name for path in (tmp_path / "state").iterdir()}
+    assert left == {"step-000000005", "damaged-step-000000003"}
+
+
+def test_a_rank_that_never_writes_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_WAIT_FOR_RANKS", 0.1)
+    place = Place(0, 0, 2)
+    saver = Saver(tmp_path, place, RunLock(tmp_path, place))
+    saver.save(5, {"param|0|w": torch.zeros(4)}, {"fingerprint": "ours"})
+    saver.wait()
+    assert saver.error is not None and "rank 1 did not write its part" in saver.error
+    assert not (tmp_path / "state/step-000000005").exists()
 
 
 def test_damaged_state_is_set_aside_and_does_not_push_out_new_ones(tmp_path: Path) -> None:

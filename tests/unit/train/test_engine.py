@@ -14,6 +14,7 @@ from ranks import Place, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import ENCODER, losses, metrics
 
+from maect.core.errors import UserError
 from maect.models.attention import flash_kernel, use_attention
 from maect.models.precision import mixed_precision
 from maect.models.vit import build_encoder, seeded
@@ -23,7 +24,14 @@ from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.stages.fine_tune import FineTune
 from maect.train import checkpoint
-from maect.train.checkpoint import Saver, complete_states
+from maect.train.checkpoint import (
+    ParameterSlice,
+    Saver,
+    StateReader,
+    complete_states,
+    snapshot,
+    state_record,
+)
 from maect.train.engine import cast_parts
 from maect.train.objective import Objective
 from maect.train.passes import compile_blocks, is_to_be_compiled
@@ -281,15 +289,59 @@ def test_people_are_told_that_nothing_is_saved(tmp_path, monkeypatch):
     assert "state of step 3" in saver.error
 
 
-def test_training_does_not_wait_for_a_save(tmp_path):
+def piece(values, start, stop):
+    return ParameterSlice(
+        "encoder.w", start, {kind: value[start:stop].clone() for kind, value in values.items()}
+    )
+
+
+def test_a_state_of_two_ranks_is_read_by_any_number_of_them(tmp_path):
+    """Training waits for no save, and what it changes meanwhile is not in the state."""
+    whole = {"param": torch.arange(12.0), "exp_avg": torch.arange(12.0) / 7}
+    parts = [piece(whole, 0, 5), piece(whole, 5, 12)]
+    buffers = {"encoder.mean": torch.tensor([3]), "head.queue": torch.ones(2)}
+    taken = [snapshot([parts[0]], buffers), snapshot([parts[1]], {})]
+    for value in (*parts[0].values.values(), *parts[1].values.values(), *buffers.values()):
+        value.zero_()
     savers = [
         Saver(tmp_path, place, None if place.rank else RunLock(tmp_path, place))
         for place in (Place(rank, rank, 2) for rank in range(2))
     ]
-    savers[0].save(1, {"param|0|x": torch.zeros(3)}, {})  # waits in its thread for rank 1
-    assert savers[0]._thread.is_alive() and not complete_states(tmp_path / "state")
-    savers[1].save(1, {"param|3|x": torch.ones(3)}, {})
+    savers[0].save(1, taken[0], {"fingerprint": "ours"})  # waits in its thread for rank 1
+    assert savers[0].is_writing and not complete_states(tmp_path / "state")
+    savers[1].save(1, taken[1], {"fingerprint": "ours"})
     for saver in savers:
         saver.wait()
-    assert [place.name for place in complete_states(tmp_path / "state")] == ["step-000000001"]
-    assert savers[0].error is None
+    assert savers[0].error is None and not savers[0].is_writing
+    (state,) = complete_states(tmp_path / "state")
+    reader = StateReader(state, state_record(state, "ours"))
+    assert (state.name, reader.step, reader.record["world_size"]) == ("step-000000001", 1, 2)
+    assert reader.names("param") == ["encoder.w"]
+    three = [piece(whole, *ends) for ends in ((0, 4), (4, 6), (6, 12))]
+    for part in three:
+        for value in part.values.values():
+            value.zero_()
+    reader.restore(three)
+    for kind, value in whole.items():
+        assert torch.equal(torch.cat([part.values[kind] for part in three]), value)
+    # A part of the objective, without the buffers that it does not have.
+    like = {"w": torch.empty(3, 4), "mean": torch.empty(1), "queue": torch.empty(2)}
+    found = reader.part("exp_avg", "encoder.", like)
+    assert found.keys() == {"w", "mean"} and found["mean"].tolist() == [3]
+    assert torch.equal(found["w"], whole["exp_avg"].view(3, 4))
+    assert reader.part("exp_avg", "encoder.", {"w": like["w"]}).keys() == {"w"}
+    for kind, start, missing in (("param", 10, 2), ("ema", 0, 4)):
+        with pytest.raises(UserError, match=f"{missing} values of {kind} encoder.w are missing"):
+            reader.values(kind, "encoder.w", start, 4)
+
+
+def test_ranks_that_hold_other_bits_save_nothing(monkeypatch):
+    compared = []
+    monkeypatch.setattr(checkpoint, "rank_and_size", lambda: (0, 4))
+    monkeypatch.setattr(checkpoint, "differing_ranks", lambda them: compared.extend(them) or [1, 3])
+    weights, buffer = torch.ones(2), torch.zeros(3)
+    with pytest.raises(checkpoint.ReplicaError, match=r"after step 7 .* rank 1, 3 of 4 differ"):
+        checkpoint.compare_replicas(7, [weights], {"queue": buffer})
+    assert compared[0] is weights and compared[1] is buffer
+    monkeypatch.setattr(checkpoint, "differing_ranks", lambda them: [])
+    checkpoint.compare_replicas(7, [weights], {})
