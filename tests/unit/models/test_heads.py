@@ -1,5 +1,9 @@
 """The NNCLR head against loops over the paper's equations, in float64."""
 
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -54,6 +58,47 @@ def test_batch_norm_is_torchs_for_each_view():
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
     torch.testing.assert_close(ours.bias.grad, theirs.bias.grad)
     torch.testing.assert_close(ours.eval()(x[0]), theirs.eval()(y[0]))
+
+
+def test_batch_norm_of_two_ranks_is_that_of_all_rows(monkeypatch):
+    """Two threads in place of two processes, each with half of the rows."""
+    torch.manual_seed(0)
+    norm, rows, slopes = GlobalBatchNorm(5).double(), torch.randn(2, 8, 5), torch.randn(2, 8, 5)
+
+    def normalised(part):
+        mine, x = copy.deepcopy(norm), rows[:, part].double().requires_grad_()
+        y = mine(x)
+        (y * slopes[:, part]).sum().backward()
+        gradients = torch.stack([mine.weight.grad, mine.bias.grad])
+        return y, x.grad, gradients, mine.running_mean, mine.running_var
+
+    expected = normalised(slice(None))
+    this, meeting, sent = threading.local(), threading.Barrier(2, timeout=10), {}
+
+    def exchanged(tensor):
+        meeting.wait()
+        sent[this.rank] = tensor.clone()
+        meeting.wait()
+        return [sent[0], sent[1]]
+
+    monkeypatch.setattr(heads, "rank_and_size", lambda: (this.rank, 2))
+    monkeypatch.setattr(
+        heads.dist, "all_gather_into_tensor", lambda out, x: out.copy_(torch.cat(exchanged(x)))
+    )
+    monkeypatch.setattr(heads.dist, "all_reduce", lambda x: x.copy_(sum(exchanged(x))))
+
+    def on_rank(rank):
+        this.rank = rank
+        return normalised(slice(4 * rank, 4 * rank + 4))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(on_rank, range(2))
+    for number in range(2):
+        torch.testing.assert_close(torch.cat([first[number], second[number]], 1), expected[number])
+    torch.testing.assert_close(first[2] + second[2], expected[2])
+    for number in (3, 4):
+        torch.testing.assert_close(first[number], expected[number])
+        assert torch.equal(first[number], second[number])
 
 
 def test_layers_are_those_of_the_paper():
@@ -137,7 +182,11 @@ def test_loss_and_lookup_against_loops(lookup, ema):
     features, ids, labels, numbers = batch()
     head.queue_ids[:8] = ids  # own entries, to be left out
     head.queue[:8] = F.normalize(torch.randn(8, 6, dtype=torch.float64), dim=1)
+    head.queue_ids[8] = 0  # an image like others
     head.queue_labels[:] = torch.arange(32) % 3
+    labels[3] = -1
+    if lookup == "topk":
+        head.queue_labels[::4] = -1
     if lookup == "oracle_right":  # every third lookup is to be wrong
         numbers = numbers + head.settings.topk * (torch.arange(16).reshape(2, 8) % 3 == 0)
     for copies in (False, True):
@@ -147,9 +196,15 @@ def test_loss_and_lookup_against_loops(lookup, ema):
         expected, taken = reference(head, features, ids, labels, numbers)
         out = head(features, ids, labels, numbers)
         assert out.loss.item() == pytest.approx(expected, rel=1e-10)
+        filled = np.mean(before[1].numpy() >= 0)
+        assert float(out.metrics["queue_filled"]) == pytest.approx(filled)
         if lookup != "none":
             similarity = (anchors(head, features) * before[0].numpy()[taken]).sum(2).mean()
             assert float(out.metrics["lookup_similarity"]) == pytest.approx(float(similarity))
+            found, own = before[2].numpy()[taken], np.stack([labels.numpy()] * 2)
+            known = (found >= 0) & (own >= 0)
+            accuracy = 100 * np.mean(found[known] == own[known])
+            assert float(out.metrics["lookup_accuracy"]) == pytest.approx(accuracy)
         head.queue[:], head.queue_ids[:], head.queue_labels[:] = before
 
 
@@ -250,11 +305,14 @@ def test_queue_is_a_ring_of_first_views():
     seen = []
     for step in range(5):
         features, ids, labels, numbers = batch(seed=step)
-        seen.append(torch.from_numpy(anchors(head, features)[0]))
-        head(features, ids + 8 * step, labels, numbers)
+        expected = torch.from_numpy(anchors(head, features))
+        seen.append(expected[0])
+        out = head(features, ids + 8 * step, labels, numbers)
+        torch.testing.assert_close(out.anchors, expected)
     assert int(head.pointer) == 8
     torch.testing.assert_close(head.queue[:8], seen[4])  # the fifth batch overwrote the first
     torch.testing.assert_close(head.queue[8:16], seen[1])
+    torch.testing.assert_close(head.newest(16)[""], torch.cat(seen[3:]))
     assert head.queue_ids.tolist() == list(range(132, 140)) + list(range(108, 132))
     assert not torch.equal(head.queue, start)
     torch.testing.assert_close(start.norm(dim=1), torch.ones(32, dtype=torch.float64))
