@@ -66,7 +66,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
 
 
 def is_watched() -> bool:
-    """Return whether stderr is a terminal: then progress is drawn in place."""
+    """Return whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 

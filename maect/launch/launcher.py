@@ -63,8 +63,6 @@ def launch(
             raise LaunchError(
                 f"{describe}: {error}; a running job is left alone: start again to re-attach to it"
             ) from error
-        finally:
-            line.close()
 
 
 def _may_be_overwritten(folder: Path, identity: str) -> bool:
@@ -138,7 +136,7 @@ class _Launch:
                 self.judge(job, notice)
 
     def attach(self) -> Job | None:
-        """Take over the job on record; let one that computes other settings save and stop."""
+        """Take over the job on record; end one that computes other settings."""
         job = record.read_job(self.folder)
         if job is None:
             return None
@@ -147,15 +145,29 @@ class _Launch:
             self.line.say(f"{job} is that of {job.place}, and left alone")
         if job.state == "ended":
             return job
+        if not job.computes(self.task.identity):
+            self.replace(job)
+            return job
         # A request to stop that an earlier launcher left behind is not meant for this one.
         job.stop = False
         self.write(job)
         self.line.say(f"re-attached to {job}")
-        if not job.computes(self.task.identity):
-            self.line.say("it computes what the settings were before they changed")
-            self.watch(job, is_wanted=False)
-            self.asked_at = None  # meant that job alone, also if it was dead already
         return job
+
+    def replace(self, job: Job) -> None:
+        """Cancel a job whose settings have changed since; what it saves is no step of this run.
+
+        Raises:
+            LaunchError: it may still be alive.
+        """
+        notice = self.poll(job)
+        if notice.phase == "unknown" or not self.clusters[job.cluster].end(self.folder, job):
+            raise LaunchError(
+                f"{self.line.title}: {job} computes what the settings were before they changed, "
+                f"and could not be cancelled ({notice.text}); cancel it and start again"
+            )
+        self.close(job, "its settings have changed")
+        self.line.say(f"cancelled {job}: its settings have changed")
 
     def wait_before_submission(self) -> None:
         """Wait as long as the last refusal asks for; leave if a signal came."""
@@ -225,18 +237,14 @@ class _Launch:
         is_late = time.monotonic() - self.refused_since >= REFUSAL_PATIENCE
         return not is_late and (slurm.is_transient(error) or bool(job.earlier))
 
-    def watch(self, job: Job, is_wanted: bool = True) -> Notice | None:
-        """Wait for a job's end; return it, or None when the job is complete or was asked to stop.
-
-        Args:
-            is_wanted: False asks the job to save and stop.
-        """
+    def watch(self, job: Job) -> Notice | None:
+        """Wait for a job's end; return it, or None when the job is complete."""
         cluster = self.clusters[job.cluster]
         self.next_poll = 0.0
         ended = float("inf")
         while True:
             self.show_job_messages(job)
-            if is_wanted and self.is_done():
+            if self.is_done():
                 cluster.finish(self.folder, job)
                 return None
             notice = self.poll(job)
@@ -244,8 +252,8 @@ class _Launch:
             if notice.hint:
                 self.line.say(notice.hint)
             self.leave_if_asked(job)
-            if (self.interruption.stops or not is_wanted) and self.stop(job, notice):
-                return None
+            if self.interruption.stops:
+                self.stop(job, notice)
             now = time.monotonic()
             ended = min(ended, now) if notice.phase == "ended" else float("inf")
             # Nothing of it must run beside the next job.
@@ -253,7 +261,7 @@ class _Launch:
                 self.show_job_messages(job)
                 return notice
             if self.line.is_due():
-                self.line.show(*self.progress_line(job, notice))
+                self.line.show(self.progress_line(job, notice))
             time.sleep(TICK)
 
     def poll(self, job: Job) -> Notice:
@@ -278,14 +286,13 @@ class _Launch:
         for sentence in record.rank_0(self.folder, job).said:
             self.line.say(sentence)
 
-    def progress_line(self, job: Job, notice: Notice) -> tuple[str, float | None]:
-        """Return a line on the job's progress, and the part of its steps that is done."""
+    def progress_line(self, job: Job, notice: Notice) -> str:
+        """Return a line on the job's progress."""
         if self.asked_at is not None:
-            return "saving and stopping", None
+            return "saving and stopping"
         if notice.phase != "running":
-            return notice.text, None
-        report = record.progress(self.folder, job)
-        return progress.describe(report) or notice.text or "running", progress.part(report)
+            return notice.text
+        return progress.describe(record.progress(self.folder, job)) or notice.text or "running"
 
     def leave_if_asked(self, job: Job) -> None:
         """Leave the job running (SystemExit) if a signal asked for that, or Snakemake is gone."""
@@ -296,11 +303,11 @@ class _Launch:
             self.line.say(f"{reason}; {job} {then}")
             raise SystemExit(130)
 
-    def stop(self, job: Job, notice: Notice) -> bool:
-        """Ask a job to save and stop; return whether it has.
+    def stop(self, job: Job, notice: Notice) -> None:
+        """Ask a job to save and stop, and leave once it has.
 
         Raises:
-            SystemExit: status 130: it has stopped as a person asked, or SLURM does not answer.
+            SystemExit: status 130: it has stopped, or SLURM does not answer.
         """
         if self.asked_at is None:
             self.asked_at = time.monotonic()
@@ -308,7 +315,7 @@ class _Launch:
             self.write(job)
             self.line.say("asked the job to save and stop; interrupt again to cancel it at once")
             self.next_poll = 0.0  # it may have begun since
-            return False
+            return
         cluster = self.clusters[job.cluster]
         if record.verdict(self.folder, job) == "stopped":
             cluster.finish(self.folder, job)
@@ -317,7 +324,7 @@ class _Launch:
             is_late = time.monotonic() - self.asked_at > STOP_PATIENCE
             at_once = is_late or self.interruption.stops > 1
             if not at_once and notice.phase not in ("pending", "ended"):
-                return False
+                return
             if not cluster.end(self.folder, job):
                 self.line.say(
                     f"SLURM does not answer: job {job.id or job.name} was not cancelled; when it "
@@ -325,15 +332,9 @@ class _Launch:
                 )
                 raise SystemExit(130)
             how = "cancelled"
-        self.asked_at = None
-        how += f" at step {record.saved_step(self.folder, job)}"
-        if self.interruption.stops:
-            self.close(job, STOPPED)
-            self.line.say(f"{how}; start again to resume")
-            raise SystemExit(130)
-        self.close(job, "its settings have changed")
-        self.line.say(how)
-        return True
+        self.close(job, STOPPED)
+        self.line.say(f"{how} at step {record.saved_step(self.folder, job)}; start again to resume")
+        raise SystemExit(130)
 
     def completes(self, job: Job, notice: Notice) -> bool:
         """Return whether a job that has ended is complete after all."""

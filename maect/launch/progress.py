@@ -2,18 +2,12 @@
 
 import logging
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maect.core.errors import counted
-from maect.core.log import is_watched
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 
-TERMINAL_SECONDS = 0.5
 LOG_SECONDS = 10.0
 LATER_LOG_SECONDS = 60.0  # after ten minutes: a log of days must stay readable
 
@@ -72,15 +66,10 @@ def _is_number(value: object) -> bool:
 
 
 class ProgressLine:
-    """Messages of a launcher and its progress: a bar on a terminal, a line now and then in a log.
-
-    The messages go through `logging`.
-    """
+    """Messages of a launcher and its progress, in the log: a line now and then."""
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self._watched = is_watched()
-        self._bar: Progress | None = None
         self._start = time.monotonic()
         self._shown_at = float("-inf")
         self._shown = ""
@@ -92,53 +81,19 @@ class ProgressLine:
             self._said.add(text)
             self._log(text)
 
-    def _log(self, text: str) -> None:
-        log.info("%s: %s", self.title, text)
-
     def is_due(self) -> bool:
         """Return whether it is time to show the progress again."""
         now = time.monotonic()
-        if self._watched:
-            wait = TERMINAL_SECONDS
-        else:
-            wait = LOG_SECONDS if now - self._start < 600 else LATER_LOG_SECONDS
+        wait = LOG_SECONDS if now - self._start < 600 else LATER_LOG_SECONDS
         return now - self._shown_at >= wait
 
-    def show(self, text: str, part: float | None) -> None:
-        """Show a line on the progress unless it is unchanged; `part` of it is done, if known."""
+    def show(self, text: str) -> None:
+        """Log a line on the progress unless it is unchanged."""
         if not text or text == self._shown:
             return
         self._shown = text
         self._shown_at = time.monotonic()
-        if self._watched:
-            self._draw(text, part)
-        else:
-            self._log(text)
+        self._log(text)
 
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            with suppress(OSError):  # the terminal was closed
-                self._bar.stop()
-            self._bar = None
-
-    def _draw(self, text: str, part: float | None) -> None:
-        # Only for who watches: the import takes 10 MB.
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-        from rich.table import Column
-
-        cell = Column(no_wrap=True, overflow="ellipsis")
-        with suppress(OSError):
-            if self._bar is None:
-                columns = [TextColumn(self.title), BarColumn(20)]
-                words = TextColumn("{task.description}", markup=False, table_column=cell)
-                console = Console(stderr=True)
-                self._bar = Progress(*columns, words, console=console, auto_refresh=False,
-                                     redirect_stdout=False, transient=True)  # fmt: skip
-                self._bar.add_task("")
-                self._bar.start()
-            total = None if part is None else 1.0
-            task = self._bar.task_ids[0]
-            self._bar.update(task, description=text, completed=part or 0.0, total=total)
-            self._bar.refresh()
+    def _log(self, text: str) -> None:
+        log.info("%s: %s", self.title, text)

@@ -72,17 +72,26 @@ def test_killed_launcher_is_followed_by_one_that_reattaches(run, moment):
     assert len({start["name"] for start in run.starts()}) == 1
 
 
-def test_a_live_job_of_what_the_settings_were_is_stopped(run):
+def test_a_live_job_of_what_the_settings_were_is_cancelled(run):
     first = run.start(steps=10**6, save_every=10**6, identity="before")
     run.reaches(2)
     run.kill(first)
+    before = run.job().id
     words = finish(run.start(steps=40, identity="after"))
-    said = words.split("re-attached to local job")[1]
-    order = ["what the settings were", "asked the job to save", "saved and stopped", "submitted"]
-    assert [said.index(part) for part in order] == sorted(said.index(part) for part in order)
-    wait_for(lambda: not run.processes(), 20)
-    done = run.read("done.json")
-    assert len(run.job().earlier) == 1 and done == expected(max(40, done["step"]))
+    cancelled, submitted = words.index(f"cancelled local job {before}"), words.index("submitted")
+    assert cancelled < submitted and "its settings have changed" in words
+    assert_undisturbed(run)
+    assert run.job().earlier == [before]
+
+
+def test_a_live_job_of_other_settings_is_left_to_the_machine_that_has_it(run):
+    first = run.start(steps=10**6, save_every=10**6, identity="before")
+    run.reaches(2)
+    run.kill(first)
+    run.change_job(site="elsewhere")
+    launcher = run.start(steps=40, identity="after")
+    assert "was started on elsewhere" in finish(launcher) and launcher.returncode == 2
+    assert len(run.starts()) == 1 and run.processes()
 
 
 def test_a_live_job_does_not_write_over_what_was_put_back(run):
@@ -91,7 +100,7 @@ def test_a_live_job_does_not_write_over_what_was_put_back(run):
     run.kill(first)
     (run.folder / "done.json").write_text("{}")  # of the settings after
     words = finish(run.start(steps=40, identity="after"))
-    assert "saved and stopped" in words and "submitted" not in words
+    assert "cancelled" in words and "submitted" not in words
     wait_for(lambda: not run.processes(), 20)
     assert run.read("done.json") == {} and len(run.starts()) == 1
     assert run.job().state == "ended"

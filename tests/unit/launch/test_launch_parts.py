@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import subprocess
 import sys
 
@@ -65,34 +64,20 @@ def test_progress_line():
     assert progress.describe({"other": 1, "loss": None}) == ""
 
 
-def test_progress_on_a_terminal_is_one_line(run, tmp_path):
-    """The launcher's stderr is a real terminal here; the count waits until it has shown a step."""
-    gates = [tmp_path / f"{step}.closed" for step in (20, 40)]
-    for gate in gates:
-        gate.touch()
-    ours, theirs = pty.openpty()
-    command = run.command({"steps": 60, "gates": str(tmp_path)}, {"devices": 1})
-    process = subprocess.Popen(command, stderr=theirs, env=run.environment())
-    os.close(theirs)
-    text = b""
-    try:
-        while chunk := os.read(ours, 4096):
-            text += chunk
-            for gate in gates:
-                if f"step {gate.stem}/60" in text.decode(errors="ignore"):
-                    gate.unlink(missing_ok=True)
-    except OSError:
-        pass  # Linux's way to say that the other side has closed
-    assert process.wait(120) == 0
-    os.close(ours)
-    # A message stands in a line of its own; the bar is drawn over and over in the last one.
-    shown = [line for line in text.decode().replace("\x1b[2K", "").split("\n") if "step" in line]
-    submitted = [line for line in shown if "submitted local job" in line]
-    assert len(submitted) == 1
-    bars = [part for line in shown for part in line.split("\r") if "loss 0.5000" in part]
-    for step in (20, 40):
-        assert any(f"step {step}/60" in bar and " left" in bar for bar in bars), bars
-    assert len(shown) <= 3
+def test_progress_is_logged_now_and_then(caplog, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    caplog.set_level("INFO", "maect")
+    line = progress.ProgressLine("train")
+    times = []
+    for second in range(900):
+        now = 1000.0 + second
+        if line.is_due():
+            line.show(f"step {second}")
+            line.show(f"step {second}")  # says nothing new
+            times.append(second)
+    assert caplog.messages == [f"train: step {second}" for second in times]
+    assert times[:3] == [0, 10, 20] and times[-2:] == [830, 890]
 
 
 def test_what_is_asked_of_slurm(tmp_path):
