@@ -198,11 +198,6 @@ class SettingsFile(Settings):
         """Identity of the file's content, without the places of inputs."""
         return digest(self.identifying())
 
-    def identity(self, path: str | Path) -> str:
-        """Return the identity of a file at `path`, with its inputs in the same results folder."""
-        context = {"paths": None, **self._context(path)}
-        return digest(self.model_dump(mode="json", exclude_defaults=True, context=context))
-
     def _context(self, path: str | Path) -> dict[str, Path]:
         """Return the folder of a file at `path`, and its results folder."""
         folder = Path(os.path.abspath(path)).parent

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset, Sampler
 
@@ -84,11 +83,6 @@ class ShardDataset(Dataset[dict[str, Any]]):
             "key": self.index.key(i),
             "id": int(self.index.rows[i, ID]),
         }
-
-    def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the samples' numbers, int64 [n], in the order of an epoch of a training."""
-        n = len(self)
-        return Order(n, seed).take(epoch * n, n)[0]
 
     def batch_sampler(
         self,

@@ -394,8 +394,9 @@ def _finish_index(out: Path, plan: dict[str, Any]) -> int:
     if unreadable:
         images = counted(len(unreadable), "unreadable image")
         log.warning("%s: left out: %s, see its index.json", out, images)
-    if "warning" in index.record:
-        log.warning("%s: %s", out, index.record["warning"])
+    said = warning(index.record, Pixels.of_shards(plan["options"]))
+    if said:
+        log.warning("%s: %s", out, said)
     # Left by jobs that were killed, or that named unreadable images, repaired since.
     for pattern in (".*.tmp", "parts/.*.tmp", "unreadable.txt"):
         for leftover in out.glob(pattern):
@@ -468,9 +469,6 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
     if "turned" in facts or pixels.channels != 3:
         index["pixels"] = pixels.model_dump(mode="json")
     index |= facts
-    said = warning(facts, pixels)
-    if said:
-        index["warning"] = said
     shards = [{name: r[name] for name in ("file", "count", "size", "sha256")} for r in records]
     write_record(out / "index.json", index | {"shards": shards})
 

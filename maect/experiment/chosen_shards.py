@@ -143,15 +143,7 @@ def _stated(split: Split, pixels: Pixels) -> dict[str, Any]:
 def _checksums(stated: dict[str, Any]) -> dict[str, str]:
     """Return the checksums of the lists that are files; OSError if one is gone."""
     files = {name: stated[name] for name in LISTS if stated[name]}
-    return {name: _checksum(Path(f)) for name, f in files.items() if f not in CLASS_LISTS}
-
-
-def _checksum(path: Path) -> str:
-    """Return the sha256 of a list, or of a folder such as the unpacked devkit of ImageNet."""
-    if not path.is_dir():
-        return sha256_file(path)
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return digest({str(file.relative_to(path)): sha256_file(file) for file in files})
+    return {name: sha256_file(f) for name, f in files.items() if f not in CLASS_LISTS}
 
 
 def _compared(folder: Path, config: ShardsConfig) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def missing_images(
                 f"{where}: no images at {images} (split {split}){_unset(images)}; "
                 "correct `images` there or put the images in place"
             )
-        lost = [file for file in given.files() if not Path(file).exists()]
+        lost = [file for file in given.files() if not Path(file).is_file()]
         missing += [f"{where}: no file {file} (split {split})" for file in lost]
     return missing
 
@@ -207,7 +207,6 @@ def changed_images(experiment: Experiment) -> list[str]:
         elif _is_sharded(experiment, *pair) and (found := experiment.changes(*pair)):
             notes.append(advice(folder, found, experiment.own_shards(*pair)))
         record = seek_record(folder / "index.json")
-        # By the facts: an index of an earlier version may not have the warning.
         if said := warning(record, Pixels.of_shards(record.get("options", {}))):
             notes.append(f"{folder}: {said}")
     return notes

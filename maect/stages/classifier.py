@@ -77,12 +77,10 @@ class Classifier(Objective):
             seed: of the classifier's weights and of everything drawn.
 
         Raises:
-            UserError: more frozen blocks than there are, or no [CLS] token to pool.
+            UserError: no [CLS] token to pool.
         """
         super().__init__()
-        width, depth = encoder.settings.width, encoder.settings.depth
-        if stage.frozen_blocks > depth:
-            raise UserError(f"frozen_blocks {stage.frozen_blocks}: the encoder has {depth} blocks")
+        width = encoder.settings.width
         encoder.requires_grad_(True).freeze(stage.frozen_blocks)
         self.stage = stage
         self.seed = seed

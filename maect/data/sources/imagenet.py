@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import io
 import tarfile
 import zlib
 from bisect import bisect_left
@@ -136,19 +137,11 @@ def read_labels(path: Path) -> dict[str, int]:
     """Read labels by image name without extension.
 
     Args:
-        path: the devkit as distributed (.tar.gz) or unpacked, or a text file with lines
-            `name label`, separated by white space or commas; a label is 0 to 999 or a WordNet id.
+        path: the devkit as distributed (.tar.gz), or a text file with lines `name label`, separated
+            by white space or commas; a label is 0 to 999 or a WordNet id.
     """
-    if path.is_dir():
-        return _devkit(lambda name: open(path / name, "rb"), path)
     if path.suffix in (".gz", ".tgz", ".tar"):
-        try:
-            with tarfile.open(path) as tar:
-                prefix = {name.split("/data/")[0] for name in tar.getnames() if "/data/" in name}
-                root = min(prefix, default="")
-                return _devkit(lambda name: tar.extractfile(f"{root}/{name}"), path)
-        except (tarfile.TarError, zlib.error, KeyError, ValueError, OSError, EOFError) as error:
-            raise UserError(f"{path}: not the ImageNet devkit ({error})") from None
+        return _devkit_labels(path)
     labels = {}
     for number, line in enumerate(text_lines(path), 1):
         words = next(csv.reader([line.replace(",", " ")], delimiter=" ", skipinitialspace=True), [])
@@ -163,19 +156,29 @@ def read_labels(path: Path) -> dict[str, int]:
     return labels
 
 
-def _devkit(open_member, path: Path) -> dict[str, int]:  # type: ignore[no-untyped-def]
+def _devkit_labels(path: Path) -> dict[str, int]:
     """Read labels of the devkit, which numbers classes in an order of its own (meta.mat)."""
     from scipy.io import loadmat
 
     try:
-        with open_member(_META) as file:
-            synsets = loadmat(file, squeeze_me=True)["synsets"]
-        with open_member(_GROUND_TRUTH) as file:
-            numbers = file.read().split()
-    except OSError as error:
+        with tarfile.open(path) as tar:
+            folders = {name.split("/data/")[0] for name in tar.getnames() if "/data/" in name}
+            root = min(folders, default="")
+            meta = io.BytesIO(_content(tar, f"{root}/{_META}"))
+            synsets = loadmat(meta, squeeze_me=True)["synsets"]
+            numbers = _content(tar, f"{root}/{_GROUND_TRUTH}").split()
+    except (tarfile.TarError, zlib.error, KeyError, ValueError, OSError, EOFError) as error:
         raise UserError(f"{path}: not the ImageNet devkit ({error})") from None
     wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
     return {
         Path(_VAL_NAME.format(i)).stem: _label(wnids[int(number)], str(path))
         for i, number in enumerate(numbers, 1)
     }
+
+
+def _content(tar: tarfile.TarFile, name: str) -> bytes:
+    """Return a member's bytes; KeyError if there is none, ValueError if it is no file."""
+    file = tar.extractfile(name)
+    if file is None:
+        raise ValueError(f"{name} is no file")
+    return file.read()

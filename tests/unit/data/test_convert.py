@@ -29,7 +29,7 @@ from maect.data.convert import (
     render_ready,
 )
 from maect.data.decode import UnreadableError, read_rgb
-from maect.data.image_facts import UNTURNED, Facts
+from maect.data.image_facts import UNTURNED, Facts, warning
 from maect.data.index import open_index
 from maect.data.loader import evaluation_parts, train_batches
 from maect.data.shard_check import verify
@@ -158,18 +158,27 @@ def test_transparent_images_get_a_background() -> None:
     assert np.asarray(read_rgb(make_ready(shown, white).data))[0, 0].tolist() == [255, 250, 240]
 
 
-def test_transparency_without_a_background_is_said(tmp_path: Path) -> None:
+def said_of(shards: Path) -> str | None:
+    record = open_index(shards).record
+    return warning(record, Pixels.of_shards(record["options"]))
+
+
+def test_transparency_without_a_background_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     logo, opaque = (Image.new("RGBA", (8, 8), (9, 8, 7, alpha)) for alpha in (0, 255))
     palette = encode(Image.new("P", (4, 4)), "GIF", transparency=0)
     files = {"a__png": encode(logo, "PNG"), "b__png": encode(opaque, "PNG"), "c__gif": palette}
     images = folder(tmp_path / "in", **files)
     shard(images, tmp_path / "plain", "folder", 2, pixels=EXIF)
-    record = open_index(tmp_path / "plain").record
-    assert record["transparent"] == 2
-    assert record["warning"].startswith("2 images with transparent parts")
-    assert record["warning"].endswith("pixels: {background: [255, 255, 255]}")
+    assert open_index(tmp_path / "plain").record["transparent"] == 2
+    said = said_of(tmp_path / "plain")
+    assert said is not None and said in caplog.text
+    assert said.startswith("2 images with transparent parts")
+    assert said.endswith("pixels: {background: [255, 255, 255]}")
     shard(images, tmp_path / "white", "folder", 2, pixels=Pixels(background=(255, 255, 255)))
-    assert not {"transparent", "warning"} & open_index(tmp_path / "white").record.keys()
+    assert "transparent" not in open_index(tmp_path / "white").record
+    assert said_of(tmp_path / "white") is None
 
 
 def scan(seed: int, high: int = 4095) -> np.ndarray:
@@ -239,16 +248,17 @@ def test_few_levels_are_a_warning_with_a_hint(
     }[kind]
     images = folder(tmp_path / "in", **{f"{n}__png": make(n) for n in range(3)})
     shard(images, tmp_path / "dark", "folder", 2, pixels=pixels)
-    warning = open_index(tmp_path / "dark").record["warning"]
-    assert warning.startswith("3 images of more than 8 bits become 16 of 256 grey levels")
-    assert warning.partition("pixels: ")[2] == "{range: [0, 4095]}"
+    said = said_of(tmp_path / "dark")
+    assert said is not None
+    assert said.startswith("3 images of more than 8 bits become 16 of 256 grey levels")
+    assert said.partition("pixels: ")[2] == "{range: [0, 4095]}"
     if kind != "grey":  # their bytes stay
         names = open_index(tmp_path / "dark").keys()
         assert open_index(tmp_path / "dark").read(0) == make(int(names[0][-1]))
     stated = Pixels(range=(100, 4095))
     shard(images, tmp_path / "clear", "folder", 2, pixels=stated)
     clear = open_index(tmp_path / "clear")
-    assert "warning" not in clear.record and clear.plain and verify(tmp_path / "clear") == 3
+    assert said_of(tmp_path / "clear") is None and clear.plain and verify(tmp_path / "clear") == 3
     assert clear.record["deep"]["values"] == [100, 4095]
     (batch,) = evaluation_parts(clear, image_size=16, parts=[range(3)], threads=1)
     assert batch[0].float().mean() > 100

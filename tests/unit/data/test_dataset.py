@@ -78,7 +78,6 @@ def test_order_is_that_of_a_training(shards: Path) -> None:
     parts = [loaded(rank=rank, world_size=2) for rank in range(2)]
     assert [a + b for a, b in zip(*parts, strict=True)] == whole
     assert loaded(rank=1, world_size=2, start_step=3) == parts[1][3:]
-    assert dataset.order(7, 0).tolist() + dataset.order(7, 1).tolist()[:12] == flat[:36]
     with pytest.raises(UserError, match="batch_size 10 is not a multiple of 3 ranks"):
         dataset.batch_sampler(10, **given, world_size=3)
     with pytest.raises(UserError, match="rank 2 of 2"):

@@ -113,11 +113,13 @@ def test_mistakes_are_named_on_reading(split: dict, message: str, tmp_path: Path
 def test_lost_lists_are_named_before_anything_runs(tmp_path: Path) -> None:
     splits = {
         "val": {"images": str(tmp_path), "kind": "imagenet_val", "labels": "/no/devkit.tar.gz"},
+        "unpacked": {"images": str(tmp_path), "kind": "imagenet_val", "labels": str(tmp_path)},
         "some": {"kind": "view", "of": "val", "classes": "/no/classes.txt"},
     }
     lost = missing_images(load(str(experiment(tmp_path, splits))))
     assert [fault.split(": ")[-1] for fault in lost] == [
         "no file /no/devkit.tar.gz (split val)",
+        f"no file {tmp_path} (split unpacked)",
         "no file /no/classes.txt (split some)",
     ]
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from maect.core.errors import UserError
 from maect.models.weights import load_encoder_weights
 from maect.stages.classifier import Classifier, Examples, drop_rates
 from maect.stages.fine_tune import FineTune
@@ -146,8 +145,9 @@ def test_freezing(images: Path) -> None:
     model(batch())[0].backward()
     assert model.encoder.blocks[1].mlp.fc1.weight.grad is None
     assert model.encoder.blocks[2].mlp.fc1.weight.grad.abs().sum() > 0
-    with pytest.raises(UserError, match="frozen_blocks 4: the encoder has 3 blocks"):
-        classifier(images, PLAIN.model_copy(update={"frozen_blocks": 4}))
+    too_many = PLAIN.model_copy(update={"frozen_blocks": 4})
+    with pytest.raises(ValueError, match="frozen_blocks 4: the encoder has 3 blocks"):
+        too_many.check_encoder(model.encoder.settings)
 
 
 def test_schedule_ends_at_the_lowest_rate() -> None:
