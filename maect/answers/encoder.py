@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maect.answers.public import find_run
-from maect.core.arrays import seek_kept, write_kept
+from maect.core.arrays import seek_arrays, write_arrays
 from maect.core.distributed import use_full_float32
 from maect.core.errors import UserError, counted, reason
 from maect.core.settings import validated
@@ -226,7 +226,7 @@ class ImageEncoder:
             file: its name is that of the encoder and the images. Made again once an image is
                 readable that was not.
         """
-        if (known := seek_kept(file, "vectors")) is not None:
+        if (known := seek_arrays(file, "vectors")) is not None:
             # What could not be read may be readable now: a package is installed, a disk is back.
             faults = [number for number, _ in json.loads(known[1]["faults"])]
             tried = self._batches(
@@ -242,7 +242,7 @@ class ImageEncoder:
             lambda number: source.read(entries[number]), len(entries), size, progress=progress
         )
         texts = {"faults": json.dumps([*found.items()]), "facts": json.dumps(self.facts)}
-        write_kept(file, {"vectors": values}, texts)
+        write_arrays(file, {"vectors": values}, texts)
         self.facts = merged([before, self.facts])
         return values, found
 

@@ -36,29 +36,16 @@ def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     return arrays, texts
 
 
-def write_kept(file: Path, arrays: Arrays, texts: Mapping[str, str] | None = None) -> None:
-    """Write arrays of unfinished work; the file records its own name, which identifies them."""
-    write_arrays(file, arrays, {"name": file.name, **(texts or {})})
+def seek_arrays(path: Path, *needed: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]] | None:
+    """Return the content of a file of `write_arrays`; None if it is missing or damaged.
 
-
-def read_kept(file: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Read a file of `write_kept`; errors as in `read_arrays`, also for a renamed file."""
-    arrays, texts = read_arrays(file)
-    if texts.get("name") != file.name:
-        raise UserError(f"{file}: written as {texts.get('name')}; delete it and start again")
-    return arrays, texts
-
-
-def seek_kept(file: Path, *needed: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]] | None:
-    """Return the content of a file of `write_kept`; None if it is missing or damaged.
-
-    Likewise if one of the arrays `needed` is not in it: another version has kept it.
+    Likewise if one of the arrays `needed` is not in it: another version wrote it.
     """
     try:
-        known = read_kept(file)
+        arrays, texts = read_arrays(path)
     except (UserError, OSError):
         return None
-    return known if known[0].keys() >= set(needed) else None
+    return (arrays, texts) if arrays.keys() >= set(needed) else None
 
 
 def sort_metadata(path: Path) -> None:

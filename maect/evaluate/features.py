@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from maect.core import distributed
-from maect.core.arrays import read_kept, seek_kept, write_kept
+from maect.core.arrays import read_arrays, seek_arrays, write_arrays
 from maect.core.context import Context
 from maect.core.errors import SupersededError, UserError
 from maect.core.settings import digest
@@ -97,7 +97,9 @@ def extract(
         for number in range(len(part_ranges(index.n)))
     ]
     with distributed.process_group(context):
-        todo = [number for number, file in enumerate(files) if seek_kept(file, "features") is None]
+        todo = [
+            number for number, file in enumerate(files) if seek_arrays(file, "features") is None
+        ]
         todo = distributed.from_rank_0(todo)
         mine = np.array_split(np.array(todo, int), context.world_size)[context.rank]
         missing = sum(len(part_ranges(index.n)[number]) for number in todo)
@@ -112,7 +114,7 @@ def extract(
         keys = index.keys()
         width = model.width
         labels = np.array(index.labels)
-        parts = (read_kept(file)[0]["features"] for file in files)
+        parts = (read_arrays(file)[0]["features"] for file in files)
         write_features(
             out, parts, width=width, labels=labels, keys=keys, record=record,
             contents=index.contents,
@@ -173,6 +175,6 @@ def _encode(
                 f"{index.directory}: the features of sample {row} ({index.key(row)}) are not "
                 "finite; the encoder diverged or its weights are damaged"
             )
-        write_kept(files[number], {"features": out})
+        write_arrays(files[number], {"features": out}, {})
         context.saved(step)
     return True

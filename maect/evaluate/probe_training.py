@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maect.core import distributed
-from maect.core.arrays import read_kept, seek_kept, write_kept
+from maect.core.arrays import read_arrays, seek_arrays, write_arrays
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.settings import digest
@@ -359,13 +359,13 @@ class ProbeTrainer:
             for key, value in tensors.items()
         }
         record = {"step": self.step, "done": self.done, "own": self.probe.record}
-        write_kept(self.file, plain, {"identity": self.identity, "record": json.dumps(record)})
+        write_arrays(self.file, plain, {"identity": self.identity, "record": json.dumps(record)})
         self.context.saved(self.step)
         self._saved_at = monotonic()
         self._save_took = self._saved_at - started
 
     def _load(self) -> None:
-        known = seek_kept(self.file)
+        known = seek_arrays(self.file)
         ours = known is not None and known[1].get("identity") == self.identity
         if not distributed.from_rank_0(ours):
             if self.context.rank == 0 and self.file.exists():
@@ -375,7 +375,7 @@ class ProbeTrainer:
                     self.file,
                 )
             return
-        arrays, texts = read_kept(self.file)
+        arrays, texts = read_arrays(self.file)
         tensors: dict[str, dict[str, Tensor]] = {}
         for name, value in arrays.items():
             owner, _, key = name.partition("/")

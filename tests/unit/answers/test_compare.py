@@ -14,7 +14,7 @@ import torch
 import maect
 from maect.answers.encoder import ImageEncoder
 from maect.cli import main
-from maect.core.arrays import read_arrays, write_kept
+from maect.core.arrays import read_arrays, write_arrays
 from maect.core.context import Context
 from maect.core.files import sha256_file
 from maect.data.shards import shard
@@ -213,7 +213,7 @@ def test_an_interrupted_comparison_resumes_and_a_damaged_file_is_made_again(
     assert main([*words, "--out", str(out)]) == 0
     assert len(calls) == 6 and (out / "compare.csv").read_bytes() == whole
     # Of this name, but as another version kept it.
-    write_kept(kept, {"features": np.zeros((46, 8), np.float32)})
+    write_arrays(kept, {"features": np.zeros((46, 8), np.float32)}, {})
     assert main([*words, "--out", str(out)]) == 0
     assert len(calls) == 2 + 3 + 2 and "vectors" in read_arrays(kept)[0]
 
