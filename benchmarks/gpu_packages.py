@@ -20,7 +20,7 @@ from maect.data.native.build import build
 LOCK = Path(__file__).parents[1] / "envs" / "requirements.lock"
 NAMES = (
     "deepspeed", "hjson", "pydantic", "pydantic-core", "annotated-types", "typing-inspection",
-    "simplejpeg", "isal",
+    "isal",
 )  # fmt: skip
 MOST = 6_000_000
 """Bytes of the archive."""

@@ -216,10 +216,6 @@ def measure(options: argparse.Namespace, scratch: Path) -> int:
     def baseline() -> None:
         image_folder_images(folder, index.n, cores)
 
-    def portable() -> None:
-        with mock.patch.object(native, "library", lambda: None):
-            our_images(index, count, cores)
-
     def pair(name: str, ours: Callable[[], None], target: float) -> None:
         found = compare(baseline, ours, options.rounds)
         rates = f"{count / found.fast:.0f} images/s, ImageFolder {index.n / found.slow:.0f}"
@@ -232,7 +228,6 @@ def measure(options: argparse.Namespace, scratch: Path) -> int:
 
     if native.library() is not None:
         pair("native loader", lambda: our_images(index, count, cores), 2.7)
-    pair("portable loader", portable, 1.9)
     found = compare(samples.two_decodes, samples.two_views, options.rounds)
     add("two views from one decode : from two decodes", found.ratio, ">=", 1.5, *found.quartiles)
     small = small_index(scratch)

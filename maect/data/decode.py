@@ -1,12 +1,10 @@
 """Decode an image's bytes, and resample one or several crops from one decode.
 
-Three ways lead to the same pixels: the native extension (JPEG; within 1 level of Pillow), the
-portable way (simplejpeg and PyTorch's antialiased bicubic, by its kernels for AVX2; within 2
-levels) and Pillow itself for everything that the first two refuse. Pillow is the reference: an
-image that it cannot read in full is unreadable and raises `UnreadableError`, which says why. EXIF
-orientation is not applied here, as in torchvision's ImageFolder, with which the published numbers
-were made; `maect.data.convert` does it for data sets that say so. `docs/reference/loader.md` says
-when which way is used.
+Two ways lead to the same pixels: the native extension (JPEG; within 1 level of Pillow), if it is
+built, and Pillow for everything else. Pillow is the reference: an image that it cannot read in full
+is unreadable and raises `UnreadableError`, which says why. EXIF orientation is not applied here, as
+in torchvision's ImageFolder, with which the published numbers were made; `maect.data.convert` does
+it for data sets that say so. `docs/reference/loader.md` says when which way is used.
 """
 
 import io
@@ -14,11 +12,9 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 
 import numpy as np
 import PIL
-import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
@@ -174,17 +170,7 @@ def decoder_name() -> str:
     """Return the name and version of the JPEG decoder on this machine, for a run's record."""
     if native.library() is not None:
         return f"native (libjpeg-turbo {native.version()})"
-    if _resamples_like_pillow():
-        return f"portable (simplejpeg {simplejpeg.__version__})"
     return f"Pillow {PIL.__version__}"
-
-
-@cache
-def _resamples_like_pillow() -> bool:
-    """Return whether PyTorch's kernels do: those for CPUs without AVX2 are up to 7 levels away."""
-    import torch
-
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> None:
@@ -194,13 +180,8 @@ def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> None:
         geometries: [v, 8] (see `maect.data.transforms`).
         out: uint8 [3, S, S] of each view, whose sizes S may differ; overwritten.
     """
-    if data[:2] == _JPEG:
-        if native.library() is not None:
-            done = native.render(data, geometries, out)
-        else:
-            done = _resamples_like_pillow() and _render_portable(data, geometries, out)
-        if done:
-            return
+    if data[:2] == _JPEG and native.render(data, geometries, out):
+        return
     resample(read_rgb(data), geometries, out)
 
 
@@ -220,33 +201,6 @@ def render_whole(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
     for (left, top), window in zip(corners, windows.transpose(0, 2, 3, 1), strict=True):
         pixels[top : top + side, left : left + side] = window
     return pixels
-
-
-def _render_portable(data: bytes, geometries: NDArray[np.int32], out: Images) -> bool:
-    """Render a JPEG by simplejpeg and PyTorch; return False if only Pillow can."""
-    import torch
-
-    try:
-        _, _, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=True)
-        if colorspace not in ("YCbCr", "RGB", "Gray"):
-            return False
-        # Strict: a JPEG that libjpeg only warns about is left to Pillow, the reference.
-        pixels = simplejpeg.decode_jpeg(data, "RGB", strict=True)
-    except ValueError:
-        return False
-    for geometry, target in zip(geometries.tolist(), out, strict=True):
-        x, y, w, h, full_w, full_h, left, top = geometry
-        size = target.shape[-1]
-        if full_w * full_h > native.ELONGATED * size * size:
-            return False  # an elongated image: Pillow resamples the window alone
-        # NumPy copies the crop: PyTorch's own copy would start a thread pool in every thread.
-        crop = torch.from_numpy(np.ascontiguousarray(pixels[y : y + h, x : x + w]))
-        source = crop.permute(2, 0, 1)[None]
-        resized = torch.nn.functional.interpolate(
-            source, (full_h, full_w), mode="bicubic", antialias=True
-        )
-        target[:] = resized[0, :, top : top + size, left : left + size].numpy()
-    return True
 
 
 def resample(image: Image.Image, geometries: NDArray[np.int32], out: Images) -> None:
