@@ -4,7 +4,7 @@ Tensors without data go through the objectives as on a GPU: in bfloat16, with th
 that keeps bfloat16. Every operation that makes or changes a tensor is a kernel, every storage an
 allocation in blocks of 512 bytes, as PyTorch's allocator rounds. They pretend to be on the CPU,
 because autograd asks a driver for the streams of tensors on `cuda`. The engine is not in it: its
-shards and buckets are plain arithmetic (`maect.recipes.memory`).
+shards and buckets are plain arithmetic (`maect.recipes.cost`).
 """
 
 import weakref
@@ -26,7 +26,7 @@ from maect.data import transforms
 from maect.data.loader import Batch
 from maect.models import attention, precision, vit
 from maect.recipes import Encoder, views_by_size
-from maect.recipes.computing import PLAIN, Computing
+from maect.recipes.settings import PLAIN, Computing
 from maect.stages.base import WithoutLabels
 from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune

@@ -209,7 +209,7 @@ def engine_steps(
     from unittest.mock import patch
 
     from maect.core.context import Context
-    from maect.recipes.computing import Computing
+    from maect.recipes.settings import Computing
     from maect.train import engine
     from maect.train.timing import step_seconds, unsaved_trainer
 
@@ -294,7 +294,7 @@ def profiled(machine: Machine, recipe: str, size: str, batch: int, trace: bool, 
     from torch.profiler import ProfilerActivity, profile
 
     from maect.core.context import Context
-    from maect.recipes.computing import Computing
+    from maect.recipes.settings import Computing
     from maect.train.engine import random_batch
     from maect.train.timing import packed, unsaved_trainer
 
@@ -453,7 +453,7 @@ def restarts(machine: Machine) -> None:
     from safetensors.torch import load_file
 
     from maect.core.context import Context
-    from maect.recipes.computing import Computing
+    from maect.recipes.settings import Computing
     from maect.train.stage import RunInputs
     from maect.train.trainer import train
 

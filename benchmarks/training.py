@@ -26,7 +26,7 @@ from maect.data.loader import Batch
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
-from maect.recipes.computing import PLAIN
+from maect.recipes.settings import PLAIN
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
 from maect.train.engine import random_batch, start

@@ -12,7 +12,7 @@ from maect.core.files import RUN, read_record, seek_record, sha256_file, write_r
 from maect.core.settings import Settings, digest, one_line
 from maect.core.stamps import known_record
 from maect.recipes import Encoder
-from maect.recipes.computing import Computing
+from maect.recipes.settings import Computing
 
 ENCODER = "encoder.safetensors"
 SUFFIX = re.compile(r"-s(\d+)$")

@@ -13,10 +13,9 @@ import yaml
 from maect.core.files import read_json
 from maect.records import seedless
 from maect.report.bounds import LEVEL, chance_of
-from maect.report.registry import TABLES
+from maect.report.registry import TABLES, method_title
 from maect.report.render import MISSING
 from maect.report.tables import paper_value, read_table
-from maect.report.titles import method_title
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "sources"

@@ -95,7 +95,7 @@ def cluster(
         groups: how many, by k-means (default: as many as a graph of neighbours has).
         images: where the images are, if they have moved.
     """
-    from maect.answers.cluster_page import write_clusters
+    from maect.answers.groups import write_clusters
     from maect.answers.vectors import Vectors
     from maect.evaluate.clusters import cluster as group
 
@@ -162,8 +162,7 @@ def duplicates(
         images: where the images of a .parquet are, if they have moved.
         dataset: of a run with features of several data sets, the one to search.
     """
-    from maect.answers.duplicates import search_images
-    from maect.answers.split_duplicates import search_splits
+    from maect.answers.duplicates import search_images, search_splits
     from maect.core.files import write_record
     from maect.experiment.pages import DUPLICATES
 
@@ -200,7 +199,7 @@ def sort(table: Path, images: Path, out: Path, /, *, link: bool = False) -> None
         out: new folder: OUT/GROUP/FILE.
         link: symbolic links in place of copies.
     """
-    from maect.answers.sort import sort_images
+    from maect.answers.groups import sort_images
 
     for group, count in sort_images(table, images, out, link).items():
         print(f"{count:6d}  {out / group}")

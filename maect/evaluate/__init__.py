@@ -14,22 +14,24 @@ from pydantic import Field, SerializeAsAny, model_validator
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import LocalPath, digest, validated
 from maect.core.stamps import Checksums, StampedFile, known_record, record_checksum, size_and_time
-from maect.evaluate.agreement import Agreement
 from maect.evaluate.base import Features, Protocol, RealLabels, Shards, Trained, check_blocks
 from maect.evaluate.protocols.encoders import (
     Accuracy,
+    Agreement,
     EffectiveInvariance,
     KnnPerBlock,
     Robustness,
     Throughput,
 )
-from maect.evaluate.protocols.patches import PatchKnn, PatchLinear, PatchLogistic
 from maect.evaluate.protocols.probes import (
     AttentiveProbe,
     ColorHistogram,
     EfficientProbe,
     LarsLinearProbe,
     LinearProbe,
+    PatchKnn,
+    PatchLinear,
+    PatchLogistic,
 )
 from maect.evaluate.protocols.stored_features import (
     Clustering,

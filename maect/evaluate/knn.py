@@ -7,6 +7,10 @@ standard deviation (`knn_standardized`, what the authors' logger does).
 `KnnPerBlock` does the same on the output of every block, from one forward pass. The best block of a
 large masked autoencoder is below its last ones, which work for the decoder (MIM-Refiner, Alkin et
 al. 2025). Tuning and refinement are to move it to the end.
+
+`Agreement` needs no labels: it asks whether what is found near an image depends on how the image
+was cropped. Collapsed features agree, too, so that alignment (Wang and Isola 2020) is reported with
+uniformity and RankMe (Garrido et al. 2023).
 """
 
 from collections.abc import Sequence
@@ -18,25 +22,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
+from torch import Tensor
+from torch.nn import functional as F
 
 from maect.core import distributed
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.data.index import open_index
+from maect.data.index import Index, open_index
+from maect.data.loader import view_parts
+from maect.data.transforms import augment
 from maect.evaluate.base import EvaluationJob, idle_cpus
 from maect.evaluate.clusters import comparable
 from maect.evaluate.encoding import Encoding, check_finite, encode_split
 from maect.evaluate.outcomes import held_out_for
 from maect.evaluate.probe_training import check_splits
-from maect.evaluate.protocols.encoders import KnnPerBlock
+from maect.evaluate.protocols.encoders import Agreement, KnnPerBlock
 from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.real import real_labels_of
 from maect.evaluate.store import Array, Rows, Scale, in_memory, moments, standardize
-from maect.measures import vote
+from maect.measures import alignment, rank_me, uniformity, vote
+from maect.recipes import View
 from maect.train.scores import BATCH
 
 QUERIES = 1024
 TRAIN_ROWS = 16384
+DECODED = 256
+"""Images whose views are decoded together."""
 Pair = tuple[int, float]
 """A number of neighbours, k, and a temperature, T."""
 
@@ -274,3 +285,77 @@ def evaluate_per_block(
         "best_block": 1 + standardized.index(max(standardized)),
         **(chosen_inside if held.any() else {}),
     }
+
+
+def evaluate_agreement(settings: Agreement, context: Context, job: EvaluationJob) -> dict[str, Any]:
+    """`agreement` in percent, `alignment`, `uniformity` and `rank_me` of the test images.
+
+    Raises:
+        UserError: fewer training images than `k`, or fewer than two test images.
+    """
+    train = job.features("train", labelled=False)
+    index = open_index(job.path("test"))
+    if settings.k > train.n or index.n < 2:
+        raise UserError(
+            f"{job.out.stem}: {train.n} training and {index.n} test images; {settings.k} and 2 are "
+            "needed"
+        )
+    bank = train.take(_evenly(train.n, settings.bank))
+    index = replace(index, rows=index.rows[_evenly(index.n, settings.images)])
+    encoding = Encoding(job.encoder, distributed.device_of(context))
+    pairs = _pairs(settings, context, index, encoding)
+    check_finite(pairs, job.run)
+    shared = shared_neighbors(pairs, bank, settings.k, idle_cpus(context))
+    job.notes["test_images"] = index.n
+    return {
+        "alignment": alignment(pairs),
+        "uniformity": uniformity(F.normalize(pairs[0], dim=1)),
+        "rank_me": rank_me(pairs[0]),
+        "agreement": 100 * float(np.mean(shared)),
+        **job.keep_outcomes({"agreement": shared}),
+    }
+
+
+def _pairs(settings: Agreement, context: Context, index: Index, encoding: Encoding) -> Tensor:
+    """Return features of two views of each image, float32 [2, n, D]."""
+    encoder = encoding.settings
+    view = View(crop_scale=settings.crop_scale, flip=settings.flip)
+    starts = range(0, index.n, DECODED)
+    batches = view_parts(
+        index,
+        views=(view, view),
+        image_size=encoder.image_size,
+        seed=settings.seed,
+        parts=[range(start, min(start + DECODED, index.n)) for start in starts],
+        threads=idle_cpus(context),
+    )
+    found: list[list[Tensor]] = [[], []]
+    for batch in batches:
+        for number, features in enumerate(found):
+            raw = batch.images[0][number].to(encoding.device)
+            given = view, number, settings.seed, batch.epochs, batch.ids, encoder.pixels
+            for images in augment(raw, *given).split(encoding.batch_size):
+                features.append(encoding(images).cpu())
+    return torch.stack([torch.cat(features) for features in found])
+
+
+def shared_neighbors(
+    pairs: Tensor, bank: NDArray[Any], k: int, threads: int = 1
+) -> NDArray[np.bool_]:
+    """Return whether each neighbour of the first view is one of the second, bool [k, n].
+
+    Args:
+        pairs: features of two views, [2, n, D].
+        bank: of the images to find neighbours among, by cosine, [m, D].
+        k: number of neighbours.
+        threads: that search.
+    """
+    rows = in_memory(bank)
+    first, second = (nearest(rows, view.numpy(), k, threads=threads)[1] for view in pairs)
+    shared: NDArray[np.bool_] = (first[:, :, None] == second[:, None, :]).any(axis=2).T
+    return shared
+
+
+def _evenly(n: int, most: int) -> NDArray[np.int64]:
+    """Return the numbers of at most `most` of n images, evenly spaced, int64."""
+    return np.unique(np.linspace(0, n - 1, min(n, most)).astype(np.int64))

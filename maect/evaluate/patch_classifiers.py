@@ -34,7 +34,7 @@ from maect.evaluate.base import (
 from maect.evaluate.dense import MaskSplit, encode_patches, miou
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.knn import nearest
-from maect.evaluate.protocols.patches import PatchClassifier, PatchKnn, PatchLogistic
+from maect.evaluate.protocols.probes import PatchClassifier, PatchKnn, PatchLogistic
 from maect.evaluate.store import Array, in_memory, moments, standardize
 
 Known: TypeAlias = tuple[Array, NDArray[np.uint8]]

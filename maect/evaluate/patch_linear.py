@@ -41,8 +41,7 @@ from maect.evaluate.probe_training import (
     ProbeTask,
     train_probe,
 )
-from maect.evaluate.protocols.patches import PatchLinear
-from maect.evaluate.protocols.probes import UpdateSchedule
+from maect.evaluate.protocols.probes import PatchLinear, UpdateSchedule
 from maect.models.vit import seeded
 
 IGNORED = 255

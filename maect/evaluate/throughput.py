@@ -31,7 +31,7 @@ from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights
 from maect.paper import read_paper
 from maect.recipes import Encoder, visible_patches
-from maect.recipes.computing import Computing
+from maect.recipes.settings import Computing
 from maect.stages import Training, load_recipe
 from maect.stages.base import SelfSupervised
 from maect.train.engine import single_rank_group

@@ -13,7 +13,7 @@ from maect.core.settings import validated
 from maect.evaluate.base import Protocol
 from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, fill_path, filled
 from maect.recipes import Encoder, Pixels, is_own, load_encoder
-from maect.recipes.computing import PLAIN, Computing
+from maect.recipes.settings import PLAIN, Computing
 from maect.recipes.timm_encoders import find_timm
 from maect.records import lineage, of_seed, seedless
 from maect.report.configs import Row

@@ -32,8 +32,8 @@ from maect.experiment.schema import (
     fill_path,
 )
 from maect.recipes import Pixels
-from maect.recipes.computing import PLAIN, Computing, separate
 from maect.recipes.few_labels import FewLabels
+from maect.recipes.settings import PLAIN, Computing, separate
 from maect.records import lineage
 from maect.report.configs import Row
 from maect.report.registry import FIGURES, TABLE_NAMES, TABLES

@@ -373,7 +373,7 @@ PAGES = {
             endings=("csv",),
         ),
         Page(
-            "datasets", "Data sets", "maect.report.datasets:make_datasets",
+            "datasets", "Data sets", "maect.report.main_page:make_datasets",
             configs.DatasetsConfig,
             lambda e: ["datasets"] if _several(e) else [], _datasets_config, _datasets_inputs,
             endings=("md", "csv"),

@@ -22,9 +22,8 @@ from maect.report.bounds import (
 )
 from maect.report.claims import evidence
 from maect.report.configs import ReportConfig, ShownConfig
-from maect.report.registry import TABLES
+from maect.report.registry import PUBLISHED, TABLES, architecture_title, method_title
 from maect.report.tables import KEYS
-from maect.report.titles import PUBLISHED, architecture_title, method_title
 
 MEASURES: dict[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
 BEFORE = ("mae", "mae_public")

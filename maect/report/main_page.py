@@ -1,8 +1,12 @@
-"""The report: findings, with every table, figure and claim, in one file for any browser."""
+"""The report: findings, with every table, figure and claim, in one file for any browser.
+
+Also the page of several data sets, which has every encoder on each, by every evaluation.
+"""
 
 import base64
 import io
 import itertools
+import math
 import shlex
 import tarfile
 from collections.abc import Sequence
@@ -19,12 +23,19 @@ from maect.core.errors import counted, entry
 from maect.core.files import read_table_text, read_text, seek_record, write_text
 from maect.records import EvaluationRecord, RunRecord, is_finished, lineage
 from maect.report.configs import DatasetsConfig, ReportConfig, Row, ShownConfig
-from maect.report.datasets import NOTES, build_datasets, matrices_of
 from maect.report.headline import main_result_of
 from maect.report.images import Explored
 from maect.report.registry import FIGURES, TABLES
-from maect.report.render import Printed, printed, render_page, verdicts
-from maect.report.tables import read_table, result_file
+from maect.report.render import (
+    INTERVALS,
+    MINUS,
+    Printed,
+    matrices,
+    printed,
+    render_page,
+    verdicts,
+)
+from maect.report.tables import read_metrics, read_table, result_file, write_table
 from maect.stages import STAGES
 
 GROUPS, PICTURES = 6, 8
@@ -32,6 +43,12 @@ SAMPLES, SIDE = 24, 64  # images of the data set, and pixels of their longer sid
 LOSSLESS = 300_000  # bytes; above them a figure is a photograph
 DARK = ".dark.png"
 """Ending of a figure for a dark page."""
+COLUMNS = ("encoder", "dataset", "evaluation", "metric", "value", "low", "high")
+NOTES = (
+    "Rows are runs, and each seed is a run. A column is missing where nothing was evaluated.",
+    INTERVALS,
+    "A number without the words 'held-out' may be the best of several settings on the test images.",
+)
 
 
 def make_report(path: Path) -> None:
@@ -207,3 +224,54 @@ def _groups(path: Path) -> list[dict[str, Any]]:
 def data_uri(image: bytes, kind: str) -> str:
     """Return an image as the source of an `img`."""
     return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+
+
+def build_datasets(config: DatasetsConfig) -> pd.DataFrame:
+    """Return a line for each number that a run has on a data set, with the columns `COLUMNS`.
+
+    `low` and `high` are the ends of its 95 % interval, empty where the evaluation has none.
+    """
+    lines = []
+    for (evaluation, metrics), run, (dataset, behind) in itertools.product(
+        config.measures.items(), config.runs, config.datasets.items()
+    ):
+        path = result_file(config.evaluations, run, evaluation + behind)
+        found = read_metrics(path) if path else {}
+        for metric in metrics:
+            value = found.get(metric)
+            if not isinstance(value, int | float):
+                continue
+            ends = found.get(f"{metric}_low"), found.get(f"{metric}_high")
+            lines.append((run, dataset, evaluation, metric, value, *ends))
+    frame = pd.DataFrame(lines, columns=list(COLUMNS))
+    return frame.astype(dict.fromkeys(("value", "low", "high"), float))
+
+
+def make_datasets(path: Path) -> None:
+    """`maect page datasets.yaml`: beside it `datasets` as CSV and Markdown."""
+    config = DatasetsConfig.read(path)
+    frame = build_datasets(config)
+    write_table(frame, path.with_suffix(".csv"))
+    text = render_page("matrix.md", notes=NOTES, tables=matrices_of(config, frame))
+    write_text(path.with_suffix(".md"), text)
+
+
+def matrices_of(config: DatasetsConfig, frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a table for each data set: rows encoders, columns measures."""
+    titles = {
+        f"{evaluation} {metric}": f"{title} ({evaluation})"
+        for evaluation, metrics in config.measures.items()
+        for metric, title in metrics.items()
+    }
+    named = frame.assign(measure=frame["evaluation"] + " " + frame["metric"])
+    return matrices(named, titles, "dataset", _cell)
+
+
+def _cell(line: Any) -> dict[str, Any]:
+    """Return a cell: the value, with one decimal if it is in percent, and its interval."""
+    digits = 3 if line.metric.startswith("ei_") else 1
+    value, low, high = (
+        f"{number:.{digits}f}".replace("-", MINUS) for number in (line.value, line.low, line.high)
+    )
+    more = "" if math.isnan(line.low) else f"{low} to {high}"
+    return {"value": value, "more": more, "best": False}

@@ -24,9 +24,8 @@ from maect.core.errors import UserError, entry
 from maect.core.files import write_text
 from maect.evaluate.outcomes import LEVEL, RESAMPLES
 from maect.report.configs import Row, ShownConfig
-from maect.report.registry import TABLES, Detail, Metric
+from maect.report.registry import GLOSSARY, TABLES, Detail, Metric, architecture_title, method_title
 from maect.report.tables import build_table, read_table, result_of, write_table
-from maect.report.titles import GLOSSARY, architecture_title, method_title
 
 Column = TypeVar("Column", Metric, Detail)
 MINUS = "\N{MINUS SIGN}"

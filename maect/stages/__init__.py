@@ -6,7 +6,7 @@ from typing import Any, cast
 from maect.core.errors import UserError, check_names
 from maect.core.settings import validated
 from maect.recipes import Encoder, merge, recipe_values
-from maect.recipes.computing import Computing, separate
+from maect.recipes.settings import Computing, separate
 from maect.records import RunRecord
 from maect.stages.diet import Diet
 from maect.stages.fine_tune import FineTune

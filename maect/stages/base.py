@@ -15,9 +15,9 @@ from pydantic import Field, model_validator
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, HeadSettings, View, views_by_size
-from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.cost import Cost, HeadInputs, encoder_cost, head_cost, view_groups
 from maect.recipes.few_labels import FewLabels
+from maect.recipes.settings import PLAIN, Computing
 from maect.records import ENCODER
 from maect.train.stage import RunInputs, Stage, Training, Updates, layer_scale
 

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.recipes import Encoder
-from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.cost import FLOAT, Activations, Cost
+from maect.recipes.settings import PLAIN, Computing
 from maect.stages.base import UpperLayers, WithoutLabels
 
 if TYPE_CHECKING:  # these import torch

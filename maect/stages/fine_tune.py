@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
 from maect.recipes import Encoder
-from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.cost import Cost, encoder_cost, view_groups
 from maect.recipes.few_labels import fraction_list, shots_list
+from maect.recipes.settings import PLAIN, Computing
 from maect.stages.base import Supervised
 from maect.train.stage import EVERY_OTHER, RunInputs, Training, layer_scale
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from maect.recipes import Encoder
-from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.cost import Cost, decoder_cost, view_groups
+from maect.recipes.settings import PLAIN, Computing
 from maect.stages.base import SelfSupervised
 
 if TYPE_CHECKING:  # these import torch

@@ -10,8 +10,8 @@ from maect.core.errors import UserError
 from maect.core.settings import LocalPath, digest, validated
 from maect.core.stamps import Checksums, StampedFile, known_record, record_checksum, size_and_time
 from maect.recipes import Encoder, OnlineEvaluation
-from maect.recipes.computing import PLAIN, Computing
-from maect.recipes.memory import GIB
+from maect.recipes.cost import GIB
+from maect.recipes.settings import PLAIN, Computing
 from maect.records import RunRecord, weights_checksum
 from maect.stages import STAGES, Stage, Training, check_source, recorded
 

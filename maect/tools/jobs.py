@@ -17,8 +17,7 @@ from maect.evaluate.evaluation import Completion
 from maect.launch import Resources, Task, launch
 from maect.launch.record import read_job
 from maect.launch.resources import gpus_here
-from maect.recipes.cost import relative_speed
-from maect.recipes.memory import gpu_memory
+from maect.recipes.cost import gpu_memory, relative_speed
 from maect.records import RunRecord
 from maect.stages.run import RunConfig
 from maect.tools.launching import Launching, fixed_nodes, node_range, training_nodes

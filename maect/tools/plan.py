@@ -14,9 +14,8 @@ from maect.experiment import Experiment, resolve
 from maect.experiment import start as starting
 from maect.paper import read_paper
 from maect.recipes import Encoder
-from maect.recipes.computing import Computing
-from maect.recipes.cost import encode_flops, peak_flops, relative_speed
-from maect.recipes.memory import gpu_memory
+from maect.recipes.cost import encode_flops, gpu_memory, peak_flops, relative_speed
+from maect.recipes.settings import Computing
 from maect.records import RunRecord
 from maect.stages import STAGES, Training, recorded
 from maect.tools.launching import WALL_MINUTES, count_devices, fixed_nodes, training_nodes

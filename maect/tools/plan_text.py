@@ -5,7 +5,7 @@ from collections import defaultdict
 from maect.core.errors import counted
 from maect.core.log import aligned
 from maect.launch.progress import rough
-from maect.recipes.memory import GIB
+from maect.recipes.cost import GIB
 from maect.stages import STAGES
 from maect.tools.plan import Plan, PlannedJob, critical_path, wall
 

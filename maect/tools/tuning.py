@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from maect.core.errors import UserError, counted
 from maect.core.templates import fill_template
 from maect.data.sources.base import UNLABELLED
-from maect.evaluate.agreement import Agreement
+from maect.evaluate.protocols.encoders import Agreement
 from maect.evaluate.protocols.stored_features import Geometry
 from maect.experiment.schema import check_plain
 from maect.recipes import HeadSettings

@@ -11,8 +11,8 @@ import numpy as np
 
 from maect.core.errors import UserError, counted
 from maect.core.files import write_table_text, write_text
-from maect.evaluate.agreement import Agreement
 from maect.evaluate.outcomes import Difference, difference, holm, outcomes_of, unpack
+from maect.evaluate.protocols.encoders import Agreement
 from maect.evaluate.protocols.stored_features import Geometry
 from maect.experiment.load import Experiment
 from maect.records import EvaluationRecord, Outcome

@@ -27,8 +27,8 @@ from maect.models.attention import use_attention
 from maect.models.decoder import Decoder
 from maect.models.vit import VisionEncoder
 from maect.recipes import Encoder, views_by_size
-from maect.recipes.computing import PLAIN, Computing
-from maect.recipes.memory import BUCKET
+from maect.recipes.cost import BUCKET
+from maect.recipes.settings import PLAIN, Computing
 from maect.train.checkpoint import AVERAGE, PARAM, ParameterSlice
 from maect.train.objective import Objective
 from maect.train.passes import compile_blocks, is_to_be_captured, is_to_be_compiled

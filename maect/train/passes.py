@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from maect.core.distributed import any_rank
 from maect.core.owners import private_caches
-from maect.recipes.computing import Computing
+from maect.recipes.settings import Computing
 
 Tensors = tuple[Tensor, ...]
 Shapes = tuple[tuple[torch.Size, torch.dtype], ...]

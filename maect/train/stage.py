@@ -13,9 +13,8 @@ from pydantic import Field
 from maect.core.errors import UserError
 from maect.core.settings import Settings, digest
 from maect.recipes import Encoder, View
-from maect.recipes.computing import PLAIN, Computing
-from maect.recipes.cost import FLOAT, Cost, PassMode, encoder_weights
-from maect.recipes.memory import GIB, Footprint, footprint
+from maect.recipes.cost import FLOAT, GIB, Cost, Footprint, PassMode, encoder_weights, footprint
+from maect.recipes.settings import PLAIN, Computing
 
 if TYPE_CHECKING:  # these import torch
     from torch import Tensor, nn

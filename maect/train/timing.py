@@ -10,7 +10,7 @@ import torch
 
 from maect.core.context import Context
 from maect.data.loader import Batch, Draw, Packed, add_draws, batch_layout, image_names
-from maect.recipes.computing import PLAIN, Computing
+from maect.recipes.settings import PLAIN, Computing
 from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, random_batch, seconds_between
 from maect.train.hooks import CheckHealth, SumLosses, Update

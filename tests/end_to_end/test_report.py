@@ -16,11 +16,11 @@ from PIL import Image
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
 
-from maect.answers.cluster_page import write_clusters
+from maect.answers.groups import write_clusters
 from maect.answers.vectors import Vectors
 from maect.core.files import write_record
 from maect.evaluate.clusters import cluster
-from maect.evaluate.explore import atlas
+from maect.evaluate.pictures import atlas
 from maect.experiment import Experiment, load
 from maect.experiment.pages import make_page, pages
 from maect.experiment.resolve import evaluation_config, run_config

@@ -15,7 +15,7 @@ from maect.cli import main
 from maect.core.context import Context
 from maect.core.files import make_folder
 from maect.data.shards import shard
-from maect.evaluate import explore
+from maect.evaluate import pictures
 from maect.evaluate.base import Features
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import extract
@@ -107,7 +107,7 @@ def make(folder: Path) -> None:
                 == "done"
             )
     # What UMAP would need a minute to compile: two of the features.
-    explore.embedded = lambda rows, *_, **__: rows[:, :2].astype(np.float32)
+    pictures.embedded = lambda rows, *_, **__: rows[:, :2].astype(np.float32)
     ordered = sorted(experiment.evaluations, key=lambda pair: pair[1] == "retrieval")
     for run, name in ordered:
         config = experiment.root / "evaluations" / run / f"{name}.yaml"

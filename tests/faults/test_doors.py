@@ -190,7 +190,7 @@ def test_numba_is_not_configured_by_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`.numba_config.yaml` may name the folder from which compiled code is unpickled."""
-    from maect.evaluate.explore import embedded
+    from maect.evaluate.pictures import embedded
 
     monkeypatch.chdir(tmp_path)
     Path(".numba_config.yaml").write_text("cache_dir: /tmp/evil\n")

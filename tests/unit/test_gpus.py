@@ -27,7 +27,7 @@ from maect.launch import Resources
 from maect.launch.resources import gpus_here
 from maect.models.vit import build_encoder
 from maect.recipes import load_encoder
-from maect.recipes.memory import GIB, gpu_memory
+from maect.recipes.cost import GIB, gpu_memory
 from maect.stages import load_recipe, run
 from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune

@@ -12,9 +12,8 @@ import pytest
 
 from maect.experiment import load
 from maect.experiment.pages import figures, inputs_of_shown, tables
-from maect.report.registry import FIGURES, TABLE_NAMES, TABLES
+from maect.report.registry import FIGURES, PUBLISHED, TABLE_NAMES, TABLES
 from maect.report.tables import paper_table
-from maect.report.titles import PUBLISHED
 
 ROOT = Path(__file__).parents[2]
 experiment_of = functools.cache(load)

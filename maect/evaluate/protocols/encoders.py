@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from maect.evaluate.base import (
     Count,
     Encodes,
+    Features,
     ImageCount,
     Input,
     KnnVote,
@@ -18,6 +19,7 @@ from maect.evaluate.base import (
     Shards,
     Trained,
 )
+from maect.recipes import KNN_K
 from maect.recipes.few_labels import fraction_name
 from maect.stages.base import Supervised
 from maect.stages.fine_tune import FineTune
@@ -241,3 +243,35 @@ class Throughput(Protocol):
     def inputs(self) -> dict[str, Input]:
         """Return no inputs besides the encoder, whose shape is read."""
         return {}
+
+
+class Agreement(Protocol):
+    """Part of the nearest training images that two views of a test image share."""
+
+    name: ClassVar[str] = "agreement"
+    title: ClassVar[str] = "neighbours that two views share"
+    work: ClassVar[str] = "knn.evaluate_agreement"
+    labelled: ClassVar[bool] = False
+    encoder_input: ClassVar[bool] = True
+    headlines: ClassVar[dict[str, str]] = {"agreement": "neighbours that two views share"}
+
+    k: int = Field(default=KNN_K, gt=0)
+    """Neighbours of each view."""
+    images: int = Field(default=2000, gt=1)
+    """Test images, at most, evenly spaced."""
+    bank: int = Field(default=20000, gt=0)
+    """Training images, at most, evenly spaced, to find neighbours among."""
+    crop_scale: tuple[float, float] = (0.25, 1.0)
+    """Part of the image that a view shows."""
+    flip: float = Field(default=0.5, ge=0, le=1)
+    """Probability of a horizontal flip."""
+    seed: int = 0
+    """Seed of the views, which are the same for every encoder."""
+
+    def inputs(self) -> dict[str, Input]:
+        """Features of the training images, and the test images."""
+        return {"train": Features(self.train_split), "test": Shards(self.test_split)}
+
+    def encoded(self, images: ImageCount) -> float:
+        """Count two views of each test image."""
+        return 2 * min(self.images, images(self.test_split))

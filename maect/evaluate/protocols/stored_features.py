@@ -174,7 +174,7 @@ class Retrieval(ReadsFeatures):
 
     name: ClassVar[str] = "retrieval"
     title: ClassVar[str] = "nearest images"
-    work: ClassVar[str] = "retrieval.evaluate"
+    work: ClassVar[str] = "pictures.evaluate_retrieval"
     writes_tensors: ClassVar[bool] = True
     test_data: ClassVar[str | None] = (
         "queries and neighbours are images of the test split, clusters those of its clustering"
@@ -208,7 +208,7 @@ class Umap(ReadsFeatures):
 
     name: ClassVar[str] = "umap"
     title: ClassVar[str] = "UMAP embedding"
-    work: ClassVar[str] = "explore.evaluate_umap"
+    work: ClassVar[str] = "pictures.evaluate_umap"
     labelled: ClassVar[bool] = False
     least_seconds: ClassVar[float] = 25.0  # to load UMAP's compiled code
     writes_tensors: ClassVar[bool] = True
@@ -231,7 +231,7 @@ class Explore(ReadsFeatures):
 
     name: ClassVar[str] = "explore"
     title: ClassVar[str] = "map, groups and look-alikes"
-    work: ClassVar[str] = "explore.evaluate"
+    work: ClassVar[str] = "pictures.evaluate_explore"
     labelled: ClassVar[bool] = False
     least_seconds: ClassVar[float] = 25.0  # to load UMAP's compiled code
     writes_tensors: ClassVar[bool] = True

@@ -15,9 +15,8 @@ from maect.core.errors import UserError, entry
 from maect.core.files import read_record
 from maect.records import RunRecord, checked_sha256, is_finished
 from maect.report.configs import Row, ShownConfig, group_names, group_numbers
-from maect.report.registry import FIGURES
+from maect.report.registry import FIGURES, architecture_title, method_title
 from maect.report.tables import chain, result_file
-from maect.report.titles import architecture_title, method_title
 from maect.stages import STAGES
 
 WORDNET = re.compile(r"n\d{8}")

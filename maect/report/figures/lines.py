@@ -21,9 +21,8 @@ from maect.report import tables
 from maect.report.configs import Row, ShownConfig
 from maect.report.figures import COLORS, LINES, WIDTH, ink, method_style, panels, soft, themed
 from maect.report.figures.data import finished_runs, row_title, stage_title
-from maect.report.registry import FIGURES, TABLES
+from maect.report.registry import FIGURES, TABLES, architecture_title, method_title
 from maect.report.tables import KEYS, build_table, chain
-from maect.report.titles import architecture_title, method_title
 from maect.stages import STAGES
 
 LABELS = {

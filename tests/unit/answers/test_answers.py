@@ -14,7 +14,7 @@ from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 import maect
 from maect.answers.classes import fit_classifier, read_classifier
-from maect.answers.cluster_page import around, write_clusters
+from maect.answers.groups import around, write_clusters
 from maect.answers.vectors import Vectors, nearest, write_vectors
 from maect.cli import main
 from maect.core.arrays import read_arrays, write_arrays

@@ -30,7 +30,7 @@ from maect.data.retrieve import CATALOGUE, Remote
 from maect.data.sources import open_source
 from maect.data.transforms import center_crops
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.retrieval import pictures
+from maect.evaluate.pictures import pictures
 from maect.models.timm_encoder import create
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import Pixels

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maect.answers.alike import Found
-from maect.answers.split_duplicates import open_splits, search_splits
+from maect.answers.duplicates import open_splits, search_splits
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_json

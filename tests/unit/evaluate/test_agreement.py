@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from maect.core.errors import UserError
-from maect.evaluate.agreement import Agreement, shared_neighbors
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import extract
+from maect.evaluate.knn import shared_neighbors
 from maect.evaluate.outcomes import difference, outcomes_of, unpack
+from maect.evaluate.protocols.encoders import Agreement
 from maect.records import EvaluationRecord
 
 from .conftest import Rank, resolved

@@ -28,7 +28,7 @@ from maect.evaluate.patch_classifiers import (
     training_patches,
 )
 from maect.evaluate.patch_linear import picture
-from maect.evaluate.protocols.patches import PatchKnn, PatchLogistic
+from maect.evaluate.protocols.probes import PatchKnn, PatchLogistic
 from maect.evaluate.store import in_memory
 from maect.recipes import Pixels
 

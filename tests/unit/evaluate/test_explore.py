@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.explore import ATLAS_BYTES, atlas, common_classes
 from maect.evaluate.features import extract
+from maect.evaluate.pictures import ATLAS_BYTES, atlas, common_classes
 from maect.evaluate.protocols.stored_features import Explore, Umap, columns_of
 from maect.evaluate.store import open_features
 

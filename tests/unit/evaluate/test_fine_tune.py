@@ -19,7 +19,7 @@ from maect.evaluate.low_shot import as_split, choose_samples
 from maect.evaluate.protocols.encoders import Accuracy
 from maect.evaluate.protocols.stored_features import LowShot
 from maect.evaluate.store import open_features
-from maect.recipes.computing import Computing
+from maect.recipes.settings import Computing
 from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune
 

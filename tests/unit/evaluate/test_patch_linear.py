@@ -30,7 +30,7 @@ from maect.evaluate.patch_linear import (
     windows,
 )
 from maect.evaluate.probe_training import HELD_OUT, ProbeBatch, ProbeTask
-from maect.evaluate.protocols.patches import PatchLinear
+from maect.evaluate.protocols.probes import PatchLinear
 
 from .conftest import Rank
 from .test_dense import drawn, job_of

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.evaluate import clustering, retrieval
+from maect.evaluate import clustering, pictures
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.features import extract
 from maect.evaluate.protocols.stored_features import Clustering, Retrieval
@@ -103,8 +103,8 @@ def test_copies_do_not_hide_the_query(tmp_path: Path) -> None:
     """Two copies and a third image: the query is never its own neighbour."""
     rows = np.array([[1.0, 0.0], [1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
     test = open_features(store(tmp_path / "t.safetensors", rows, [0, 0, 1, 1]))
-    assert retrieval._neighbors(test, np.array([0, 1]), 2, 1).tolist() == [[1, 2], [0, 2]]
-    assert retrieval.choose_queries(test, 5).tolist() == [0, 2]
+    assert pictures._neighbors(test, np.array([0, 1]), 2, 1).tolist() == [[1, 2], [0, 2]]
+    assert pictures.choose_queries(test, 5).tolist() == [0, 2]
 
 
 def test_what_does_not_belong_together_is_refused(

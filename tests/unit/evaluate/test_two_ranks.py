@@ -14,7 +14,7 @@ from maect.evaluate.base import EvaluationJob
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import extract
 from maect.evaluate.protocols.encoders import EffectiveInvariance, KnnPerBlock, Robustness
-from maect.evaluate.protocols.patches import PatchKnn
+from maect.evaluate.protocols.probes import PatchKnn
 from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.store import open_features
 

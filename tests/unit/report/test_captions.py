@@ -9,10 +9,9 @@ from maect.report.claims import claims_table
 from maect.report.configs import ReportConfig, ShownConfig
 from maect.report.figures.data import class_titles
 from maect.report.main_page import make_report, report_page
-from maect.report.registry import FIGURES, TABLES
+from maect.report.registry import FIGURES, TABLES, architecture_title
 from maect.report.statements import STATEMENTS
 from maect.report.tables import printed_tables, write_table
-from maect.report.titles import architecture_title
 
 
 def test_the_paper_is_named_where_it_is_compared_with_alone():

@@ -25,7 +25,7 @@ from maect.records import RunRecord
 from maect.report.configs import Row, ShownConfig
 from maect.report.figures import draw, save, styled
 from maect.report.figures.embedding import read_points
-from maect.report.figures.grids import WRONG
+from maect.report.figures.grids import WRONG, columns_of, fills, rows_of
 from maect.report.figures.lines import (
     POINTS,
     by_block,
@@ -37,7 +37,6 @@ from maect.report.figures.lines import (
     points_of,
     training_curves,
 )
-from maect.report.figures.schematic import columns_of, fills, rows_of
 from maect.report.registry import FIGURES
 from maect.report.tables import build_table, cost_table
 from maect.stages import load_recipe

@@ -7,7 +7,7 @@ import pytest
 from maect.core.errors import UserError
 from maect.core.files import read_record, sealed, write_record
 from maect.records import RunRecord
-from maect.report.registry import TABLES
+from maect.report.registry import METHODS, TABLES
 from maect.report.render import printed, render
 from maect.report.tables import (
     UNKNOWN,
@@ -18,7 +18,6 @@ from maect.report.tables import (
     read_table,
     write_table,
 )
-from maect.report.titles import METHODS
 
 
 def test_a_table_in_the_papers_layout(result, evaluations):

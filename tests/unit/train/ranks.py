@@ -115,7 +115,7 @@ def train(
 ):  # fmt: skip
     """A training whose parts a test names one by one."""
     from maect.recipes import Encoder, OnlineEvaluation
-    from maect.recipes.computing import Computing
+    from maect.recipes.settings import Computing
     from maect.stages import STAGES
     from maect.train import trainer
 

@@ -10,7 +10,7 @@ from tiny_runs import losses
 from maect.core.settings import digest
 from maect.evaluate.protocols.encoders import Accuracy
 from maect.recipes import load_encoder
-from maect.recipes.computing import PLAIN, Computing
+from maect.recipes.settings import PLAIN, Computing
 from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig

@@ -19,7 +19,7 @@ from maect.models.attention import flash_kernel, use_attention
 from maect.models.precision import mixed_precision
 from maect.models.vit import build_encoder, seeded
 from maect.recipes import load_encoder
-from maect.recipes.computing import Computing
+from maect.recipes.settings import Computing
 from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.stages.fine_tune import FineTune

@@ -12,8 +12,8 @@ from ranks import run
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maect.recipes.computing import Computing
-from maect.recipes.memory import FLOAT, Footprint
+from maect.recipes.cost import FLOAT, Footprint
+from maect.recipes.settings import Computing
 from maect.stages import load_recipe
 from maect.train import engine
 

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from maect.models.vit import build_encoder
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, View, load_encoder
-from maect.recipes.computing import PLAIN
 from maect.recipes.cost import encoder_cost, peak_flops, view_groups
+from maect.recipes.settings import PLAIN
 from maect.stages import load_recipe
 from maect.stages.objectives import Views
 

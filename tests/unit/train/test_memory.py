@@ -8,8 +8,8 @@ from documented import multicrop
 
 from maect.core.errors import UserError
 from maect.recipes import Encoder, load_encoder
-from maect.recipes.computing import PLAIN, Computing, separate
-from maect.recipes.memory import GIB, gpu_memory
+from maect.recipes.cost import GIB, gpu_memory
+from maect.recipes.settings import PLAIN, Computing, separate
 from maect.stages import STAGES, load_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

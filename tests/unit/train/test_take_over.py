@@ -97,7 +97,7 @@ def test_which_files_are_read_and_left():
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(3, 1), (32, 1), (2, 3)])
 def test_a_batch_is_split_evenly(ranks, accumulation):
-    from maect.recipes.computing import Computing
+    from maect.recipes.settings import Computing
 
     mae = Pretrain.model_validate(
         STAGE | {"augmentation": "mae", "base_lr": 1e-3, "weight_decay": 0.05}

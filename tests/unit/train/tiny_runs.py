@@ -8,7 +8,7 @@ from PIL import Image
 
 from maect.data.shards import shard
 from maect.recipes import Encoder
-from maect.recipes.computing import separate
+from maect.recipes.settings import separate
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Head, Tune
 
