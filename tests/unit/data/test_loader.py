@@ -13,7 +13,14 @@ from maect.core.errors import UserError
 from maect.data import random
 from maect.data.decode import read_rgb
 from maect.data.index import ID, Index, open_index
-from maect.data.loader import Batch, evaluation_parts, train_batches
+from maect.data.loader import (
+    Batch,
+    BatchLayout,
+    Packed,
+    evaluation_parts,
+    train_batches,
+    view_parts,
+)
 from maect.data.transforms import random_crops
 from maect.recipes import AUGMENTATIONS, View
 
@@ -94,54 +101,32 @@ def test_pixels_are_torchvisions_crops(index: Index) -> None:
             assert abs(found - np.asarray(expected)).max() <= 2
 
 
-def test_crops_have_the_distribution_of_torchvision() -> None:
-    from scipy.stats import ks_2samp
-    from torchvision.transforms import RandomResizedCrop
-
-    torch.manual_seed(0)
-    n = 2000
-    for width, height, scale in ((500, 375, (0.08, 1.0)), (60, 300, (0.2, 1.0))):
-        picture = Image.new("RGB", (width, height))
-        theirs = np.array(
-            [RandomResizedCrop.get_params(picture, list(scale), [3 / 4, 4 / 3]) for _ in range(n)]
-        )
-        size = np.full(n, width), np.full(n, height)
-        ours = random_crops(*size, scale, 32, seed=0, epochs=0, ids=np.arange(n), view=0)
-        assert (ours[:, :2] >= 0).all() and (ours[:, 2:4] > 0).all()
-        assert (ours[:, 0] + ours[:, 2] <= width).all()
-        assert (ours[:, 1] + ours[:, 3] <= height).all()
-        for mine, column in zip(ours.T[:4], (1, 0, 3, 2), strict=True):
-            assert ks_2samp(mine, theirs[:, column]).pvalue > 1e-3
-
-
-def test_tiny_and_extreme_images_have_valid_crops() -> None:
-    sides = np.array([1, 1, 2, 3, 50_000, 65_500, 65_500])
-    others = np.array([1, 500, 1, 2, 1, 65_500, 3])
-    for ids in np.arange(7 * 200).reshape(200, 7):
-        crop = random_crops(sides, others, (0.08, 1.0), 224, seed=0, epochs=0, ids=ids, view=0)
-        x, y, w, h = crop.T[:4].astype(np.int64)
-        assert (np.minimum(w, h) >= 1).all() and (np.minimum(x, y) >= 0).all()
-        assert (x + w <= sides).all() and (y + h <= others).all()
-
-
 def test_evaluation_is_resize_and_centre_crop(index: Index) -> None:
     from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 
     reference = Compose([Resize(37, interpolation=InterpolationMode.BICUBIC), CenterCrop(32)])
-    parts = [range(10), range(10, 19), range(19, 24)]
+    parts = [range(10), range(10, 19), range(19, 24), range(24, 24)]
     found = list(evaluation_parts(index, image_size=32, parts=parts, threads=2))
-    assert [len(labels) for _, labels, _ in found] == [10, 9, 5]
+    assert [len(labels) for _, labels, _ in found] == [10, 9, 5, 0]
     images = torch.cat([images for images, _, _ in found])
     assert np.concatenate([ids for _, _, ids in found]).tolist() == list(range(24))
     assert (np.concatenate([labels for _, labels, _ in found]) == index.labels).all()
     for i in range(24):
         expected = np.asarray(reference(read_rgb(index.read(i)))).astype(int)
         assert abs(images[i].permute(1, 2, 0).numpy() - expected).max() <= 2
+    ((squeezed, _, _),) = evaluation_parts(
+        index, image_size=32, parts=[range(24)], threads=2, squeezed=True
+    )
+    for i in range(24):
+        whole = read_rgb(index.read(i)).resize((32, 32), Image.Resampling.BICUBIC)
+        assert abs(squeezed[i].permute(1, 2, 0).numpy().astype(int) - np.asarray(whole)).max() <= 2
 
 
 def test_wrong_arguments_are_named(index: Index) -> None:
     with pytest.raises(UserError, match="batch_size 20 is not a multiple of 3 ranks"):
         batches(index, 1, world_size=3)
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        batches(index, 1, rank=2, world_size=2)
     with pytest.raises(UserError, match="resize 16"):
         list(evaluation_parts(index, image_size=32, resize=16, parts=[range(1)], threads=1))
 
@@ -246,6 +231,43 @@ def test_ranks_restarts_and_packed_memory_of_several_sizes(index: Index) -> None
             assert np.array_equal(parts, getattr(batch, name))
     half = whole[0].part(slice(5, 15))
     assert torch.equal(half.images[1], whole[0].images[1][:, 5:15]) and len(half.ids) == 10
+    assert (half.step, half.epochs.tolist()) == (0, [0] * 10)
+
+
+def test_views_of_parts_are_those_of_a_trainings_first_epoch(index: Index) -> None:
+    views = (*VIEWS, LOCAL)
+    (whole,) = batches(index, 1, views=views, global_batch=24)
+    parts = [range(3, 10), range(1)]
+    found = view_parts(index, views=views, image_size=32, seed=3, parts=parts, threads=2)
+    for number, (batch, part) in enumerate(zip(found, parts, strict=True)):
+        assert batch.step == number and batch.ids.tolist() == [*part]
+        places = [whole.ids.tolist().index(row) for row in part]
+        assert same(replace(whole.part(places), step=number), batch)
+        assert torch.equal(whole.images[1][:, places], batch.images[1])
+
+
+def test_decoded_views_are_changed_by_epoch_and_sample(index: Index) -> None:
+    def change(views, epoch, sample):  # type: ignore[no-untyped-def]
+        views[0][:, 0, 0] = (epoch, sample, len(views))
+
+    plain = batches(index, 3)
+    for one, other in zip(plain, batches(index, 3, change=change), strict=True):
+        expected = torch.stack(
+            [torch.from_numpy(part) for part in (one.epochs, one.ids, one.ids * 0 + 2)], 1
+        )
+        one.images[0][0, :, :, 0, 0] = expected.to(torch.uint8)
+        assert same(one, other)
+
+
+def test_packed_tensors_are_aligned_and_apart() -> None:
+    shapes = {"a": (torch.uint8, (3, 5)), "b": (torch.int64, (2,)), "c": (torch.float32, (4, 1))}
+    tensors = Packed(BatchLayout(shapes), False).tensors
+    for number, tensor in enumerate(tensors.values()):
+        tensor.fill_(number)
+    start = tensors["a"].data_ptr()
+    for number, (name, (kind, shape)) in enumerate(shapes.items()):
+        assert (tensors[name].dtype, tuple(tensors[name].shape)) == (kind, shape)
+        assert (tensors[name] == number).all() and (tensors[name].data_ptr() - start) % 64 == 0
 
 
 def test_packed_batches_hold_what_is_drawn_for_them(index: Index) -> None:

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from scipy.ndimage import gaussian_filter
 
 from maect.data import random
 from maect.data import transforms as ours
-from maect.data.transforms import PAPER, augment, normalize
+from maect.data.transforms import PAPER, augment, denormalize, normalize
 from maect.recipes import AUGMENTATIONS, View
 
 
@@ -30,6 +32,67 @@ def test_normalize_is_torchvisions(pieces: torch.Tensor) -> None:
     expected = F.normalize(pieces.float() / 255, list(ours.MEAN), list(ours.STD))
     torch.testing.assert_close(normalize(pieces, PAPER), expected)
     torch.testing.assert_close(normalize(pieces.float() / 255, PAPER), expected)
+    assert torch.equal(denormalize(expected, PAPER), pieces)
+    assert denormalize(torch.tensor([-9.0, 9.0])[:, None, None, None], PAPER).unique().tolist() == [
+        0, 255,
+    ]  # fmt: skip
+
+
+def test_images_stay_on_their_device(pieces: torch.Tensor) -> None:
+    images, ids = pieces.to("meta"), np.arange(24)
+    for device_of in (normalize, denormalize):
+        assert device_of(images, PAPER).is_meta
+    assert augment(images, AUGMENTATIONS["aug"][0], 0, 0, ids * 0, ids, PAPER).is_meta
+    assert ours.erase(images.float(), 1.0, 0, ids * 0, ids).is_meta
+
+
+def test_crops_have_the_distribution_of_torchvision() -> None:
+    from scipy.stats import ks_2samp
+    from torchvision.transforms import RandomResizedCrop
+
+    torch.manual_seed(0)
+    n = 2000
+    for width, height, scale in ((500, 375, (0.08, 1.0)), (60, 300, (0.2, 1.0))):
+        picture = Image.new("RGB", (width, height))
+        theirs = np.array(
+            [RandomResizedCrop.get_params(picture, list(scale), [3 / 4, 4 / 3]) for _ in range(n)]
+        )
+        size = np.full(n, width), np.full(n, height)
+        found = ours.random_crops(*size, scale, 32, seed=0, epochs=0, ids=np.arange(n), view=0)
+        for mine, column in zip(found.T[:4], (1, 0, 3, 2), strict=True):
+            assert ks_2samp(mine, theirs[:, column]).pvalue > 1e-3
+
+
+def crop_by_hand(width: int, height: int, scale: tuple[float, float], u: list[float]):  # type: ignore[no-untyped-def]
+    """One image's random resized crop from its uniform numbers, try by try."""
+    for number in range(10):
+        area = width * height * (scale[0] + (scale[1] - scale[0]) * u[2 * number])
+        ratio = math.exp(math.log(4 / 3) * (2 * u[2 * number + 1] - 1))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return int(u[20] * (width - w + 1)), int(u[21] * (height - h + 1)), w, h
+    w = max(1, min(width, round(height * (4 / 3))))
+    h = max(1, min(height, round(width / (3 / 4))))
+    return (width - w) // 2, (height - h) // 2, w, h
+
+
+def test_crops_are_those_of_a_loop_over_tries() -> None:
+    """Of images of all shapes, tiny and extreme ones too."""
+    rng = np.random.default_rng(0)
+    sides = np.concatenate(
+        [rng.integers(1, 5, (200, 2)), rng.integers(1, 700, (200, 2)), [[65_500, 65_500]]]
+    )
+    sides = np.concatenate([sides, [[65_500, 3], [2, 50_000]], np.exp(rng.uniform(0, 9, (200, 2)))])
+    width, height = sides.astype(np.int64).T
+    ids, epochs = np.arange(len(sides)) + 7, np.arange(len(sides)) % 3
+    for scale, view in (((0.08, 1.0), 0), ((0.9, 1.0), 2)):
+        u = random.uniform(5, epochs, ids, view, random.CROP, 22).tolist()
+        found = ours.random_crops(
+            width, height, scale, 24, seed=5, epochs=epochs, ids=ids, view=view
+        )
+        for row, w, h, numbers in zip(found.tolist(), width, height, u, strict=True):
+            assert row == [*crop_by_hand(int(w), int(h), scale, numbers), 24, 24, 0, 0]
+            assert 0 <= row[0] <= w - row[2] and 0 <= row[1] <= h - row[3]
 
 
 def blended(contrast: float, saturation: float):  # type: ignore[no-untyped-def]
@@ -155,6 +218,15 @@ def test_sample_does_not_depend_on_its_batch(pieces: torch.Tensor) -> None:
         torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=0)
     again = augment(pieces, view, 1, 9, epochs, ids, PAPER)
     assert torch.equal(together, again)
+
+
+def test_changes_of_several_views_are_those_of_each() -> None:
+    views = {0: AUGMENTATIONS["aug"][0], 3: AUGMENTATIONS["min"][0], 1: AUGMENTATIONS["aug"][1]}
+    ids, epochs = np.arange(50), np.arange(50) % 2
+    together = vars(ours.draw_changes(views, 4, epochs, ids))
+    each = [vars(ours.draw_changes({n: view}, 4, epochs, ids)) for n, view in views.items()]
+    for name, values in together.items():
+        assert np.array_equal(values, np.concatenate([one[name] for one in each])), name
 
 
 def test_input_is_left_alone(pieces: torch.Tensor) -> None:
