@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from maect.models.heads import NNCLRHead
+from maect.models import refiner
 from maect.models.refiner import RefinerHeads, head_weights, pair_counts
 from maect.models.vit import seeded
-from maect.recipes import Contrastive, Refiner
+from maect.recipes import Refiner
 
 WIDTH, BATCH = 7, 6
 SHAPE = {
@@ -80,21 +80,23 @@ def pairs_of(views, terms):
 
 
 def second(heads, features, ids, labels, numbers):
-    """Loss of each head, and the vectors that enter its queue."""
+    """Loss of each head, the vectors that enter its queue, and the metrics."""
     settings, losses, entering = heads.settings, [], []
+    metrics, alignment = {}, {"global": [], "local": []}
     for head in range(len(features)):
         joint = settings.statistics == "joint"
         z = second_layers(heads.projector, features[head], head, joint)
         p = second_layers(heads.predictor, z, head, joint)
         p = p / p.norm(dim=2, keepdim=True)
         z = (z / z.norm(dim=2, keepdim=True)).detach()
-        queue, terms = heads.queue[head].clone(), []
+        queue, terms, looked_up = heads.queue[head].clone(), [], {}
         pairs = pairs_of(len(features[head]), settings.terms)
         for i, j in pairs:
             for a in range(BATCH):
                 others = [n for n in range(len(queue)) if heads.queue_ids[n] != ids[a]]
                 others.sort(key=lambda n, z=z[i, a], queue=queue: -float(z @ queue[n]))
-                neighbor = queue[others[int(numbers[2 * head + i, a])]]
+                looked_up[i, a] = others[int(numbers[2 * head + i, a])]
+                neighbor = queue[looked_up[i, a]]
                 query = z[i, a] if settings.negatives == "own" else neighbor
                 logits = [
                     (neighbor if b == a else query) @ p[j, b] / settings.temperature
@@ -103,9 +105,17 @@ def second(heads, features, ids, labels, numbers):
                 ]
                 own = neighbor @ p[j, a] / settings.temperature
                 terms.append(torch.stack(logits).exp().sum().log() - own)
+                alignment["global" if j < 2 else "local"].append(math.exp(-terms[-1].item()))
         losses.append(torch.stack(terms).sum() / (BATCH * len(pairs)))
         entering.append(z[0])
-    return torch.stack(losses), torch.stack(entering)
+        similar = [float(z[i, a] @ queue[n]) for (i, a), n in looked_up.items()]
+        pairs = [(int(labels[a]), int(heads.queue_labels[n])) for (_, a), n in looked_up.items()]
+        right = [own == other for own, other in pairs if min(own, other) >= 0]
+        metrics[f"lookup_similarity.{heads.numbers[head]}"] = np.mean(similar)
+        metrics[f"lookup_accuracy.{heads.numbers[head]}"] = 100 * np.mean(right) if right else 0
+    metrics |= {f"alignment_{kind}": np.mean(values) for kind, values in alignment.items()}
+    metrics["queue_filled"] = np.mean(heads.queue_ids.numpy() >= 0)
+    return torch.stack(losses), torch.stack(entering), metrics
 
 
 @pytest.mark.parametrize(
@@ -128,14 +138,17 @@ def test_loss_and_gradients_against_loops(terms, negatives, statistics):
         features, ids, labels, numbers = batch(seed=step)
         if step == 2:  # as in a batch over the end of an epoch
             ids = torch.cat([ids[:4], ids[:2]])
+        labels[step] = -1
         out = heads(features, ids, labels, numbers)
         out.loss.backward()
         theirs = features.detach().clone().requires_grad_()
-        losses, entering = second(other, theirs, ids, labels, numbers)
+        losses, entering, metrics = second(other, theirs, ids, labels, numbers)
         losses.sum().backward()
         torch.testing.assert_close(out.loss, losses.sum(), rtol=1e-11, atol=0)
         logged = [out.metrics[f"loss.{block}"] for block in (1, 2, 4)]
         torch.testing.assert_close(torch.stack(logged), losses.detach(), rtol=1e-11, atol=0)
+        found = {name: float(value) for name, value in out.metrics.items() if name in metrics}
+        assert found == pytest.approx(metrics)
         torch.testing.assert_close(features.grad, theirs.grad, rtol=1e-9, atol=1e-12)
         for (name, ours), value in zip(
             heads.named_parameters(), other.parameters(), strict=True
@@ -197,53 +210,31 @@ def falling(epoch, start):
 )
 def test_schedules_of_the_heads_weights(schedule, expected):
     epochs = np.arange(20)
-    found = head_weights(schedule, 8, 20, epochs)
-    for row, end in enumerate(ENDS):
-        before = ENDS[row - 1] if row else 0
-        values = [expected(epoch, end, before) for epoch in range(20)]
-        np.testing.assert_allclose(found[row], values, rtol=1e-6, atol=1e-7)
-    assert (found[7] == 1).all()
+    for ends in ((4, 16), ENDS):
+        found = head_weights(schedule, len(ends) + 1, 20, epochs)
+        for row, end in enumerate(ends):
+            before = ends[row - 1] if row else 0
+            values = [expected(epoch, end, before) for epoch in range(20)]
+            np.testing.assert_allclose(found[row], values, rtol=1e-6, atol=1e-7)
+        assert (found[-1] == 1).all() and found.dtype == np.float32
     assert np.array_equal(head_weights(schedule, 8, 20, np.array([3, 15])), found[:, [3, 15]])
     assert (head_weights(schedule, 1, 20, epochs) == 1).all()
     assert head_weights(schedule, 2, 20, epochs)[0, 3] == 1
 
 
-def test_one_head_on_two_views_is_tunes():
-    """With its layers and all logits by the neighbour; statistics and queue alike."""
-    refiner = heads_of((4,), 2, negatives="neighbour", statistics="per_view", terms="all")
-    for layers in (refiner.projector, refiner.predictor):
-        for number, layer in enumerate(layers):
-            if isinstance(layer, nn.GELU):
-                layers[number] = nn.ReLU()
-    refiner.predictor[-1] = nn.Identity()
-    nnclr = NNCLRHead(WIDTH, Contrastive(**SHAPE, projector_ema=0.0)).double()
-    names = {name: nnclr.get_parameter(name) for name, _ in refiner.named_parameters()}
-    assert len(names) == len([*nnclr.parameters()])
-    with torch.no_grad():
-        for name, value in refiner.named_parameters():
-            names[name].copy_(value[0] if value.ndim == 3 else value)
-        nnclr.queue.copy_(refiner.queue[0])
-    for step in range(4):
-        features, ids, labels, numbers = batch(1, 2, step)
-        theirs = features.detach().clone().requires_grad_()
-        ours = refiner(features, ids, labels, numbers)
-        expected = nnclr(theirs[0], ids, labels, numbers)
-        ours.loss.backward()
-        expected.loss.backward()
-        torch.testing.assert_close(ours.loss, expected.loss, rtol=1e-12, atol=0)
-        torch.testing.assert_close(features.grad, theirs.grad, rtol=1e-10, atol=1e-14)
-        for name, value in refiner.named_parameters():
-            torch.testing.assert_close(
-                value.grad.view_as(names[name]), names[name].grad, rtol=1e-10, atol=1e-14, msg=name
-            )
-        for name in ("accuracy", "similarity"):
-            torch.testing.assert_close(
-                ours.metrics[f"lookup_{name}.4"], expected.metrics[f"lookup_{name}"]
-            )
-        buffers = dict(nnclr.named_buffers())
-        for name, value in refiner.named_buffers():
-            if name in buffers:
-                torch.testing.assert_close(value.view_as(buffers[name]), buffers[name], msg=name)
+@pytest.mark.parametrize("negatives", ["own", "neighbour"])
+def test_a_ranks_losses_are_its_rows_of_the_global_batchs(negatives, monkeypatch):
+    heads = heads_of(negatives=negatives)
+    anchor, positive, prediction = (
+        F.normalize(torch.randn(3, views, BATCH, 5, dtype=torch.float64), dim=3)
+        for views in (2, 2, 6)
+    )
+    ids, mine = torch.tensor([4, 5, 6, 7, 5, 9]), slice(3, None)  # one image twice
+    whole = heads._losses(anchor, positive, prediction, ids, ids)
+    monkeypatch.setattr(refiner, "rank_and_size", lambda: (1, 2))
+    monkeypatch.setattr(refiner, "gather_rows", lambda _: prediction.permute(2, 0, 1, 3))
+    part = [rows[:, :, mine] for rows in (anchor, positive, prediction)]
+    torch.testing.assert_close(heads._losses(*part, ids[mine], ids), whole[:, :, mine])
 
 
 def test_pairs_as_the_released_code_sums_them():
