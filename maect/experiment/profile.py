@@ -132,7 +132,7 @@ def _found(key: str, value: Any) -> Any:
 
     Names are quoted: Snakemake evaluates resources, and a partition `all` is a function of Python.
     """
-    if key in ("slurm_partition", "slurm_account") and isinstance(value, str):
+    if key in ("slurm_partition", "slurm_account", "slurm_extra") and isinstance(value, str):
         return repr(value.strip("'"))
     if key not in ("setup", "python"):
         return value

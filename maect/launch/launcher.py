@@ -276,7 +276,6 @@ class _Launch:
             self.next_poll = now + self.clusters[job.cluster].interval
             self.notice = notice_of(self.folder, job, self.clusters)
             if job.id is not None and job.state == "submitting":
-                self.clusters[job.cluster].end_submission(self.folder, job)
                 job.state = "submitted"
                 self.write(job)
         return self.notice

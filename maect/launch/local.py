@@ -38,7 +38,7 @@ class Local(Cluster):
     def submit(self, folder: Path, job: Job, resources: Resources) -> None:
         """Start the ranks, each in a session of its own: a Ctrl-C here does not reach them."""
         python = shlex.split(resources.python or "") or [sys.executable]
-        words = [*python, "-P", "-u", "-m", "maect.launch", str(folder), job.name]
+        words = [*python, "-P", "-u", "-m", "maect.launch.worker", str(folder), job.name]
         variables = environment(job.name, job.cpus)
         for rank in range(job.ranks):
             with record.log(folder, job, rank).open("ab") as log:

@@ -7,11 +7,11 @@ Each file has one writer:
     owner.lock             the launcher, which locks it: the holder may write job.json
     jobs/NAME/rank-N.json  rank N: how it ended; rank 0 also its last report, the last step saved,
                            the verdict, where the ranks meet
-    jobs/NAME/*.pkl, *.sh  submitit: what the ranks unpickle, and the script for sbatch
+    jobs/NAME/job.sh       the launcher: the script for sbatch
     jobs/NAME/*.out        the ranks' logs
 
-Only its owner can enter `jobs`: ranks unpickle what lies there, and rank 0 writes the secret by
-which those of several nodes know each other.
+Only its owner can enter `jobs`: SLURM runs the script there, and rank 0 writes the secret by which
+ranks of several nodes know each other.
 """
 
 import os
@@ -226,7 +226,7 @@ def remove_job_folder(folder: Path, name: str) -> None:
 
 
 def log(folder: Path, job: Job, rank: int) -> Path:
-    """Return the log of one rank; on SLURM submitit names it."""
+    """Return the log of one rank; on SLURM submitit's script names it."""
     number = "local" if job.cluster == "local" else job.id
     return job_folder(folder, job.name) / f"{number}_{rank}_log.out"
 

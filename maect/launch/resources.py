@@ -49,7 +49,7 @@ class Resources:
         cpus: CPUs per rank.
         memory_mb: memory per node in MB; None leaves it to the site.
         minutes: wall limit of one job; the ranks are asked to save a little before.
-        sbatch: further "key=value" (or "key") sbatch arguments. `gres=gpu:DEVICES` is asked for
+        sbatch: further sbatch options, "key=value" or "key". `gres=gpu:DEVICES` is asked for
             unless one of these names the GPUs itself; "gres=none" asks for none (CPU partitions).
         setup: script that the compute node sources before anything else (`envs/SITE.sh`).
         python: command that ranks run in place of this Python, such as one in a container.

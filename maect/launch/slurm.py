@@ -1,5 +1,6 @@
-"""Ask SLURM about jobs: the controller first, then accounting. A question that fails is no verdict.
+"""Jobs on SLURM: their script, and what SLURM says of them.
 
+The controller is asked first, then accounting. A question that fails is no verdict.
 The controller is asked about one job by its id; while a job has no id yet, squeue finds it by name.
 Each launcher asks for itself: with 64 jobs in the queue a question took the test cluster's
 controller 0.44 ms (`sdiag`), and a launcher asks twice a minute.
@@ -7,15 +8,23 @@ controller 0.44 ms (`sdiag`), and a launcher asks twice a minute.
 
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
 
+from maect.core.files import write_text
+from maect.core.owners import SAFE_PATH
 from maect.launch import record
 from maect.launch.local import find_processes
 from maect.launch.record import Job
-from maect.launch.resources import Resources
-from maect.launch.shell import command
+from maect.launch.resources import LaunchError, Resources
+from maect.launch.shell import MARK, command, environment
 from maect.launch.state import Cluster, Notice, check_site
 
+SUBMISSION = 300.0  # seconds for sbatch, which itself gives up on a controller after about 100
+ID = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+)?$", re.MULTILINE)
+EXPORTED = (MARK, "PYTHONPATH", SAFE_PATH, "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK")
+"""Variables of a job that its script sets: a site may start jobs without the submitter's."""
 INTERVAL_VARIABLE = "MAECT_SQUEUE_SECONDS"  # shorter for tests
 RUNNING = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT"}
 RUNNING |= {"SIGNALING", "RESIZING", "POWER_UP_NODE"}
@@ -66,16 +75,17 @@ class Slurm(Cluster):
         return match[1] if match else None
 
     def submit(self, folder: Path, job: Job, resources: Resources) -> None:
-        """Submit the job on record and set its id."""
-        from maect.launch import sbatch  # it imports submitit
-
-        job.id = sbatch.submit(folder, job, resources)
-
-    def end_submission(self, folder: Path, job: Job) -> None:
-        """Give the job what it calls."""
-        from maect.launch import sbatch
-
-        sbatch.end_submission(folder, job)
+        """Submit the script of the job on record and set the job's id."""
+        file = record.job_folder(folder, job.name) / "job.sh"
+        write_text(file, script(folder, job.name, resources))
+        words = ("sbatch", "--parsable", str(file))
+        code, out, error = command(*words, timeout=SUBMISSION, env=environment(job.name, job.cpus))
+        if code:
+            raise LaunchError(error or f"sbatch: exit status {code}")
+        ids = ID.findall(out)  # a site's banner may stand before it
+        if not ids:
+            raise LaunchError(f"no job id in what sbatch answered: {out[:200]!r}")
+        job.id = ids[-1]
 
     def poll(self, folder: Path, job: Job) -> Notice:
         """Ask the controller about a job, and accounting if the controller has forgotten it."""
@@ -115,6 +125,44 @@ class Slurm(Cluster):
             which = job.id
         code, _, error = command("scancel", which)
         return code == 0 or any(text in error for text in ALREADY_OVER)
+
+
+def script(folder: Path, name: str, resources: Resources) -> str:
+    """Return the text of a job's script, by submitit.
+
+    Raises:
+        RuntimeError, ValueError: submitit's, such as of a machine without SLURM.
+    """
+    from submitit import SlurmExecutor
+
+    variables = environment(name, resources.cpus)
+    setup = ['echo "maect: attempt ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST"']
+    setup += [f"export {key}={shlex.quote(variables[key])}" for key in EXPORTED]
+    if resources.setup:
+        setup.append(f"source {shlex.quote(resources.setup)} || exit 1")
+    executor = SlurmExecutor(record.job_folder(folder, name))
+    executor.update_parameters(
+        job_name=name,
+        comment=str(folder),
+        partition=resources.partition,
+        account=resources.account,
+        time=resources.minutes,
+        nodes=resources.nodes,
+        ntasks_per_node=resources.devices,
+        cpus_per_task=resources.cpus,
+        mem=f"{resources.memory_mb}MB" if resources.memory_mb else None,
+        signal_delay_s=resources.warning_seconds,
+        setup=setup,
+        srun_args=["--kill-on-bad-exit=1"],
+        additional_parameters=resources.options,
+        stderr_to_stdout=True,
+        wckey=None,
+    )
+    python = resources.python or shlex.quote(sys.executable)
+    # Imports nothing from the folder that the job begins in, where others may write.
+    rank = f"{python} -P -u -m maect.launch.worker {shlex.quote(str(folder))} {shlex.quote(name)}"
+    # submitit 1.5.4 has no public method for it.
+    return str(executor._make_submission_file_text(rank, ""))
 
 
 def _notice(job: Job, state: str, reason: str) -> Notice:

@@ -58,9 +58,6 @@ class Cluster(ABC):
             LaunchError, RuntimeError, ValueError: it was not accepted.
         """
 
-    def end_submission(self, folder: Path, job: Job) -> None:  # noqa: B027 (most have nothing)
-        """Complete a submission whose launcher died before it knew the job's id."""
-
     @abstractmethod
     def poll(self, folder: Path, job: Job) -> Notice:
         """Ask the cluster about a job; LaunchError if it is one of another site."""

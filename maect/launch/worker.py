@@ -1,4 +1,7 @@
-"""Run a function as one rank of a job: environment, signals, reports, the verdict at its end."""
+"""Run a function as one rank of a job: environment, signals, reports, the verdict at its end.
+
+`python -P -u -m maect.launch.worker FOLDER NAME [RANK RANKS]`; SLURM tells its ranks their numbers.
+"""
 
 import faulthandler
 import gc
@@ -7,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -177,12 +181,24 @@ class Rank(Context):
         os._exit(1)
 
 
+def main(arguments: list[str]) -> None:
+    """Run the job on record as one of its ranks."""
+    folder, name, *numbers = arguments
+    if not numbers:
+        run(folder, name)
+        return
+    rank, ranks = map(int, numbers)
+    start(
+        Path(folder), name, ["localhost"],
+        rank=rank, local_rank=rank, world_size=ranks, local_world_size=ranks, node=0,
+    )  # fmt: skip
+
+
 def run(folder: str, name: str) -> None:
-    """Run the job on record as one of its ranks on SLURM; submitit calls this."""
+    """Run the job on record as one of its ranks on SLURM."""
     import submitit
 
     environment = submitit.JobEnvironment()
-    logging.getLogger("submitit").handlers.clear()  # ours has its messages, with time and rank
     start(
         Path(folder),
         name,
@@ -293,10 +309,7 @@ def _call(job: Job, context: Rank) -> str:
 
 
 def _listen(rank: Rank) -> None:
-    """Turn signals and the launcher's request into reasons to stop.
-
-    submitit's own handler would requeue at once from rank 0, in the middle of a step.
-    """
+    """Turn signals and the launcher's request into reasons to stop."""
 
     def note(number: int, frame: FrameType | None) -> None:
         rank.reasons.add("limit" if number == signal.SIGUSR2 else "terminate")
@@ -334,3 +347,10 @@ def requeue(job_id: str) -> None:
             log.info("job %s: saved and put back into the queue", job_id)
             return
         time.sleep(5)  # the controller is away; without it the launcher submits it again
+
+
+if __name__ == "__main__":
+    # By its own name, so that there is one such module in the process.
+    from maect.launch.worker import main
+
+    main(sys.argv[1:])

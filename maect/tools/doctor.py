@@ -31,6 +31,7 @@ from maect.experiment import Experiment
 from maect.experiment.profile import PROFILE, PROFILE_OF_TRAININGS
 from maect.launch import LaunchError, Resources, Task, launch
 from maect.launch.shell import command
+from maect.launch.slurm import script
 from maect.stages import load_recipe
 from maect.tools.launching import Launching, node_range
 from maect.train.engine import Engine, start
@@ -39,7 +40,6 @@ from maect.train.stage import grouped
 PACKAGES = ("torch", "deepspeed", "submitit", "snakemake", "safetensors", "timm")
 SNAKEMAKES = ("mem_mib",)
 """Resources of Snakemake's own that are called nearly as one of ours."""
-FLAGS = {"ntasks_per_node": "ntasks-per-node", "cpus_per_task": "cpus-per-task"}
 TRIAL_MINUTES = 15
 SEEN = 60.0  # seconds for a file to become visible on another node
 MEGABYTES = {"cuda": 256, "cpu": 8}
@@ -155,28 +155,28 @@ def requests(rules: dict[str, dict[str, Any]]) -> list[Finding]:
     if shutil.which("sbatch") is None:
         hint = "run this on a login node of the cluster"
         return [Finding("FAIL", "there is no sbatch on this machine", hint)]
-    groups: dict[tuple[str, ...], tuple[Resources, list[str], bool]] = {}
+    groups: dict[Resources, tuple[list[str], bool]] = {}
     for rule, asked in rules.items():
         if asked.get("cluster") != "slurm":
             continue
-        account = str(asked.get("slurm_account", ""))
-        if account.startswith("$"):
-            hint = f"export {account[1:]}=... in this shell, and where you start Snakemake"
-            return [Finding("FAIL", f"account {account} is not set", hint)]
         least, most = node_range(str(asked.get("nodes", 1)))
         for nodes in sorted({least, most}):
-            wanted = resources(asked, nodes)
-            words = _sbatch(wanted)
+            try:
+                wanted = resources(asked, nodes)
+            except UserError as error:
+                hint = "export the variables that the profile names; correct its other values"
+                return [Finding("FAIL", f"{rule}: {error}", hint)]
             # The upper end of one rule's range may be the least that another rule asks for.
-            _, rules_so_far, optional = groups.get(words, (wanted, [], True))
-            groups[words] = (wanted, [*rules_so_far, rule], optional and nodes > least)
-    return [_request(words, *group) for words, group in groups.items()]
+            rules_so_far, optional = groups.get(wanted, ([], True))
+            groups[wanted] = ([*rules_so_far, rule], optional and nodes > least)
+    return [_request(wanted, *group) for wanted, group in groups.items()]
 
 
-def _request(
-    words: tuple[str, ...], wanted: Resources, rules: list[str], is_the_most: bool
-) -> Finding:
-    code, _, stderr = command("sbatch", "--test-only", *words, "--wrap", "true")
+def _request(wanted: Resources, rules: list[str], is_the_most: bool) -> Finding:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.sh"
+        file.write_text(script(Path(folder), "maect-doctor", wanted), encoding="utf-8")
+        code, _, stderr = command("sbatch", "--test-only", str(file))
     partition = wanted.partition or "the default partition"
     what = (
         f"{wanted.nodes} x {wanted.devices} devices in {partition}"
@@ -191,20 +191,6 @@ def _request(
         return Finding("note", f"too much: {what}: {reason}", "lower the upper end of `nodes`")
     hint = "correct partition, account, runtime, devices or slurm_extra of these rules"
     return Finding("FAIL", f"{what}: {reason}", hint)
-
-
-def _sbatch(wanted: Resources) -> tuple[str, ...]:
-    """Return the launcher's own parameters as options of sbatch."""
-    from maect.launch import sbatch  # it imports submitit
-
-    parameters = sbatch.parameters(wanted, "maect-doctor", Path("doctor"))
-    keys = ("partition", "account", "time", "nodes", "ntasks_per_node", "cpus_per_task", "mem")
-    asked = {key: parameters[key] for key in keys} | parameters["additional_parameters"]
-    return tuple(
-        f"--{FLAGS.get(key, key)}" + ("" if value is True else f"={value}")
-        for key, value in asked.items()
-        if value is not None
-    )
 
 
 def storage(experiment: Experiment) -> list[Finding]:

@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 # costs on any number of ranks (gradients, launches) soon is most of it: docs/scaling.md.
 WORTH_A_RANK = 1e13
 WALL_MINUTES = 1440
-# Arguments of sbatch without a value: any other word between commas belongs to the value before it.
-SBATCH_FLAGS = {
-    "contiguous", "exclusive", "hold", "kill-on-invalid-dep", "no-kill", "no-requeue",
-    "overcommit", "oversubscribe", "reboot", "requeue", "spread-job", "use-min-nodes",
-}  # fmt: skip
+AT_A_COMMA = re.compile(r",(-|[A-Za-z][\w-]*=|$)")
+"""Where another option begins behind a comma, as they were separated in version 0.2.0."""
 
 
 @Parameter(name="*", group=Group("Place and resources"))
@@ -40,7 +37,7 @@ class Launching:
         minutes: wall limit of one job.
         partition: of SLURM.
         account: of SLURM, to which the job is charged.
-        sbatch: further sbatch options, KEY=VALUE,KEY=VALUE.
+        sbatch: further sbatch options, such as "--qos=long --constraint=a100".
         setup: script that the compute node sources first.
         python: what ranks run in place of this Python.
         log: also write messages to this file.
@@ -117,14 +114,13 @@ def full_paths(command: str) -> str:
 
 
 def sbatch_arguments(text: str) -> tuple[str, ...]:
-    """Split arguments of sbatch at commas; `exclude=a,b` is one of them."""
-    arguments: list[str] = []
-    for part in filter(None, (word.strip() for word in text.split(","))):
-        if arguments and "=" not in part and part.lstrip("-") not in SBATCH_FLAGS:
-            arguments[-1] += f",{part}"
-        else:
-            arguments.append(part)
-    return tuple(arguments)
+    """Split options of sbatch, which are separated by blanks; UserError if they are by commas."""
+    options = tuple(word.removeprefix("--") for word in shlex.split(text))
+    for option in options:
+        # The value of `export` has this form.
+        if AT_A_COMMA.search(option) and not option.startswith("export="):
+            raise UserError(f"slurm_extra: {option}: separate options by blanks: --qos=A --hold")
+    return options
 
 
 def count_devices(devices: str) -> int:

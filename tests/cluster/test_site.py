@@ -38,7 +38,7 @@ def with_changes(folder: Path, **changes: object) -> Path:
 
 def test_two_nodes_reach_each_other(cluster: Cluster, tmp_path: Path) -> None:
     # The GPUs of the test cluster are files: a run that asks for none has no fault.
-    profile = with_changes(tmp_path, devices=1, slurm_extra="gres=none")
+    profile = with_changes(tmp_path, devices=1, slurm_extra="--gres=none")
     code, lines = doctor(cluster, tmp_path, profile)
     text = "\n".join(lines)
     assert code == 0, text

@@ -120,7 +120,7 @@ class KilledRun:
 
     def processes(self, victim: str) -> list[psutil.Process]:
         """Live processes that a kill may hit."""
-        signs = {"rank": "-m maect.launch ", "launcher": "maect train ", "everything": ""}
+        signs = {"rank": "-m maect.launch.worker ", "launcher": "maect train ", "everything": ""}
         if victim == "Snakemake":
             assert self.snakemake is not None
             return [psutil.Process(self.snakemake.pid)] if self.snakemake.poll() is None else []

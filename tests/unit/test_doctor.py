@@ -73,7 +73,12 @@ def test_the_job_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_one_rule_needs_is_no_upper_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 nodes are the end of one rule's range, and all that another rule asks for."""
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "sbatch")
-    monkeypatch.setattr(doctor, "command", lambda *words: (int("--nodes=16" in words), "", "no"))
+
+    def command(*words: str) -> tuple[int, str, str]:
+        assert words[:-1] == ("sbatch", "--test-only")
+        return int("--nodes=16\n" in Path(words[-1]).read_text()), "", "no"
+
+    monkeypatch.setattr(doctor, "command", command)
     asked = {"cluster": "slurm", "devices": 4, "cpus_per_task": 8, "slurm_partition": "p"}
     findings = doctor.requests(
         {"pretrain": asked | {"nodes": "1..16"}, "tune": asked | {"nodes": 16}}
@@ -81,6 +86,8 @@ def test_what_one_rule_needs_is_no_upper_end(monkeypatch: pytest.MonkeyPatch) ->
     assert [finding.kind for finding in findings] == ["ok", "FAIL"]
     findings = doctor.requests({"pretrain": asked | {"nodes": "1..16"}})
     assert [finding.kind for finding in findings] == ["ok", "note"]
+    (fault,) = failures(doctor.requests({"pretrain": asked | {"slurm_account": "$MINE"}}))
+    assert fault == "pretrain: --account $MINE: this variable is not set; export it"
 
 
 def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,13 @@ from maect.experiment.profile import HERE, by_rule, find_profile, like_slurm
 from maect.recipes import load_encoder
 from maect.recipes.cost import relative_speed
 from maect.stages import STAGES, load_recipe
-from maect.tools.launching import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
+from maect.tools.launching import (
+    WORTH_A_RANK,
+    fixed_nodes,
+    node_range,
+    sbatch_arguments,
+    training_nodes,
+)
 from maect.train.watchdog import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +44,7 @@ def test_a_site_says_where_every_rule_computes(name: str) -> None:
         assert values["cluster"] == "slurm" and values["slurm_account"] == "'$MAECT_ACCOUNT'"
         assert 0 < values["runtime"] <= asked["pretrain"]["runtime"] and values["devices"] > 0
         assert (ROOT / values["setup"]).exists()
-        for argument in filter(None, values.get("slurm_extra", "").split(",")):
+        for argument in sbatch_arguments(values.get("slurm_extra", "").strip("'")):
             assert re.fullmatch(r"[a-z-]+=[a-z0-9:_./-]+", argument), argument
 
 
@@ -56,7 +62,7 @@ def test_a_kill_costs_no_more_than_its_work(name: str) -> None:
 def test_a_site_says_only_what_differs() -> None:
     site = {
         "training": {"devices": 2, "slurm_partition": "gpu2"},
-        "cpu": {"slurm_partition": "batch", "slurm_extra": "gres=none"},
+        "cpu": {"slurm_partition": "batch", "slurm_extra": "--gres=none"},
         "knn": {"runtime": 7},
     }
     asked = like_slurm(site)["set-resources"]
@@ -204,8 +210,9 @@ def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
     """Snakemake runs a job again whose parameters or inputs change: no cluster setting is there."""
     elsewhere = {
         "cluster": "slurm", "nodes": 3, "devices": 5, "cpus_per_task": 7, "mem_mb": 11,
-        "runtime": 13, "slurm_partition": "p", "slurm_account": "a", "slurm_extra": "qos=q",
-        "setup": "s.sh", "save_every_minutes": 17, "stage_to": "t", "gpu": "g", "python": "y",
+        "runtime": 13, "slurm_partition": "p", "slurm_account": "a",
+        "slurm_extra": "--qos=q --hold", "setup": "s.sh", "save_every_minutes": 17,
+        "stage_to": "t", "gpu": "g", "python": "y",
     }  # fmt: skip
     here = parsed()
     computing = [name for name, rule in here["rules"].items() if "cluster" in rule["resources"]]

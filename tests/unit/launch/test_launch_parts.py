@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -10,8 +11,9 @@ from launching import HERE
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.launch import LaunchError, Resources, Task, launch, progress, sbatch
+from maect.launch import LaunchError, Resources, Task, launch, progress
 from maect.launch.record import unique_name
+from maect.launch.slurm import script
 from maect.launch.worker import Rank
 from maect.tools.launching import Launching
 
@@ -42,7 +44,7 @@ def test_wrong_resources_are_refused(make, wrong, words):
 def test_words_for_resources():
     words = Launching(
         cluster="slurm", devices="4", cpus="8", memory_mb=2049, minutes=60,
-        partition="gpu", sbatch="qos=normal,exclusive", setup="envs/slurm.sh",
+        partition="gpu", sbatch="--qos=normal exclusive", setup="envs/slurm.sh",
     )  # fmt: skip
     wanted = words.resources(2)
     assert wanted == Resources(
@@ -80,27 +82,30 @@ def test_progress_is_logged_now_and_then(caplog, monkeypatch):
     assert times[:3] == [0, 10, 20] and times[-2:] == [830, 890]
 
 
-def test_what_is_asked_of_slurm(tmp_path):
-    from submitit.slurm.slurm import _make_sbatch_string
-
+def test_what_is_asked_of_slurm(tmp_path, commands):
     resources = Resources(
         cluster="slurm", nodes=2, devices=4, cpus=12, memory_mb=494000, minutes=120,
         partition="booster", account="me", sbatch=("reservation=r", "exclusive"),
         setup="envs/a b.sh",
     )  # fmt: skip
     name = unique_name(tmp_path / "mae")
-    text = _make_sbatch_string("go", tmp_path, **sbatch.parameters(resources, name, tmp_path))
+    folder = tmp_path / "a b"
+    text = script(folder, name, resources)
     for line in ("nodes=2", "ntasks-per-node=4", "cpus-per-task=12", "time=120", "requeue",
                  "gres=gpu:4", "partition=booster", "account=me", "reservation=r", "exclusive",
                  "signal=USR2@300", f"job-name={name}", "open-mode=append",
                  "mem=494000MB"):  # fmt: skip
         assert f"#SBATCH --{line}\n" in text, line
-    assert "srun --unbuffered" in text and "--kill-on-bad-exit=1" in text
+    log = shlex.quote(f"{folder}/jobs/{name}/%j_%t_log.out")
+    start = f"srun --unbuffered --output {log} --kill-on-bad-exit=1 {sys.executable} -P -u"
+    assert f"\n{start} -m maect.launch.worker '{folder}' {name}\n" in text
+    assert "--error" not in text
     assert "export SRUN_CPUS_PER_TASK=12\n" in text and "wckey" not in text
     assert "export PYTHONSAFEPATH=1\n" in text  # a site may start jobs without our environment
     assert "source 'envs/a b.sh' || exit 1\n" in text
-    cpu = sbatch.parameters(Resources("slurm", sbatch=("gres=none",)), name, tmp_path)
-    assert cpu["additional_parameters"]["gres"] == "none"
+    assert "#SBATCH --gres=none\n" in script(
+        folder, name, Resources("slurm", sbatch=("gres=none",))
+    )
 
 
 def test_slurm_without_slurm_says_so(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from slurm_commands import AWAY, UNKNOWN, Clock
 
 from maect.core.errors import UserError
 from maect.core.files import sealed
-from maect.launch import Resources, Task, launcher, record, sbatch, slurm
+from maect.launch import Resources, Task, launcher, record, slurm
 from maect.launch.record import Job
 from maect.launch.resources import LaunchError
 from maect.launch.shell import command, environment
@@ -197,12 +197,17 @@ def test_arguments_that_would_lose_the_job_are_refused(argument):
         Resources("slurm", sbatch=(argument,))
 
 
-def test_a_list_is_one_argument():
-    text = "exclude=n1,n[3-5,7],qos=default,exclusive, gres=gpu:4,nvme:1"
+def test_blanks_separate_options():
+    text = "--exclude=n1,n[3-5,7] qos=default  --exclusive gres=gpu:4,nvme:1 --export=ALL,A=1"
+    text += " '--comment=a b'"
     assert sbatch_arguments(text) == (
-        "exclude=n1,n[3-5,7]", "qos=default", "exclusive", "gres=gpu:4,nvme:1",
+        "exclude=n1,n[3-5,7]", "qos=default", "exclusive", "gres=gpu:4,nvme:1", "export=ALL,A=1",
+        "comment=a b",
     )  # fmt: skip
     assert sbatch_arguments("") == ()
+    for old in ("gres=gpu:4,threads-per-core=1", "exclusive,qos=a", "qos=a, hold", "--a=1,--b=2"):
+        with pytest.raises(UserError, match="separate options by blanks"):
+            sbatch_arguments(old)
 
 
 def take_over(run) -> str:
@@ -246,7 +251,9 @@ ANSWERS = {
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 def test_the_job_s_id_is_sbatch_s_own(tmp_path, commands, job, answer):
     (commands.folder / "sbatch.says").write_bytes(answer)
-    assert sbatch.submit(tmp_path / "run", job, Resources("slurm")) == "41"
+    record.make_job_folder(tmp_path / "run", job.name)
+    Slurm().submit(tmp_path / "run", job, Resources("slurm"))
+    assert job.id == "41"
     assert "--parsable" in commands.asked("sbatch")[0]
 
 
