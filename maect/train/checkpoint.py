@@ -165,7 +165,7 @@ class Saver:
             with suppress(OSError):  # rank 0 gives up waiting, and cleans up
                 if self.rank == 0:
                     if not is_complete(folder):  # an earlier save of this step may be complete
-                        shutil.rmtree(folder, ignore_errors=True)
+                        shutil.rmtree(folder)
                 else:
                     # The file stays: it may be of an earlier save of this step.
                     note = {"error": str(error), "save": self._number}
@@ -182,8 +182,7 @@ class Saver:
         with atomic_write(own) as temporary:
             save_file(tensors, temporary)
             digest = sha256_file(temporary)
-        note = {"sha256": digest, "step": record["step"], "save": self._number}
-        write_record(own.with_suffix(".json"), note)
+        write_record(own.with_suffix(".json"), {"sha256": digest, "save": self._number})
         if not self._lock:
             return
         files = {

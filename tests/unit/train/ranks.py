@@ -1,4 +1,4 @@
-"""Runs trainings on several ranks, each a process forked from one that has imported everything."""
+"""Runs trainings on ranks, each a process forked from one that has imported everything, or here."""
 
 import gc
 import multiprocessing
@@ -189,3 +189,24 @@ def run(world_size, *jobs, log: Path, **options):
     A job is the arguments of `train`, or of what it names as `function`.
     """
     return Ranks(world_size, list(jobs), log, **options).finish()
+
+
+class Alone(Place):
+    """The only rank, in the process of the test."""
+
+    store = Context.store
+    fail = Context.fail
+
+
+def alone(*jobs, **options):
+    """Verdicts of several trainings in a row on one rank in this process, about a second each."""
+    from maect.train.engine import single_rank_group
+
+    verdicts = []
+    for job in jobs:
+        arguments = dict(job)
+        function = arguments.pop("function", train)
+        place = Alone(0, 0, 1, **options)
+        with single_rank_group(place):
+            verdicts.append(function(place, **arguments))
+    return verdicts

@@ -98,7 +98,7 @@ def test_a_state_of_other_ranks_is_resumed_from_only_when_told(
     with caplog.at_level("INFO"):
         reader = find_state(tmp_path / "state", "ours", Place(0, 0, 1), True, CPU)
     assert reader is not None and reader.step == 5
-    assert "converted from 2 ranks to 1" in caplog.text and "from step 5" in caplog.text
+    assert f"{state}: converted from 2 ranks to 1" in caplog.text
 
 
 def test_each_rank_checks_its_share_of_the_files(tmp_path: Path) -> None:
@@ -151,6 +151,10 @@ def test_a_rank_that_never_writes_is_not_waited_for_without_end(
     saver.wait()
     assert saver.error is not None and "rank 1 did not write its part" in saver.error
     assert not (tmp_path / "state/step-000000005").exists()
+    other = Saver(tmp_path, Place(1, 1, 2), None)
+    other.save(5, {"param|1|w": torch.zeros(4)}, {"fingerprint": "ours"})
+    other.wait()
+    assert other.error is None and read_notes(tmp_path) == {}  # rank 0 alone writes them
 
 
 def test_damaged_state_is_set_aside_and_does_not_push_out_new_ones(tmp_path: Path) -> None:
@@ -160,9 +164,24 @@ def test_damaged_state_is_set_aside_and_does_not_push_out_new_ones(tmp_path: Pat
     reader = find(tmp_path)
     assert reader is not None and reader.step == 5
     assert (tmp_path / "state/damaged-step-000000009/rank-0000.safetensors").exists()
-    save(tmp_path, 6)
-    save(tmp_path, 7)
-    assert steps(tmp_path) == [7, 6]
+    for step in (6, 7, 9):
+        save(tmp_path, step)
+    assert steps(tmp_path) == [9, 7]
+    (newest / "rank-0000.safetensors").write_bytes(b"damaged again")
+    reader = find(tmp_path)
+    assert reader is not None and reader.step == 7
+
+
+def test_a_state_that_another_rank_finds_damaged_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = [save(tmp_path, step) for step in (5, 9)][-1]
+    faults = [1.0, 0.0, 1.0]
+    monkeypatch.setattr(checkpoint, "sum_scalars", lambda *_: [faults.pop(0)])
+    reader = find(tmp_path)
+    assert reader is not None and reader.step == 5 and not newest.exists()
+    with pytest.raises(UserError, match="step-000000005: damaged, as another rank says"):
+        find(tmp_path)
 
 
 def test_another_run_s_state_is_not_gone_on_from(tmp_path: Path) -> None:

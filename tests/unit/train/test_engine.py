@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Place, run
+from ranks import Place, alone, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import ENCODER, losses, metrics
 
@@ -36,6 +36,7 @@ from maect.train.engine import cast_parts
 from maect.train.objective import Objective
 from maect.train.passes import compile_blocks, is_to_be_compiled
 from maect.train.run_lock import RunLock
+from maect.train.trainer import TrainingFault
 
 
 class Bare(Objective):
@@ -183,11 +184,11 @@ def test_contrastive_stages_refuse_accumulation_with_the_reason():
     load_recipe("mae", "base").check_computing(twice)
 
 
-def test_what_a_run_records(job, tmp_path):
+def test_what_a_run_records(job):
     """TensorBoard has what metrics.jsonl has, once, over an interruption; run.json the rest."""
-    value, log = job("mae", "mae"), tmp_path / "log"
+    value = job("mae", "mae")
     folder = Path(value["folder"])
-    assert run(1, value | {"stop_at": 4}, value, log=log) == ["requeue", "done"]
+    assert alone(value | {"stop_at": 4}, value) == ["requeue", "done"]
     board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     board.Reload()
     wanted = {"loss", "lr", "lr_lowest", "grad_norm", "epoch", "images_per_second", "memory_gib"}
@@ -215,23 +216,21 @@ def test_what_a_run_records(job, tmp_path):
     assert not diff.exists() or diff.read_text().startswith("diff --git")
 
 
-def test_a_damaged_source_is_not_trained_on(job, tmp_path):
-    log = tmp_path / "log"
+def test_a_damaged_source_is_not_trained_on(job):
     value = job("mae", "mae", epochs=1)
-    assert run(1, value, log=log) == ["done"]
+    assert alone(value) == ["done"]
     with open(Path(value["folder"]) / "encoder.safetensors", "r+b") as file:
         file.seek(-2, 2)
         file.write(b"\1\2")
-    message = run(1, job("head", "head_min", "mae"), log=log)
-    assert "encoder.safetensors: damaged" in message and "run.json" in message
+    with pytest.raises(UserError, match=r"encoder\.safetensors: damaged .*run\.json"):
+        alone(job("head", "head_min", "mae"))
 
 
-def test_a_collapsed_embedding_stops_the_run_with_a_saved_state(job, tmp_path):
-    log = tmp_path / "log"
+def test_a_collapsed_embedding_stops_the_run_with_a_saved_state(job):
     # One channel can only be 1 or -1 after normalisation.
     jobs = [job("mae", "mae", epochs=1), job("head", "head_min", "mae", head={"embedding": 1})]
-    message = run(1, *jobs, log=log)
-    assert "step 10: all embeddings lie on a line" in message
+    with pytest.raises(TrainingFault, match="step 10: all embeddings lie on a line"):
+        alone(*jobs)
     folder = Path(jobs[1]["folder"])
     assert [place.name for place in complete_states(folder / "state")] == ["step-000000010"]
     assert len(losses(folder)) == 10 == len(metrics(folder))  # the last one shows the collapse
@@ -264,7 +263,8 @@ def test_a_second_save_of_a_step_that_fails_spoils_nothing(tmp_path, monkeypatch
         checkpoint.check_files(state, checkpoint.state_record(state, "ours"), rank, 2)
 
 
-def test_people_are_told_that_nothing_is_saved(tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_people_are_told_that_nothing_is_saved(tmp_path, monkeypatch, caplog):
     """Once, and whatever becomes of their message."""
     place, said = Place(0, 0, 1), []
 
@@ -286,7 +286,7 @@ def test_people_are_told_that_nothing_is_saved(tmp_path, monkeypatch):
 
     assert [save(step) for step in (1, 2, 3)] == [1, 1, 1]
     assert "state of step 1 not saved" in said[0] and "quota exceeded" in said[0]
-    assert "state of step 3" in saver.error
+    assert "state of step 3" in saver.error and saver.error in caplog.text
 
 
 def piece(values, start, stop):

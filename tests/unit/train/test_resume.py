@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import refused, run, train
+from ranks import alone, refused, run, train
 from safetensors.torch import load_file
 from tiny_runs import ENCODER, losses, metrics
 
@@ -127,28 +127,53 @@ def test_another_number_of_ranks_only_when_told(job, tmp_path, whole):
     assert losses(moved["folder"])[:5] == losses(two["folder"])[:5]
 
 
-def test_changed_recipe_never_continues_and_deletes_nothing(job, tmp_path):
-    log = tmp_path / "log"
+def test_a_run_on_one_rank_goes_on_with_the_same_bits(job, tmp_path):
+    """Queue, EMA projector, running average and losses of the epochs, from a state of any step."""
+    starts = job("mae", "mae", epochs=1), job("head", "head_min", "mae", epochs=1)
+    whole, broken = (job(name, "ct_min", "head") for name in ("whole", "broken"))
+    assert alone(*starts, whole) == ["done"] * 3
+    for step in (3, 5):
+        assert alone(broken | ALWAYS | {"stop_at": step}) == ["requeue"]
+        assert steps_saved(broken["folder"])[-1] == step
+        assert not RunRecord.path(Path(broken["folder"])).exists()
+    assert alone(broken) == ["done"]
+    identical(whole["folder"], broken["folder"])
+    records = [RunRecord.of(Path(each["folder"])) for each in (whole, broken)]
+    for record in records:
+        # Two and a half steps an epoch: its loss counts where a step begins.
+        steps = np.split(losses(whole["folder"]), (3, 5, 8))
+        np.testing.assert_allclose(record.losses, [each.mean() for each in steps])
+        assert (record.run, record.world_size) in (("whole", 1), ("broken", 1))
+        assert record.settings == whole["settings"] and record.source == "head"
+        assert record.unlogged_steps is None and record.scores is None
+        assert {*record.sha256} == {"encoder.safetensors", "head.safetensors"} == {*record.files}
+    assert records[0].sha256 == records[1].sha256
+    assert records[0].fingerprint == records[1].fingerprint
+    assert 0 < records[1].useful_part <= 1 and records[1].images_per_second > 0
+
+
+def test_changed_recipe_never_continues_and_deletes_nothing(job, tmp_path, caplog):
+    caplog.set_level("INFO")
     old, new = job("run", "mae"), job("run", "mae", base_lr=2e-3)
     fresh, undisturbed = job("fresh", "mae", base_lr=2e-3), job("undisturbed", "mae")
-    assert run(1, old | {"stop_at": 5}, new, log=log) == ["requeue", "done"]
-    assert "since it was trained; what it left is kept in stale-" in log.read_text()
-    assert "resuming" not in log.read_text()
+    assert alone(old | {"stop_at": 5}, new) == ["requeue", "done"]
+    assert "since it was trained; what it left is kept in stale-" in caplog.text
+    assert "resuming" not in caplog.text
     aside = next(Path(new["folder"]).glob("stale-*"))
     assert len(metrics(aside)) == 5 and steps_saved(aside) == [5]
-    assert run(1, fresh, undisturbed, log=log) == ["done"] * 2
+    assert alone(fresh, undisturbed) == ["done"] * 2
     identical(fresh["folder"], new["folder"])
     # Changed back, it goes on from what was set aside.
-    assert run(1, old, log=log) == ["done"]
-    assert "resuming from step 5" in log.read_text()
+    assert alone(old) == ["done"]
+    assert "resuming from step 5" in caplog.text
     assert [path.name for path in Path(old["folder"]).glob("stale-*")] != [aside.name]
     identical(undisturbed["folder"], old["folder"])
     # And forth: what had finished is put back as it was, also where its states were cleaned.
     finished = next(Path(old["folder"]).glob("stale-*"))
     shutil.rmtree(finished / "state")
     node = (finished / "encoder.safetensors").stat().st_ino
-    assert run(1, new, log=log) == ["done"]
-    assert f"what {finished.name} has is put back" in log.read_text()
+    assert alone(new) == ["done"]
+    assert f"what {finished.name} has is put back" in caplog.text
     identical(fresh["folder"], new["folder"])
     assert (Path(new["folder"]) / "encoder.safetensors").stat().st_ino == node
 
@@ -171,7 +196,7 @@ def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, whole):
     identical(whole / "ct_min", full["folder"])
 
 
-def test_refusals(job, tmp_path, whole):
+def test_refusals(job, whole):
     wider = job("wider", "ct_min", whole / "head_min")
     wider["encoder"] = wider["encoder"] | {"width": 32}
     other = job("other", "ct_min", whole / "head_min", head={"embedding": 4})
@@ -183,7 +208,7 @@ def test_refusals(job, tmp_path, whole):
         "has width 16, this run has 32": wider,
     }
     refusing = [value | {"function": refused} for value in table.values()]
-    for words, said in zip(table, run(1, *refusing, log=tmp_path / "log"), strict=True):
+    for words, said in zip(table, alone(*refusing), strict=True):
         assert words in said
 
 
