@@ -47,6 +47,7 @@ def run(module: str, entry: dict[str, Any], children: int, endings: str) -> dict
         subprocess.run(["rm", "-rf", str(folder)], check=True)
         folder.mkdir(parents=True)
         _prepare(folder, module, entry)
+        (folder / "revision").write_text(_revision())  # that mutmut is about to copy
         (folder / "state").write_text(state)
     if not (folder / "done").exists():
         names = [f"*__mutmut_*{digit}" for digit in endings]
@@ -71,7 +72,8 @@ def run(module: str, entry: dict[str, Any], children: int, endings: str) -> dict
         else:
             counts["survived"] += 1
             survivors.append(fault if status == "survived" else f"{fault} ({status})")
-    return {"revision": _revision(), "counts": counts, "survivors": survivors}
+    revision = (folder / "revision").read_text()
+    return {"revision": revision, "counts": counts, "survivors": survivors}
 
 
 def _prepare(folder: Path, module: str, entry: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ def _words(values: ArrayLike) -> NDArray[np.uint64]:
     array = np.atleast_1d(np.asarray(values))
     if array.dtype.kind not in "iu":
         raise TypeError(f"integers expected, not {array.dtype}")
-    return array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array.astype("u8")
+    return array.astype(np.uint64)  # of a negative one: modulo 2^64
 
 
 def keys(seed: int, epochs: ArrayLike, ids: ArrayLike, view: int, stream: int) -> NDArray:

@@ -96,7 +96,7 @@ def test_protocol_is_the_plain_loop(job: EvaluationJob, rank: Rank) -> None:
     assert confusion.sum() == 90
     assert 100 * np.trace(confusion) / 90 == pytest.approx(metrics["accuracy"])
     assert np.array_equal(confusion.sum(1), counts)
-    assert arrays["centers"].shape == (6, 12)
+    assert arrays["centers"].shape == (6, 12) and confusion.shape == (6, 6)
 
 
 def test_processes_do_not_matter(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +104,15 @@ def test_processes_do_not_matter(job: EvaluationJob, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(clustering, "SMALL", 0)
     runs = [Clustering(runs=4, batch_size=32).evaluate(Rank(cpus=n), job) for n in (1, 2)]
     assert runs[0] == runs[1]
+
+
+def test_clusters_name_the_features_that_they_are_of(tmp_path: Path) -> None:
+    parts = {"norm": "none", "blocks": 2, "precision": "bf16"}
+    test = open_features(store(tmp_path / "a.safetensors", *blobs(9, 4, 2, 0), **parts))
+    assert clustering.origin(test) == {
+        "encoder_sha256": "e" * 64, "index_digest": "d" * 64, "norm": "none", "blocks": 2,
+        "pooling": "cls", "resize": 16,
+    }  # fmt: skip
 
 
 def test_class_subset(tmp_path: Path, job: EvaluationJob, rank: Rank) -> None:

@@ -2,9 +2,12 @@
 
 import hashlib
 import shutil
+import struct
+import zlib
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageOps
 from sklearn.metrics import jaccard_score
 from sklearn.neighbors import KNeighborsClassifier
@@ -14,9 +17,11 @@ from maect.core.files import read_record
 from maect.data.bundled import draw
 from maect.data.index import WIDTH, open_index
 from maect.data.shards import shard
-from maect.evaluate import patch_classifiers
+from maect.data.transforms import normalize
+from maect.evaluate import dense, patch_classifiers
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.dense import MaskSplit, miou
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.knn import nearest
 from maect.evaluate.patch_classifiers import (
@@ -179,6 +184,25 @@ def test_patches_lie_where_their_pixels_do(drawn):
         row, column = divmod(13, 8)
         wanted = mask[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
         assert cells[number, 13].tolist() == wanted.flatten().tolist()
+    assert split.numbers(2) == np.unique([draw(number)[1] for number in range(40, 60)]).tolist()
+    for size, patches in ((32, 63), (33, 64)):
+        with pytest.raises(UserError, match=f"{patches} patches do not tile {size} x {size}"):
+            split.patches(size, patches, 1)
+
+
+def test_patch_tokens_are_the_encoders_of_whole_images(drawn, monkeypatch):
+    """Batch after batch; how many images are done is reported."""
+    monkeypatch.setattr(dense, "_AT_ONCE", 8)
+    encoding = Encoding(drawn / "runs/mae/encoder.safetensors", torch.device("cpu"))
+    index, rank = open_index(drawn / "shards/val"), Rank()
+    found = dense.encode_patches(rank, index, encoding)
+    pictures = np.stack([draw(int(index.key(i)))[0] for i in range(20)]).transpose(0, 3, 1, 2)
+    with torch.no_grad():
+        images = normalize(torch.from_numpy(pictures), encoding.settings.pixels)
+        tokens = encoding.encoder(images).tokens[:, encoding.settings.prefix_tokens :]
+    np.testing.assert_allclose(found, tokens, atol=2e-4)
+    assert [report["step"] for report in rank.reports] == [8, 16, 20]
+    assert {report["steps"] for report in rank.reports} == {20}
 
 
 @pytest.mark.parametrize(
@@ -208,6 +232,15 @@ def test_masks_that_do_not_fit_are_refused(drawn, tmp_path):
     shutil.copytree(drawn / "images" / "val_masks", folder)
     Image.new("L", (31, 32)).save(folder / "0041.png")
     Image.new("RGB", (32, 32)).save(folder / "0042.png")
+    palette = Image.fromarray(draw(43)[1], "P")
+    palette.putpalette([*range(48)])
+    palette.save(folder / "0043.png", bits=4)
+    header, rows = struct.pack(">IIBBBBB", 32, 32, 4, 0, 0, 0, 0), 32 * (b"\0" + bytes(16))
+    grey = b"\x89PNG\r\n\x1a\n"  # of 4 bits, which Pillow does not write
+    for name, part in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+        grey += struct.pack(">I", len(part)) + name + part
+        grey += struct.pack(">I", zlib.crc32(name + part))
+    (folder / "0044.png").write_bytes(grey)
     shard(folder, tmp_path / "shards", "masks", 1)
     masks = open_index(tmp_path / "shards")
     with pytest.raises(UserError, match="'0041' is not of the image's size"):
@@ -216,9 +249,11 @@ def test_masks_that_do_not_fit_are_refused(drawn, tmp_path):
     shutil.copy(drawn / "images" / "val_masks" / "0041.png", folder / "0041.png")
     shard(folder, tmp_path / "again", "masks", 1)
     split = MaskSplit(images, open_index(tmp_path / "again"))
-    row = [int(images.key(i)) for i in range(images.n)].index(42)
-    with pytest.raises(UserError, match="mode RGB"):
-        split.read(row)
+    rows = [int(images.key(i)) for i in range(images.n)]
+    for number, depth in ((42, "the mode RGB"), (44, "4-bit grey")):
+        with pytest.raises(UserError, match=f"'00{number}' has pixels of {depth}"):
+            split.read(rows.index(number))
+    assert np.array_equal(split.read(rows.index(43)), draw(43)[1])
 
 
 def test_masks_are_joined_by_names_of_any_length_and_never_to_two_images(tmp_path):

@@ -12,9 +12,12 @@ from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.outcomes import (
+    accuracy_intervals,
     compare_results,
     difference,
+    held_out_for,
     holm,
+    intervals,
     mcnemar,
     pack,
     sign_flips,
@@ -38,6 +41,12 @@ def test_outcomes_are_read_back(trials: int) -> None:
         unpack(Outcome(images=57, trials=0, right=kept.right))
     with pytest.raises(ValueError, match="of 56 images"):
         unpack(Outcome(images=56, trials=trials, right=kept.right))
+
+
+def test_outcomes_are_kept_of_up_to_65535_trials() -> None:
+    assert unpack(pack(np.ones((65535, 2), bool))).tolist() == [1, 1]
+    with pytest.raises(ValueError, match="65536 trials"):
+        pack(np.ones((65536, 2), bool))
 
 
 def replace_right(kept: Outcome, right: str) -> Outcome:
@@ -132,6 +141,26 @@ def test_a_paired_interval_is_narrower_than_two_apart() -> None:
     assert high - low < 0.6 * apart
     with pytest.raises(ValueError, match="of 2 and 3 images"):
         difference(np.zeros(2), np.zeros(3))
+
+
+@pytest.mark.parametrize("images", [4, 300])
+def test_all_right_or_all_wrong_has_wilsons_interval(images: int) -> None:
+    """Its end is where the share found is as unlikely as 1.96 standard errors."""
+    low, high = accuracy_intervals(np.tile([100.0, 0.0], (images, 1)))
+    p = low[0] / 100
+    assert 1 - p == pytest.approx(1.96 * math.sqrt(p * (1 - p) / images))
+    assert [*low[1:], *high] == pytest.approx([0, 100, 100 - low[0]])
+    some = (np.arange(images) % 4 > 0) * 100.0
+    both = accuracy_intervals(np.stack([some, np.zeros(images)], 1))
+    assert [ends[0] for ends in both] == [ends[0] for ends in intervals(some[:, None])]
+
+
+@pytest.mark.parametrize(("tests", "held"), [(10**6, 400), (400, 400), (100, 100), (2, 2), (1, 1)])
+def test_a_tenth_is_held_out_or_as_many_as_test_images(tests: int, held: int) -> None:
+    contents = np.random.default_rng(0).permutation(4000).tolist()
+    assert held_out_for(np.zeros(4000, int), contents, tests).sum() == held
+    # The only image of a class teaches.
+    assert held_out_for(np.array([3, 5, 3]), [7, 1, 8], tests).tolist() == [True, False, False]
 
 
 def test_holm() -> None:
