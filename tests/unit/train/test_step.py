@@ -1,6 +1,7 @@
 """One update: buffers that can be taken back, sums with names, and when the host reads them."""
 
 import math
+from operator import truediv
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from maect.train.device_time import DeviceTime
 from maect.train.hooks import Hook
 from maect.train.step import Buffers, StepSums
 from maect.train.trainer import Trainer, TrainingFault
+from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING
 
 CPU = torch.device("cpu")
 
@@ -36,10 +38,10 @@ class Counting:
         return []
 
     def prepare(self, batch, device):
-        return None
+        return batch.ids
 
     def after_update(self, gathered):
-        pass
+        self.gathered = gathered
 
 
 def forward(buffers, objective):
@@ -111,23 +113,32 @@ class Engine:
     def __init__(self, objective, bad=None):
         self.objective, self.bad = objective, bad
         self.forwards, self.updates = 0, 0
+        self.rates, self.momenta, self.norm = [], [], 1.0
 
     def __call__(self, inputs):
         self.forwards += 1
         self.objective.queue += 1
-        return torch.tensor(math.nan if self.forwards == self.bad else 1.0), {}
+        loss = torch.tensor(math.nan) if self.forwards == self.bad else inputs.mean()
+        return loss, {"double": 2 * loss, "lookup_accuracy": loss}
 
     def backward(self, loss):
         pass
 
     def squared_norm(self):
-        return torch.tensor(1.0)
+        return torch.tensor(self.norm)
 
-    def step(self, multiplier, skip):
-        self.updates += 1 - int(skip)
+    def step(self, multiplier, skip=None):
+        self.rates.append(multiplier)
+        self.updates += 1 - int(skip or 0)
+
+    def update_average(self, momentum):
+        self.momenta.append(momentum)
 
     def gathered(self, module):
         pass
+
+    def close(self):
+        self.closed = True
 
 
 class Saver:
@@ -141,30 +152,38 @@ class Saver:
         self.states.append((step, None if queue is None else queue.tolist(), record))
 
     def wait(self):
-        pass
+        self.waited = True
 
 
 class Seen(Hook):
-    """Notes how many forward passes and updates had run at each call."""
+    """Notes how many forward passes and updates had run at each call, and what it was told."""
 
     def __init__(self, engine, reads=()):
         self.engine, self.reads, self.calls = engine, reads, []
+        self.begun, self.updates, self.closed = [], [], False
+
+    def begin(self, activity, step):
+        self.begun.append((activity, step))
 
     def reads_model(self, step):
         return step in self.reads
 
     def after_step(self, update):
         self.calls.append((update.step, self.engine.forwards, self.engine.updates))
+        self.updates.append(update)
 
     def before_save(self, record):
         record["calls"] = len(self.calls)
+
+    def close(self):
+        self.closed = True
 
 
 def trainer(bad=None, reads=(), steps=4):
     objective = Counting()
     engine = Engine(objective, bad)
     place = Place(0, 0, 1)
-    stage = SimpleNamespace(batch_size=2, encoder_average=None, lr_multiplier=lambda *_: 1.0)
+    stage = SimpleNamespace(batch_size=2, encoder_average=None, lr_multiplier=truediv)
     return Trainer(
         context=place, stage=stage, encoder=None, objective=objective, engine=engine, device=CPU,
         images=100, step=0, steps=steps, saver=Saver(), save_seconds=math.inf, fingerprint="ours",
@@ -173,7 +192,9 @@ def trainer(bad=None, reads=(), steps=4):
 
 
 def batches(count):
-    return (Batch(0, *[torch.zeros(2)] * 3, (torch.zeros(1, 2),)) for _ in range(count))
+    """Of four samples each."""
+    four = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    return (Batch(0, *[four] * 3, (torch.zeros(1, 4),)) for _ in range(count))
 
 
 def test_the_host_is_a_step_ahead_unless_a_hook_reads_the_model():
@@ -187,7 +208,74 @@ def test_the_host_is_a_step_ahead_unless_a_hook_reads_the_model():
     assert (state[2]["fingerprint"], state[2]["calls"]) == ("ours", 4)
 
 
+def test_an_update_is_made_as_its_stage_says():
+    training = trainer(steps=2)
+    training.stage.encoder_average = 0.75
+    assert training.run(batches(2))
+    assert training.engine.rates == [0.0, 0.5]  # step / steps, from 0
+    assert training.engine.momenta == [0.75] * 2
+    assert training.objective.gathered == training.engine.gathered
+    (seen,) = training.hooks
+    assert [(update.step, update.grad_norm) for update in seen.updates] == [(1, 1.0), (2, 1.0)]
+    assert seen.updates[1].values == {"loss": 3.0, "double": 6.0, "lookup_accuracy": 3.0}
+    steps = [(READING, 1), (COMPUTING, 1), (UPDATING, 1), (READING, 2), (COMPUTING, 2)]
+    assert seen.begun == [*steps, (UPDATING, 2), (READING, 3), (SAVING, 3)]
+    assert training.saver.waited and not seen.closed
+    training.close()
+    assert seen.closed and training.engine.closed
+
+
+def test_an_update_in_parts_has_the_mean_of_their_losses():
+    training = trainer(steps=2)
+    training.accumulation, training.labelled = 2, False
+    assert training.run(batches(2))
+    assert training.engine.rates == [0.0, 0.0, 0.0, 0.5]  # the first of two only accumulates
+    # Parts of 1.5 and 4.5; without labels nobody knows which lookups are right.
+    (seen,) = training.hooks
+    assert [update.values for update in seen.updates] == [{"loss": 3.0, "double": 6.0}] * 2
+
+
+def test_a_training_that_is_asked_to_stop_saves_its_step():
+    training = trainer()
+    training.save_seconds = 0.0
+    training.context.stop_requested = lambda: training.engine.updates == 2
+    assert not training.run(batches(4)) and training.step == 3
+    assert [state[:2] for state in training.saver.states[-1:]] == [(3, [3, 3])]
+    assert [state[0] for state in training.saver.states] == [1, 2, 3]
+
+
+def test_a_last_state_that_is_not_saved_is_an_error():
+    """Another attempt may save it. A training without states has none."""
+    training = trainer()
+    training.saver.error = "the disk is full"
+    with pytest.raises(OSError, match="the disk is full"):
+        training.run(batches(4))
+    training = trainer()
+    training.saver = None
+    assert training.run(batches(4))
+    training.close()
+
+
+def test_a_gradient_that_is_not_finite_ends_the_training():
+    training = trainer()
+    training.engine.norm = math.inf
+    with pytest.raises(TrainingFault, match="gradient norm inf in step 1"):
+        training.run(batches(4))
+    assert training.engine.updates == 0 and training.saver.states[0][:2] == (0, [0, 0])
+
+
+def test_other_ranks_leave_states_and_buffers_to_the_first():
+    training = trainer()
+    training.context.rank, training.save_seconds = 1, 0.0
+    assert training.run(batches(4))
+    assert [state[:2] for state in training.saver.states] == [(4, None)]
+
+
 def test_a_disk_slower_than_the_interval_is_not_waited_for():
+    training = trainer()
+    training.save_seconds, training.saver.is_writing = 0.0, True  # unless after every step
+    assert training.run(batches(4))
+    assert [step for step, *_ in training.saver.states] == [1, 2, 3, 4]
     training = trainer()
     training.save_seconds, training.saver.is_writing = 1e-9, True
     assert training.run(batches(4))
