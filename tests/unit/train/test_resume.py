@@ -13,6 +13,7 @@ from tiny_runs import ENCODER, losses, metrics
 
 from maect.core.files import RUN
 from maect.records import RunRecord
+from maect.stages.fine_tune import FineTune
 from maect.stages.pretrain import Pretrain
 
 ALWAYS = {"save_every_minutes": 0.0}
@@ -150,6 +151,28 @@ def test_a_run_on_one_rank_goes_on_with_the_same_bits(job, tmp_path):
     assert records[0].sha256 == records[1].sha256
     assert records[0].fingerprint == records[1].fingerprint
     assert 0 < records[1].useful_part <= 1 and records[1].images_per_second > 0
+
+
+def test_epochs_of_a_classifier_are_scored_over_a_break(job, shards, caplog):
+    """Whose states are removed at the end, also those that a kill has left."""
+    values = {"batch_size": 16, "epochs": 2, "precision": "fp32", "mixup": 0, "cutmix": 0}
+    stage = FineTune.model_validate(values | {"warmup_epochs": 0})
+    start = job("mae", "mae", epochs=1)
+    tuned = {"stage": "fine_tune", "settings": stage.model_dump(mode="json"), "test": str(shards)}
+    whole, broken, late = (job(name, "mae", "mae") | tuned for name in ("whole", "broken", "late"))
+    jobs = start, whole, broken | {"stop_at": 4}, broken
+    assert alone(*jobs) == ["done", "done", "requeue", "done"]
+    identical(whole["folder"], broken["folder"])
+    logged = [entry["accuracy"] for entry in metrics(whole["folder"]) if "accuracy" in entry]
+    for folder in map(Path, (whole["folder"], broken["folder"])):
+        assert list(RunRecord.of(folder).scores.accuracies) == logged and len(logged) == 2
+        assert not (folder / "state").exists()
+    (folder / "state").mkdir()
+    assert alone(broken) == ["done"] and not (folder / "state").exists()
+    assert "epochs are scored no more" not in caplog.text
+    assert alone(late | {"test": None, "stop_at": 4}, late) == ["requeue", "done"]
+    assert "epochs are scored no more" in caplog.text
+    assert RunRecord.of(Path(late["folder"])).scores is None
 
 
 def test_changed_recipe_never_continues_and_deletes_nothing(job, tmp_path, caplog):
