@@ -21,8 +21,7 @@ and of the hidden layer, 4 D + 5 c D. Softmax statistics, indices and the like a
 What stays on a device for the whole training, for P weights of which T are trained, on N ranks:
 
     weights 4 P, AdamW's moments 8 T / N, on several ranks also 4 T / N of weights that DeepSpeed
-    updates, averages 4 A / N, buffers three times: as they are, and as the last two passes found
-    them
+    updates, averages 4 A / N, buffers twice: as they are, and as the last pass found them
 
 What a step adds: gradients 4 T (4 T / N under ZeRO 2), on several ranks a bucket that DeepSpeed
 exchanges (two with `overlap_comm`), and what the passes take: inputs, bfloat16 copies of the
@@ -430,7 +429,7 @@ class Footprint:
             exchanged = FLOAT * min(BUCKET, 2 * self.trained) * (1 + computing.overlap_comm)
         if ranks > 1 and computing.zero_stage > 1:
             exchanged -= FLOAT * self.trained * (1 - 1 / ranks)
-        rest = self.prepared + self.states(ranks) + exchanged + 2 * self.buffers
+        rest = self.prepared + self.states(ranks) + exchanged + self.buffers
         return (self.passes + rest) * FRAGMENTS + CONTEXT
 
 

@@ -55,7 +55,6 @@ def start(context: Context) -> torch.device:
     from deepspeed.utils import groups
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    deepspeed.utils.logger.addFilter(_is_news)
     # None of its C++ operators is used. To look which ones there are takes a second, and to
     # compile its shared-memory collectives a minute and a compiler (0.19.8: no setting for it).
     deepspeed.ops.__compatible_ops__ = {}
@@ -67,11 +66,6 @@ def start(context: Context) -> torch.device:
     # (0.19.8: `initialize` takes no group, only the parts of Megatron's parallel training).
     groups._WORLD_GROUP = dist.group.WORLD
     return device
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for DeepSpeed's message on an optimizer that it does not know."""
-    return "untested optimizer" not in str(record.msg)
 
 
 @contextmanager
@@ -158,14 +152,13 @@ class Engine:
 
         betas = (settings.beta1, settings.beta2)
         plain = cast("list[dict[str, Any]]", groups)
-        self._adam = GuardedAdamW(plain, lr=0.0, betas=betas, fused=self._on_gpu)
+        self._adam = torch.optim.AdamW(plain, lr=0.0, betas=betas, fused=self._on_gpu)
         passes = dist.get_world_size() * computing.accumulation
         config = {
             "train_micro_batch_size_per_gpu": settings.batch_size // passes,
             "gradient_accumulation_steps": computing.accumulation,
             "zero_optimization": self._partitions(computing),
             "gradient_clipping": 0.0,  # 1 by default; the method has none
-            "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
             "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a step
         }
@@ -265,16 +258,14 @@ class Engine:
         norms = torch._foreach_norm([gradient for _, gradient in self._gradients()])
         return torch.stack(norms).double().square().sum()
 
-    def step(self, lr_multiplier: float, skip: Tensor | None = None) -> None:
+    def step(self, lr_multiplier: float) -> None:
         """Update the weights; called after every backward pass, of which the last one updates.
 
         Args:
             lr_multiplier: times each group's peak learning rate is its learning rate.
-            skip: float32 [] on the device: where it is 1, weights and moments stay as they are.
         """
         for group in self._adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_multiplier
-        self._adam.skip = skip
         if self._engine.is_gradient_accumulation_boundary():
             self._multiplier = lr_multiplier
         self._engine.step()
@@ -363,23 +354,6 @@ class Engine:
         self._engine.optimizer = None
         vars(self._zero).clear()
         self._adam.state.clear()
-
-
-class GuardedAdamW(torch.optim.AdamW):
-    """AdamW that changes nothing if `skip`, float32 [] on the device, is 1.
-
-    A GPU decides that by itself, so nothing waits.
-    """
-
-    skip: Tensor | None = None
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the weights, unless `skip` is 1."""
-        if self.defaults["fused"]:
-            self.found_inf = self.skip
-        elif self.skip is not None and self.skip:
-            return
-        super().step(closure)
 
 
 def cast_parts(module: nn.Module) -> Iterator[VisionEncoder | Decoder]:

@@ -28,12 +28,7 @@ class StepResults(NamedTuple):
 
 
 class StepSums:
-    """Sums over the ranks of one update, in one exchange; the host reads them when it has time.
-
-    Attributes:
-        squared_norm: of the whole gradient, float64 [] on the device.
-        loss: summed over the ranks, float64 [] on the device.
-    """
+    """Sums over the ranks of one update, in one exchange; the host reads them when it has time."""
 
     def __init__(
         self,
@@ -54,19 +49,10 @@ class StepSums:
             world_size: number of ranks.
             device: where the values are.
         """
-        total = sum_on_device([squared_norm, stop, save, *means.values()], device)
+        self._total = sum_on_device([squared_norm, stop, save, *means.values()], device)
         self._names = ("squared_norm", "stop", "save", *means)
         self._world_size = world_size
-        named = dict(zip(self._names, total.unbind(), strict=True))
-        self.squared_norm = named["squared_norm"]
-        self.loss = named["loss"]
-        self._total = total
         self._copied: torch.cuda.Event | None = None
-
-    @property
-    def is_not_finite(self) -> Tensor:
-        """Return 1 if the loss or the gradient is not finite, else 0: float32 [] on the device."""
-        return (~torch.isfinite(self.loss + self.squared_norm)).float()
 
     def start_copy(self) -> None:
         """Let the device copy the sums to the host after all work queued so far."""
@@ -89,23 +75,20 @@ class StepSums:
 
 
 class Buffers:
-    """Buffers that forward passes change, such as a queue, with copies to take a pass back.
+    """Buffers that forward passes change, such as a queue, with a copy from before the last pass.
 
-    The forward pass of a step runs before the host knows whether the update before it was made. So
-    there are copies from before each of the last two forward passes.
+    The forward pass of a step runs before the host saves the state of the update before it.
     """
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
         self._changing = objective.changing_buffers()
         self._before = [buffer.clone() for buffer in self._changing]
-        self._before_last = [buffer.clone() for buffer in self._changing]
         self._is_ahead = False
         """Whether a forward pass has run since the last update."""
 
     def copy(self) -> None:
         """Copy the buffers, before the forward passes of an update."""
-        self._before, self._before_last = self._before_last, self._before
         if self._changing:
             torch._foreach_copy_(self._before, self._changing)
         self._is_ahead = True
@@ -121,10 +104,3 @@ class Buffers:
             return buffers
         copies = {id(b): copy for b, copy in zip(self._changing, self._before, strict=True)}
         return {name: copies.get(id(buffer), buffer) for name, buffer in buffers.items()}
-
-    def restore(self) -> None:
-        """Take back the forward passes of an update that was skipped, and of the step after it."""
-        copies = self._before_last if self._is_ahead else self._before
-        for buffer, copy in zip(self._changing, copies, strict=True):
-            buffer.copy_(copy)
-        self._is_ahead = False

@@ -424,11 +424,7 @@ class Trainer(Session):
     # ---- update
 
     def _update(self, means: dict[str, Tensor], number: int) -> None:
-        """Sum over the ranks the values that they must agree on, and update.
-
-        The device keeps the weights as they are if loss or gradient is not finite. The host learns
-        that when it reads the results.
-        """
+        """Sum over the ranks the values that they must agree on, and update."""
         sums = StepSums(
             squared_norm=self.engine.squared_norm(),
             stop=self._one if self.context.stop_requested() else self._zero,
@@ -437,7 +433,7 @@ class Trainer(Session):
             world_size=self.context.world_size,
             device=self.device,
         )
-        self.engine.step(self.stage.lr_multiplier(number - 1, self.steps), sums.is_not_finite)
+        self.engine.step(self.stage.lr_multiplier(number - 1, self.steps))
         self.objective.after_update(self.engine.gathered)
         self._buffers.commit()
         sums.start_copy()
@@ -464,11 +460,14 @@ class Trainer(Session):
         assert self._unread is not None
         results = self._unread.read()
         self._unread = None
-        loss = results.means["loss"]
-        if not math.isfinite(loss):
-            self._end_before_update("loss", loss)
-        if not math.isfinite(results.grad_norm):
-            self._end_before_update("gradient norm", results.grad_norm)
+        # Before anything is saved, averaged or read by a hook: the weights are not finite, either.
+        for name, value in (("loss", results.means["loss"]), ("gradient norm", results.grad_norm)):
+            if not math.isfinite(value):
+                raise TrainingFault(
+                    f"{name} {value} in step {self.step + 1}",
+                    "the last saved state is older; a lower learning rate or fp32 precision may "
+                    "help",
+                )
         self.step += 1
         if self.stage.encoder_average is not None:
             self.engine.update_average(self.stage.encoder_average)
@@ -488,18 +487,6 @@ class Trainer(Session):
         if results.save and not results.stop and self.step < self.steps:
             self.save()
         return results.stop
-
-    def _end_before_update(self, name: str, value: float) -> None:
-        """Raise TrainingFault for an update that was skipped; the weights are sound.
-
-        Forward passes have changed the queue, so the buffers are restored, and saved.
-        """
-        self._buffers.restore()
-        self.save(wait=True)
-        raise TrainingFault(
-            f"{name} {value} in step {self.step + 1}",
-            "the state before it is saved; a lower learning rate or fp32 precision may help",
-        )
 
     # ---- states
 

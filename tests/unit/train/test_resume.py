@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 from ranks import alone, refused, run, train
-from safetensors.torch import load_file
-from tiny_runs import ENCODER, losses, metrics
+from tiny_runs import losses, metrics
 
 from maect.core.files import RUN
 from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune
-from maect.stages.pretrain import Pretrain
 
 ALWAYS = {"save_every_minutes": 0.0}
 
@@ -233,41 +231,3 @@ def test_refusals(job, whole):
     refusing = [value | {"function": refused} for value in table.values()]
     for words, said in zip(table, alone(*refusing), strict=True):
         assert words in said
-
-
-def saved_tensors(folder, step):
-    files = sorted(Path(folder).glob(f"state/step-{step:09d}/*.safetensors"))
-    return [load_file(file) for file in files]
-
-
-def test_not_a_number_stops_the_run_and_spoils_no_state(job, tmp_path, whole):
-    wild = {"base_lr": 1e30, "head": {"head_lr": 1e30}}
-    spoilt, sound = (
-        job(name, "ct_min", whole / "head_min", **wild) for name in ("spoilt", "sound")
-    )
-    jobs = spoilt | {"function": refused}, sound | {"stop_at": 1}
-    message, verdict = run(2, *jobs, log=tmp_path / "log")
-    assert message.startswith("TrainingFault") and "in step 2" in message
-    assert steps_saved(spoilt["folder"]) == [1] and verdict == "requeue"
-    # Not even the queue and the statistics, which the forward pass of step 2 changed.
-    for ours, theirs in zip(*(saved_tensors(j["folder"], 1) for j in (spoilt, sound)), strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
-def test_an_infinite_gradient_is_not_stepped_with(job, tmp_path):
-    # 1e37 times the loss is still a float32; the norm of its gradient is not.
-    steep = {"contrastive": "combined", "contrastive_weight": 1e37, "head": {}}
-    jobs = [job(f"zero{zero}", "mae", zero_stage=zero, **steep) for zero in (1, 2, 3)]
-    messages = run(2, *(value | {"function": refused} for value in jobs), log=tmp_path / "log")
-    for value, message in zip(jobs, messages, strict=True):
-        assert "gradient norm" in message and "in step 1" in message
-        stage = Pretrain.model_validate(value["settings"])
-        initial = stage.build(ENCODER, value["seed"], None).state_dict()
-        for tensors in saved_tensors(value["folder"], 0):
-            for key, found in tensors.items():
-                kind, offset, name = key.split("|")
-                if kind == "param":
-                    begin = int(offset)
-                    expected = initial[name].flatten()[begin : begin + found.numel()]
-                    assert torch.equal(found, expected), name

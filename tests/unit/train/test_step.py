@@ -1,4 +1,4 @@
-"""One update: buffers that can be taken back, sums with names, and when the host reads them."""
+"""One update: buffers as the last one left them, sums with names, and when the host reads them."""
 
 import math
 from operator import truediv
@@ -64,21 +64,6 @@ def test_a_state_has_the_buffers_of_the_last_update():
     assert buffers.saved()["queue"].tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_skipped_update_takes_its_forward_pass_back(is_ahead):
-    objective = Counting()
-    buffers = Buffers(objective)
-    for _ in range(3):
-        forward(buffers, objective)
-        buffers.commit()
-    # The device has skipped the third update, as the host learns now: perhaps after the forward
-    # pass of the fourth.
-    if is_ahead:
-        forward(buffers, objective)
-    buffers.restore()
-    assert objective.queue.tolist() == [2, 2] == buffers.saved()["queue"].tolist()
-
-
 def sums(loss=2.0, squared_norm=9.0, stop=0.0, save=0.0, world_size=1, **more):
     values = {name: torch.tensor(value) for name, value in {"loss": loss, **more}.items()}
     flags = torch.tensor(stop), torch.tensor(save)
@@ -94,42 +79,36 @@ def test_sums_have_names():
     assert sums(loss=8.0, world_size=4).read() == (3.0, False, False, {"loss": 2.0})
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_the_device_skips_what_is_not_finite(value):
-    assert sums().is_not_finite.item() == 0
-    assert sums(loss=0.0, squared_norm=0.0).is_not_finite.item() == 0
-    assert sums(loss=value).is_not_finite.item() == 1
-    assert sums(squared_norm=abs(value)).is_not_finite.item() == 1
-    assert sums(other=value).is_not_finite.item() == 0
-    assert sums().is_not_finite.dtype == torch.float32
-
-
 class Engine:
-    """Counts passes and updates; the loss of the step `bad` is not a number."""
+    """Counts passes and updates; `faults` are values of a step, by name."""
 
     slices = ()
     captures = False
 
-    def __init__(self, objective, bad=None):
-        self.objective, self.bad = objective, bad
+    def __init__(self, objective, faults):
+        self.objective, self.faults = objective, faults
         self.forwards, self.updates = 0, 0
-        self.rates, self.momenta, self.norm = [], [], 1.0
+        self.rates, self.momenta = [], []
+
+    def value(self, name, usual):
+        step, value = self.faults.get(name, (0, 1.0))
+        return torch.tensor(value) if self.forwards == step else usual
 
     def __call__(self, inputs):
         self.forwards += 1
         self.objective.queue += 1
-        loss = torch.tensor(math.nan) if self.forwards == self.bad else inputs.mean()
+        loss = self.value("loss", inputs.mean())
         return loss, {"double": 2 * loss, "lookup_accuracy": loss}
 
     def backward(self, loss):
         pass
 
     def squared_norm(self):
-        return torch.tensor(self.norm)
+        return self.value("squared_norm", torch.tensor(1.0))
 
-    def step(self, multiplier, skip=None):
+    def step(self, multiplier):
         self.rates.append(multiplier)
-        self.updates += 1 - int(skip or 0)
+        self.updates += 1
 
     def update_average(self, momentum):
         self.momenta.append(momentum)
@@ -179,9 +158,9 @@ class Seen(Hook):
         self.closed = True
 
 
-def trainer(bad=None, reads=(), steps=4):
+def trainer(faults=(), reads=(), steps=4):
     objective = Counting()
-    engine = Engine(objective, bad)
+    engine = Engine(objective, dict(faults))
     place = Place(0, 0, 1)
     stage = SimpleNamespace(batch_size=2, encoder_average=None, lr_multiplier=truediv)
     return Trainer(
@@ -256,14 +235,6 @@ def test_a_last_state_that_is_not_saved_is_an_error():
     training.close()
 
 
-def test_a_gradient_that_is_not_finite_ends_the_training():
-    training = trainer()
-    training.engine.norm = math.inf
-    with pytest.raises(TrainingFault, match="gradient norm inf in step 1"):
-        training.run(batches(4))
-    assert training.engine.updates == 0 and training.saver.states[0][:2] == (0, [0, 0])
-
-
 def test_other_ranks_leave_states_and_buffers_to_the_first():
     training = trainer()
     training.context.rank, training.save_seconds = 1, 0.0
@@ -286,13 +257,28 @@ def test_a_disk_slower_than_the_interval_is_not_waited_for():
     assert [step for step, *_ in training.saver.states] == [1, 2, 3, 4]
 
 
-def test_a_skipped_update_ends_with_the_state_before_it():
-    training = trainer(bad=3)
-    with pytest.raises(TrainingFault, match="loss nan in step 3; the state before it is saved"):
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("step", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("loss", math.nan, "loss nan"),
+        ("loss", -math.inf, "loss -inf"),
+        ("squared_norm", math.inf, "gradient norm inf"),
+        ("squared_norm", math.nan, "gradient norm nan"),
+    ],
+)
+def test_what_is_not_finite_ends_the_run_and_enters_nothing(name, value, said, step, is_read):
+    """Neither a state, although one is due after each step, nor a hook, nor an average."""
+    training = trainer({name: (step, value)}, (step,) if is_read else ())
+    training.save_seconds = 0.0
+    training.stage.encoder_average = 0.75
+    with pytest.raises(TrainingFault, match=f"^{said} in step {step}; the last saved state is old"):
         training.run(batches(4))
-    assert training.engine.updates == 2
-    assert [call[0] for call in training.hooks[0].calls] == [1, 2]
-    assert [state[:2] for state in training.saver.states] == [(2, [2, 2])]
+    sound = range(1, step)
+    assert [call[0] for call in training.hooks[0].calls] == [*sound]
+    assert len(training.engine.momenta) == step - 1
+    assert [state[:2] for state in training.saver.states] == [(s, [s, s]) for s in sound]
 
 
 def test_a_fault_that_a_hook_finds_ends_the_run_with_its_step_saved():
