@@ -20,7 +20,7 @@ from sample_images import image_folder, jpeg, random_crop
 from maect.core import files
 from maect.core.errors import UserError
 from maect.core.files import read_record
-from maect.data.index import Index, open_index
+from maect.data.index import OFFSET, Index, open_index
 from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.data.sources.base import Entry
@@ -369,9 +369,11 @@ def test_links_are_followed_and_what_is_no_image_is_counted(tmp_path: Path) -> N
 
 def test_unlabelled_images(tmp_path: Path) -> None:
     source = image_folder(tmp_path / "images", 2, 2)
+    shutil.copy(source / "c0/000.jpg", source / "alone.jpg")
     shard(source, tmp_path / "out", "unlabelled", 1)
     index = open_index(tmp_path / "out")
-    assert index.labels.tolist() == [-1] * 4 and index.class_names == ()
+    assert index.labels.tolist() == [-1] * 5 and index.class_names == ()
+    assert "alone" in index.keys() == [index.key(i) for i in range(5)]
     stock = list(webdataset.WebDataset(str(index.shards[0]), shardshuffle=False))
     assert all("cls" not in sample for sample in stock)
 
@@ -409,6 +411,40 @@ def test_a_damaged_folder_is_not_opened(damage, message: str, shards: Path, tmp_
     damage(copy)
     with pytest.raises(UserError, match=message):
         open_index(copy)
+
+
+def test_changed_names_are_not_read(shards: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(shards, tmp_path / "copy"))
+    index = open_index(copy)
+    (copy / "keys.txt").write_text("c0/000\n")
+    with pytest.raises(UserError, match=r"keys\.txt: changed since it was written"):
+        index.keys()
+    (copy / "keys.txt").unlink()
+    with pytest.raises(UserError, match=r"keys\.txt: No such file"):
+        index.keys()
+
+
+def test_the_name_in_a_damaged_header_can_be_printed(shards: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(shards, tmp_path / "copy"))
+    index = open_index(copy)
+    with open(index.shards[0], "r+b") as file:
+        file.seek(int(index.rows[0, OFFSET]) - 512)
+        file.write(b"c0/\n\xff.jpg".ljust(100, b"\0"))
+    assert index.key(0).isprintable() and index.key(0).startswith("c0/\\n")
+
+
+def test_shards_are_closed_with_their_index(shards: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(shards, tmp_path / "copy"))
+
+    def opened() -> set[str]:
+        paths = (path.resolve() for path in Path("/proc/self/fd").iterdir())
+        return {path.name for path in paths if path.parent == copy and path.suffix == ".tar"}
+
+    index = open_index(copy)
+    assert all(index.read(i) for i in range(index.n))
+    assert opened() == {path.name for path in index.shards}
+    del index
+    assert not opened()
 
 
 def test_an_index_is_made_again_if_a_tar_was_written_again(tmp_path: Path) -> None:
