@@ -89,7 +89,8 @@ def _prepare(folder: Path, module: str, entry: dict[str, Any]) -> None:
         "use_git_change_detection": False,
         "timeout_multiplier": 10.0,  # of wall time too, which other processes lengthen
     }
-    pytest = 'addopts = "--strict-markers"\nmarkers = ["slow: minutes", "cluster: needs SLURM"]\n'
+    pytest = "addopts = \"--strict-markers -m 'not slow'\"\n"
+    pytest += 'markers = ["slow: minutes", "cluster: needs SLURM"]\n'
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
     text = f"[tool.pytest.ini_options]\n{pytest}\n[tool.mutmut]\n" + "\n".join(lines) + "\n"
     (folder / "pyproject.toml").write_text(text, encoding="utf-8")
@@ -160,15 +161,17 @@ def main() -> None:
     parser.add_argument("--endings", help="last digits of the mutants to try")
     arguments = parser.parse_args()
     table = load_table()
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for module in arguments.modules or table:
         endings = arguments.endings or str(table[module].get("endings", "38"))
-        results[module] = run(module, table[module], arguments.children, endings)
+        result = run(module, table[module], arguments.children, endings)
+        # Read now: meanwhile others may have written theirs.
+        results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        results[module] = result
         text = json.dumps(results, indent=1, ensure_ascii=False, sort_keys=True)
         RESULTS.write_text(f"{text}\n", encoding="utf-8")
         scores = score_table(results, list(table))
         RESULTS.with_suffix(".csv").write_text(scores, encoding="utf-8")
-        print(f"{module}: {results[module]['counts']}")
+        print(f"{module}: {result['counts']}")
 
 
 if __name__ == "__main__":

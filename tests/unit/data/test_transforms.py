@@ -227,6 +227,12 @@ def test_changes_of_several_views_are_those_of_each() -> None:
     each = [vars(ours.draw_changes({n: view}, 4, epochs, ids)) for n, view in views.items()]
     for name, values in together.items():
         assert np.array_equal(values, np.concatenate([one[name] for one in each])), name
+    # Each is decided on by a number of its own, which is no strength or place of another.
+    u, view = random.uniform(4, epochs, ids, 1, random.COLOR, 13), views[1]
+    kinds = {"jittered": view.jitter, "blurred": view.blur, "grey": view.gray}
+    for number, (name, odds) in zip((0, 9, 11), kinds.items(), strict=True):
+        assert np.array_equal(each[2][name], u[:, number] < odds)
+    assert np.array_equal(each[2]["solarized"], u[:, 12] < view.solarize)
 
 
 def test_input_is_left_alone(pieces: torch.Tensor) -> None:
