@@ -2,7 +2,6 @@
 
 import base64
 import io
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from maect.answers import duplicates
 from maect.answers.public import PUBLIC, Public
 from maect.answers.vectors import Vectors, thumbnail
 from maect.cli import main
-from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.data.convert import picture_of
 from maect.data.decode import resample
@@ -477,6 +475,9 @@ def test_vectors_of_an_earlier_version_are_read_as_they_were_made(
     assert main(["search", str(run), str(out), str(images / "000.jpg"), "--count", "1"]) == 0
     lying = np.asarray(Image.open(io.BytesIO(case.data)))
     assert_close(encoded_images[-1], crop(lying, 20, 16), case.tolerance)
+    encoder = maect.load(run, pixels={"orientation": "stored"})
+    for form in (case.data, Image.open(io.BytesIO(case.data))):
+        assert_close(encoder.see(form).pixels, crop(lying, 20, 16), case.tolerance)
     assert main([*words, *stored]) == 0  # what is there is kept
 
 
@@ -507,8 +508,3 @@ def test_what_cannot_be_stated_is_said_in_a_line(
     assert main(["embed", str(run), str(photographs), "--pixels", text, "--out", "x.parquet"]) == 2
     error = capsys.readouterr().err
     assert fault in error and error.count("\n") == 1
-
-
-def test_another_encoder_refuses_what_belongs_to_it(run: Path) -> None:
-    with pytest.raises(UserError, match=re.escape("pixels: mean belongs to the encoder")):
-        maect.load(run, pixels={"mean": (0.5,) * 3})

@@ -1,6 +1,5 @@
 """One image, one vector: from Python, from a features file, from timm and from transformers."""
 
-import re
 import shutil
 from pathlib import Path
 from pkgutil import resolve_name
@@ -78,11 +77,6 @@ def test_vectors_are_the_bits_of_the_features_file(
     assert f"{run}: name the shards with --shards" in caplog.text
 
 
-def test_a_precision_that_there_is_not(run: Path) -> None:
-    with pytest.raises(UserError, match="precision 'fp16': features are computed in fp32 and bf16"):
-        maect.load(run, precision="fp16")  # type: ignore[arg-type]
-
-
 def test_an_exported_folder_is_not_imported(
     exported: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,18 +139,6 @@ def test_other_batches_and_other_forms_of_an_image(
     assert encoder.encode([]).shape == (0, encoder.width)
 
 
-def test_pictures_are_turned_as_files_are(run: Path, photographs: Path, tmp_path: Path) -> None:
-    file, exif = tmp_path / "turned.png", Image.Exif()
-    exif[0x0112] = 6
-    Image.open(next(photographs.rglob("*.png"))).save(file, exif=exif)
-    turned, shown = maect.load(run).encode([file, Image.open(file)])
-    np.testing.assert_array_equal(shown, turned)
-    asked = maect.load(run, pixels={"orientation": "stored"})
-    stored, shown = asked.encode([file, Image.open(file)])
-    np.testing.assert_array_equal(shown, stored)
-    assert np.abs(turned - stored).max() > 0.01
-
-
 def test_an_exported_folder_is_the_same_encoder(
     exported: Path, photographs: Path, vectors: NDArray[np.float32]
 ) -> None:
@@ -165,24 +147,8 @@ def test_an_exported_folder_is_the_same_encoder(
     np.testing.assert_array_equal(encoder.encode(files_of(photographs)), vectors)
 
 
-def close(theirs: torch.Tensor, ours: NDArray[np.float32], file: Path) -> None:
-    # A level of 255 is what decoders of JPEG may differ by.
-    tolerance = 1e-5 if file.suffix == ".png" else 0.05
-    np.testing.assert_allclose(theirs.numpy(), ours, atol=tolerance)
-
-
 @torch.inference_mode()
-def test_timm_makes_the_same_vectors(
-    exported: Path, photographs: Path, vectors: NDArray[np.float32]
-) -> None:
-    model = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-    for file, vector in zip(files_of(photographs), vectors, strict=True):
-        close(model(transform(Image.open(file))[None])[0], vector, file)
-
-
-@torch.inference_mode()
-def test_transformers_makes_the_same_vectors(
+def test_timm_and_transformers_make_the_same_vectors(
     exported: Path,
     photographs: Path,
     vectors: NDArray[np.float32],
@@ -191,34 +157,19 @@ def test_transformers_makes_the_same_vectors(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoImageProcessor, AutoModel
 
+    timms = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(timms))
     processor = AutoImageProcessor.from_pretrained(exported)
     model = AutoModel.from_pretrained(exported).eval()
     for file, vector in zip(files_of(photographs), vectors, strict=True):
-        output = model(**processor(Image.open(file), return_tensors="pt"))
-        close(output.pooler_output[0], vector, file)
-
-
-@torch.inference_mode()
-def test_the_model_cards_python_works(
-    exported: Path,
-    photographs: Path,
-    vectors: NDArray[np.float32],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    files = files_of(photographs)
-    png = next(number for number, file in enumerate(files) if file.suffix == ".png")
-    card = (exported / "README.md").read_text(encoding="utf-8")
-    for name, path in (("PATH_OF_THIS_FOLDER", exported), ("IMAGE", files[png])):
-        card = card.replace(f'"{name}"', f'"{path}"').replace(f":{name}", f":{path}")
-    names: dict[str, Any] = {}
-    found = []
-    for block in re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE):
-        exec(block, names)
-        found += [names.pop(key)[0] for key in ("vector", "vectors") if key in names]
-    assert len(found) == 3
-    for vector in found:
-        np.testing.assert_allclose(np.asarray(vector), vectors[png], atol=1e-5)
+        image = Image.open(file)
+        # A level of 255 is what decoders of JPEG may differ by.
+        tolerance = 1e-5 if file.suffix == ".png" else 0.05
+        by_timm = timms(transform(image)[None])[0]
+        np.testing.assert_allclose(by_timm, vector, atol=tolerance, err_msg="timm")
+        output = model(**processor(image, return_tensors="pt"))
+        by_transformers = output.pooler_output[0]
+        np.testing.assert_allclose(by_transformers, vector, atol=tolerance, err_msg="transformers")
 
 
 def test_what_cannot_be_encoded_is_named(run: Path, photographs: Path, tmp_path: Path) -> None:
@@ -232,6 +183,13 @@ def test_what_cannot_be_encoded_is_named(run: Path, photographs: Path, tmp_path:
         encoder.encode([np.zeros((4, 4))])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="give a list"):
         encoder.encode(str(broken))
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"precision": "fp16"}, "precision 'fp16': features are computed in fp32 and bf16"),
+        ({"pixels": {"mean": (0.5,) * 3}}, "pixels: mean belongs to the encoder"),
+    ]
+    for options, words in refused:
+        with pytest.raises(UserError, match=words):
+            maect.load(run, **options)
 
 
 def test_a_damaged_encoder_is_refused(run: Path, exported: Path, tmp_path: Path) -> None:
