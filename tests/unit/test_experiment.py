@@ -339,6 +339,16 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
          "unknown 'p'"),
         ("{protocols: {p: {protocol: linear_prob}},"
          " evaluate: [{runs: [mae_tiny], protocols: [p]}]}", "did you mean 'linear_probe'?"),
+        ("{protocols: {robustness: {splits: [val]}},"
+         " evaluate: [{runs: [mae_tiny], protocols: [robustness]}]}",
+         "robustness of mae_tiny reads the output of linear_probe; add it"),
+        ("evaluate: [{runs: [mae_tiny], protocols: [effective_invariance]}]",
+         "effective_invariance of mae_tiny reads the output of linear_probe; add it"),
+        ("evaluate: [{runs: [mae_tiny], protocols: [retrieval]}]",
+         "retrieval of mae_tiny reads the output of clustering; add it"),
+        ("{protocols: {robustness: {splits: [val, vla]}},"
+         " evaluate: [{runs: [mae_tiny], protocols: [linear_probe, robustness]}]}",
+         "robustness: splits: unknown 'vla'; did you mean 'val'"),
         ("tables: [lowshot]", "did you mean 'low_shot'?"),
         ("tables: {low_shot: [ct_mni]}", "tables: low_shot: no evaluated run is named 'ct_mni'"),
         ("tables: {low_shot: [{ct: ct_*}]}",
@@ -442,11 +452,13 @@ def test_seeds_of_one_run_and_of_one_entry(tmp_path: Path) -> None:
 
 def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path: Path) -> None:
     variant = {"probe_short": {"protocol": "linear_probe", "epochs": 3}}
-    asked = [{"runs": ["mae_tiny"], "protocols": ["probe_short", "linear_probe"]}]
+    names = ["probe_short", "linear_probe", "linear_probe_concat", "throughput"]
+    asked = [{"runs": ["mae_tiny"], "protocols": names}]
     found = load(write(tmp_path, protocols=variant, evaluate=asked))
-    assert found.protocols == {"probe_short": "linear_probe", "linear_probe": "linear_probe"}
-    epochs = [found.evaluation("mae_tiny", name).epochs for name in found.protocols]
-    assert epochs == [3, 50]
+    assert found.protocols == dict.fromkeys(names[:3], "linear_probe") | {"throughput": names[3]}
+    short, own, concat, throughput = (found.evaluation("mae_tiny", name) for name in names)
+    assert (short.epochs, own.epochs) == (3, 50) and concat.concat and not own.concat
+    assert throughput.size == "tiny"
 
 
 def test_rows_in_their_order_and_under_other_names(tmp_path: Path) -> None:

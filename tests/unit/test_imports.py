@@ -87,6 +87,10 @@ print([
 
 HEAVY = "torch numpy pandas pyarrow scipy sklearn PIL matplotlib"
 LIGHT = {
+    "the package": ("torch numpy", "import maect; maect.shards, maect.load"),
+    "declarations": (f"{HEAVY} safetensors", "import maect.evaluate, maect.data.sources"),
+    "what evaluates": ("torch sklearn",
+        "from maect.evaluate import evaluation, low_shot, clustering"),
     "help": ("torch numpy pydantic yaml", "from maect import cli; cli.main(['--help'])"),
     "a plan": (f"{HEAVY} snakemake", "import maect.cli, maect.launch, maect.tools.plan"),
     "an experiment": (HEAVY, """

@@ -61,36 +61,6 @@ class Model(nn.Module):
         return self.linear(self.norm(x.double())).view(-1, 3, 64).softmax(2)
 
 
-def test_heads_train_like_modules_under_autograd() -> None:
-    torch.manual_seed(0)
-    heads = HistogramHeads(7, 3, 10.0, 0.9, 0, CPU)
-    models = [Model(heads, block) for block in range(3)]
-    optimizers = [torch.optim.SGD(m.parameters(), 10.0, 0.9) for m in models]
-    for step in range(20):
-        x = 3 * torch.randn(16, 21) + 1
-        targets = torch.rand(16, 3, 64).pow(8)
-        targets /= targets.sum(2, keepdim=True)
-        losses = heads.step(x, targets, 1 - step / 40)
-        for block, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.param_groups[0]["lr"] = 10.0 * (1 - step / 40)
-            optimizer.zero_grad()
-            prediction = model(x[:, 7 * block : 7 * block + 7])
-            loss = nn.functional.l1_loss(prediction, targets.double())
-            loss.backward()
-            optimizer.step()
-            assert float(losses[block]) == pytest.approx(loss.item(), rel=1e-4)
-    for block, model in enumerate(models):
-        torch.testing.assert_close(
-            heads.weight[block].T.double(), model.linear.weight, rtol=1e-3, atol=1e-5
-        )
-        torch.testing.assert_close(
-            heads.mean[block].double(), model.norm.running_mean, rtol=1e-5, atol=1e-6
-        )
-        torch.testing.assert_close(
-            heads.var[block].double(), model.norm.running_var, rtol=1e-5, atol=1e-6
-        )
-
-
 def test_protocol_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> None:
     probes = 2
     job = job_of(images, tmp_path / "color_histogram.json")
@@ -105,11 +75,23 @@ def test_protocol_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) ->
     for batch, cropped in crops(train, steps, encoding.settings.pixels):
         x = encoding(cropped).repeat(1, probes)
         y = torch.from_numpy(np.stack([plain_histogram(i) for i in batch.images[0][0].numpy()]))
+        factor = schedule(batch.step, steps, 150 / 32)
+        losses = heads.step(x, y.float(), factor)
         for block, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.param_groups[0]["lr"] = 10 * schedule(batch.step, steps, 150 / 32)
+            optimizer.param_groups[0]["lr"] = 10 * factor
             optimizer.zero_grad()
-            nn.functional.l1_loss(model(x[:, 16 * block : 16 * block + 16]), y).backward()
+            loss = nn.functional.l1_loss(model(x[:, 16 * block : 16 * block + 16]), y)
+            loss.backward()
             optimizer.step()
+            assert float(losses[block]) == pytest.approx(loss.item(), rel=1e-4)
+    for block, model in enumerate(models):
+        for found, expected, rtol, atol in (
+            (heads.weight[block].T, model.linear.weight, 1e-3, 1e-5),
+            (heads.bias[block], model.linear.bias, 1e-3, 1e-5),
+            (heads.mean[block], model.norm.running_mean, 1e-5, 1e-6),
+            (heads.var[block], model.norm.running_var, 1e-5, 1e-6),
+        ):
+            torch.testing.assert_close(found.double(), expected.detach(), rtol=rtol, atol=atol)
     x_test, _ = all_images(test)
     y = torch.from_numpy(np.stack([plain_histogram(image) for image in x_test.numpy()]))
     uniform = float((y - 1 / 64).abs().mean())

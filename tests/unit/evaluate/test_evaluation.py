@@ -1,6 +1,4 @@
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,16 +153,6 @@ def test_features_of_another_encoder_leave_what_was_there(
     other = store(missing.with_name("o.safetensors"), *blobs(9, 12, 6, 1), encoder_sha256="f" * 64)
     with pytest.raises(UserError, match=r"o\.safetensors: encoder_sha256 differs; extract"):
         evaluate(rank, config=resolved(given(job, test=other), Knn()))
-
-
-def test_declarations_need_nothing_heavy() -> None:
-    code = (
-        "import sys, maect.evaluate;"
-        "assert not {'torch', 'numpy', 'scipy', 'sklearn', 'safetensors'} & set(sys.modules);"
-        "from maect.evaluate import evaluation, low_shot, clustering;"
-        "assert not {'torch', 'sklearn'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_protocol_is_declared() -> None:

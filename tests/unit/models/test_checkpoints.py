@@ -15,20 +15,15 @@ import numpy as np
 import plain_vit
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 from stamping import outdated
 from torch.nn import functional as F
 
 from maect import experiment, recipes
 from maect.cli import main
-from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
-from maect.data.shards import shard
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.features import extract
-from maect.evaluate.store import open_features
 from maect.experiment.resolve import run_config
 from maect.models.checkpoints import convert, find_layout, read_checkpoint
 from maect.models.layouts import LAYOUTS
@@ -81,30 +76,18 @@ def test_features_are_those_of_a_plain_forward_pass(published, file, layout, poo
 
 
 def test_features_of_imported_weights(tmp_path):
-    """Through `maect features` and what needs a [CLS] token, of a layout without one."""
+    """As `maect features` reads them, and what needs a [CLS] token, of a layout without one."""
     checkpoint, weights = plain_vit.ijepa()
     torch.save(checkpoint, tmp_path / "x.pth")
     assert main(["import", str(tmp_path / "x.pth"), str(tmp_path / "run")]) == 0
-    random = np.random.default_rng(0)
-    pixels = random.integers(0, 256, (6, 16, 16, 3), dtype=np.uint8)
-    for number, image in enumerate(pixels):
-        path = tmp_path / "images" / str(number % 2) / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(path)
-    shard(tmp_path / "images", tmp_path / "val", "folder", 1)
-    out = tmp_path / "features.safetensors"
     encoder = tmp_path / "run/encoder.safetensors"
-    assert (
-        extract(Context(), encoder=encoder, shards=tmp_path / "val", out=out, resize=16) == "done"
-    )
-    features = open_features(out)
-    order = [int(name.rpartition("/")[2].partition(".")[0]) for name in features.names()]
-    images = torch.tensor(pixels[order]).permute(0, 3, 1, 2).double() / 255
+    images = torch.randint(0, 256, (6, 3, 16, 16), dtype=torch.uint8)
+    features = Encoding(encoder, torch.device("cpu"))(images)
     mean, std = (
         torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     )
-    tokens = plain_vit.plain_tokens(weights, (images - mean) / std)
-    np.testing.assert_allclose(features.all(), tokens.mean(dim=1), rtol=1e-3, atol=1e-3)
+    tokens = plain_vit.plain_tokens(weights, (images.double() / 255 - mean) / std)
+    np.testing.assert_allclose(features, tokens.mean(dim=1), rtol=1e-3, atol=1e-3)
     with pytest.raises(UserError, match=r"has no \[CLS\] token"):
         Encoding(encoder, torch.device("cpu"), pooling="cls")
     with pytest.raises(UserError, match=r"no \[CLS\] token"):
@@ -117,30 +100,40 @@ def test_every_layout_is_tested():
 
 
 @pytest.mark.parametrize(
-    ("published", "entry", "norm", "left_out"),
+    ("published", "entry", "left_out"),
     [
-        ("mim_refiner", "state_dict", "pre", 0),
-        ("mim_refiner_post", "state_dict", "post", 0),
-        ("data2vec2", "model", "post", 3),
-        ("crossmae", "model", "pre", 7),
+        ("mim_refiner", "state_dict", 0),
+        ("mim_refiner_post", "state_dict", 0),
+        ("data2vec2", "model", 3),
+        ("crossmae", "model", 7),
+        ("capi", None, 3),
+        ("pixio", None, 0),
     ],
 )
-def test_every_name_is_used_or_left_out(published, entry, norm, left_out):
+def test_every_name_is_used_or_left_out(published, entry, left_out):
     checkpoint, weights = getattr(plain_vit, published)()
-    converted = convert(checkpoint, published, "x")
+    state, used = checkpoint[entry] if entry else checkpoint, 0
+
+    def made(state):
+        return convert({entry: state} if entry else state, published, "x")
+
+    converted = made(state)
     assert sum(converted.left_out.values()) == left_out
-    assert converted.tensors.keys() == weights.keys() and converted.encoder.norm == norm
-    state, used = checkpoint[entry], 0
-    for name in state:
-        fewer = {key: x for key, x in state.items() if key != name}
+    if entry:
+        assert converted.tensors.keys() == weights.keys()
+        assert converted.encoder.norm == ("post" if "norm_pre.weight" in weights else "pre")
+    for name, value in state.items():
         try:
-            convert({entry: fewer}, published, "x")
+            made({key: x for key, x in state.items() if key != name})
         except UserError as error:
             used += 1
             assert any(word in str(error) for word in ("is missing", "no pos_embed", ": no "))
+            if not entry and value.shape[-1] > 1:
+                with pytest.raises(UserError, match=r"should be|none of the sizes|no pos_"):
+                    made({**state, name: value[..., :1]})
     assert used == len(state) - left_out
-    with pytest.raises(UserError, match=r"unexpected head\.weight"):
-        convert({entry: {**state, "head.weight": torch.ones(2)}}, published, "x")
+    with pytest.raises(UserError, match=r"unexpected (head|other)\.weight"):
+        made({**state, "head.weight" if entry else "other.weight": torch.ones(2)})
 
 
 def test_the_record_of_an_import(tmp_path, capsys):

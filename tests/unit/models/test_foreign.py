@@ -44,26 +44,6 @@ def test_capis_features_are_those_of_a_plain_forward_pass(tmp_path, shape):
         torch.testing.assert_close(normal, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "left_out"), [("capi", 3), ("pixio", 0)])
-def test_every_name_is_used_or_left_out(name, left_out):
-    checkpoint, _ = getattr(plain_vit, name)()
-    converted = convert(checkpoint, name, "x")
-    assert sum(converted.left_out.values()) == left_out
-    refused = 0
-    for key, value in checkpoint.items():
-        fewer = {other: x for other, x in checkpoint.items() if other != key}
-        try:
-            convert(fewer, name, "x")
-        except UserError:
-            refused += 1
-            if value.shape[-1] > 1:
-                with pytest.raises(UserError, match=r"should be|none of the sizes|no pos_"):
-                    convert({**checkpoint, key: value[..., :1]}, name, "x")
-    assert refused == len(checkpoint) - left_out
-    with pytest.raises(UserError, match=r"unexpected other\.weight"):
-        convert({**checkpoint, "other.weight": torch.ones(2)}, name, "x")
-
-
 def test_shapes_are_known_before_the_file_is_read():
     large, base = load_encoder("large14"), load_encoder("base", 256)
     capi = large.model_copy(update=Import(layout="capi").shape)
