@@ -103,11 +103,11 @@ def run_training(
         >>> folder = maect.run_training("results/birds/runs/mae/config.yaml", devices=2)
         >>> encoder = maect.load(folder)
     """
-    from maect.tools.job_commands import train as command
-    from maect.tools.launching import Launching
+    from maect.core.resources import Resources
+    from maect.tools.train import train as command
 
     written = None if out is None else Path(out)
-    command(Path(config), changes, out=written, launching=Launching.of(where))
+    command(Path(config), changes, out=written, resources=Resources.of(where))
     return (written or Path(config)).parent
 
 
@@ -136,10 +136,10 @@ def run_evaluation(
         93.1
     """
     from maect.core.files import read_record
-    from maect.tools.job_commands import evaluate as command
-    from maect.tools.launching import Launching
+    from maect.core.resources import Resources
+    from maect.tools.evaluate import evaluate as command
 
     written = None if out is None else Path(out)
-    command(Path(config), changes, out=written, launching=Launching.of(where))
+    command(Path(config), changes, out=written, resources=Resources.of(where))
     metrics: dict[str, Any] = read_record((written or Path(config)).with_suffix(".json"))["metrics"]
     return metrics

@@ -18,9 +18,12 @@ from maect import __version__
 from maect.answers import commands as answers
 from maect.core.errors import UserError, reason
 from maect.core.log import command_log, is_watched
+from maect.core.resources import RENAMED
 from maect.data import commands as data
 from maect.tools import commands as tools
-from maect.tools import job_commands as jobs
+from maect.tools.evaluate import evaluate, features
+from maect.tools.imports import import_weights
+from maect.tools.train import train
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +49,13 @@ GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
         answers.sort, tools.compare,
     ),
     "Public weights and sharing": (
-        data.retrieve, jobs.import_weights, answers.export, answers.publish,
+        data.retrieve, import_weights, answers.export, answers.publish,
     ),
     "Clusters and upkeep": (
         tools.doctor, tools.clean, tools.verify, completion, tools.schema,
     ),
     "Single jobs, by hand": (
-        tools.resolve, data.shard, jobs.train, jobs.features, jobs.evaluate, tools.page,
+        tools.resolve, data.shard, train, features, evaluate, tools.page,
     ),
 }  # fmt: skip
 """Commands by what they are for."""
@@ -64,7 +67,7 @@ BEGINS_WITH_A_LINE = ("demo", "train", "features", "evaluate")
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return a command's name: its function's, with hyphens; `import` is a word of Python."""
-    if function is jobs.import_weights:
+    if function is import_weights:
         return "import"
     return function.__name__.replace("_", "-")
 
@@ -130,6 +133,8 @@ def run(arguments: Sequence[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     app = build_app()
     name = words[0] if words and words[0] in app else ""
+    if name in ("train", "features", "evaluate"):
+        words = [_renamed(word) for word in words]
     if not {"--help", "-h"}.isdisjoint(words):
         if name in ("embed", "tune"):
             app[name].help_epilogue = f"Public encoders: {', '.join(public_encoders())}"
@@ -173,6 +178,15 @@ def run(arguments: Sequence[str] | None) -> int:
             return 130
 
 
+def _renamed(word: str) -> str:
+    """Return an option of version 0.2.0 by its name now, and any other word as it is."""
+    option, equals, value = word.partition("=")
+    name = option.removeprefix("--").replace("-", "_")
+    if not option.startswith("--") or name not in RENAMED:
+        return word
+    return f"--{RENAMED[name].replace('_', '-')}{equals}{value}"
+
+
 @contextmanager
 def _announced(name: str) -> Iterator[None]:
     """Print the name of a command that takes longer than `QUIET_SECONDS`."""
@@ -194,6 +208,4 @@ def _announced(name: str) -> Iterator[None]:
 
 def _log_file(bound: inspect.BoundArguments) -> Any:
     """Return the file of `--log`, an option of some commands; or None."""
-    given = bound.arguments
-    launching = given.get("launching")
-    return given.get("log") if launching is None else launching.log
+    return bound.arguments.get("log")

@@ -6,6 +6,7 @@ Snakemake reads a profile through YTE, so that it may call these functions: they
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import PIPELINE
 from maect.core.owners import why_public
+from maect.core.resources import Resources
 from maect.core.yaml_files import read_mapping
 from maect.evaluate import PROTOCOLS
 from maect.stages import STAGES
@@ -24,28 +26,12 @@ SLURM = PROFILES / "slurm/config.yaml"
 KINDS = ("training", "node", "device", "cpu")
 HERE = ("write_shards", "import")
 """Rules that run where Snakemake does, of which a profile may say `threads`."""
-PROFILE: dict[str, tuple[str, Any]] = {
-    "cluster": ("cluster", "local"),
-    "nodes": ("nodes", 1),
-    "devices": ("devices", 1),
-    "cpus_per_task": ("cpus", "auto"),
-    "mem_mb": ("memory_mb", 0),
-    "runtime": ("minutes", 1440),
-    "slurm_partition": ("partition", ""),
-    "slurm_account": ("account", ""),
-    "slurm_extra": ("sbatch", ""),
-    "setup": ("setup", ""),
-    "python": ("python", ""),
-}
-"""A rule's resources in a profile: the option of `maect` that says the same, and the default."""
-PROFILE_OF_TRAININGS: dict[str, tuple[str, Any]] = {
-    "gpu": ("gpu", ""),
-    "save_every_minutes": ("save_every_minutes", 2),
-    "stage_to": ("stage_to", ""),
-}
+PLACE = {field.name: field.default for field in fields(Resources)}
+"""A rule's resources in a profile, each also an option of `maect`: for one machine by default."""
+OF_TRAININGS = {"gpu": "", "save_every_minutes": 2, "stage_to": ""}
 """The same, of trainings only."""
-CLUSTER = {key: default for key, (_, default) in (PROFILE | PROFILE_OF_TRAININGS).items()}
-"""Resources of a rule that computes: defaults for one machine, set by `set-resources` of a profile.
+CLUSTER = PLACE | OF_TRAININGS
+"""Resources of a rule that computes, which `set-resources` of a profile sets.
 
 The shell command reads them, not `params`, so that changing them re-runs nothing.
 """
@@ -84,10 +70,9 @@ def find_profile(name_or_path: str) -> Path:
 
 def on_devices(command: str, trains: bool = False) -> str:
     """Return a shell command that runs a `maect` command where the profile says."""
-    options = PROFILE | (PROFILE_OF_TRAININGS if trains else {})
     words = [
-        f"--{option.replace('_', '-')}={{resources.{key}:q}}"
-        for key, (option, _) in options.items()
+        f"--{name.replace('_', '-')}={{resources.{name}:q}}"
+        for name in (CLUSTER if trains else PLACE)
     ]
     return " ".join([command, *words, "--log {log:q}"])
 

@@ -1,6 +1,7 @@
 """Run a function on N nodes x M devices, here or on SLURM, until its completion record exists."""
 
+from maect.core.resources import Resources
 from maect.launch.launcher import clusters, launch
-from maect.launch.resources import LaunchError, Resources, Task
+from maect.launch.task import LaunchError, Task
 
 __all__ = ["LaunchError", "Resources", "Task", "clusters", "launch"]

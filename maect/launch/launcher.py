@@ -8,13 +8,14 @@ from pathlib import Path
 
 from maect.core.files import check_literal_path, make_folder, with_retries
 from maect.core.owners import refuse_public
+from maect.core.resources import Resources
 from maect.launch import progress, record, slurm
 from maect.launch.local import Local
 from maect.launch.owner import Interruption, lock_folder
 from maect.launch.record import Job
-from maect.launch.resources import LaunchError, Resources, Task
 from maect.launch.slurm import Slurm
 from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, Notice, notice_of, outcome
+from maect.launch.task import LaunchError, Task
 
 TICK = 0.5  # seconds between two reads of the files
 ATTEMPTS = 3  # attempts without progress before giving up
@@ -40,6 +41,7 @@ def launch(
 
     Args:
         task: function to run; it must be able to resume from its own files.
+        resources: as `Resources.resolved` returns them.
         is_done: whether the completion record exists; cheap, called twice a second.
 
     Raises:

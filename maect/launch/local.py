@@ -10,11 +10,12 @@ from pathlib import Path
 
 import psutil
 
+from maect.core.resources import Resources
 from maect.launch import record
 from maect.launch.record import Job
-from maect.launch.resources import LaunchError, Resources
 from maect.launch.shell import MARK, environment
 from maect.launch.state import Cluster, Notice, check_site
+from maect.launch.task import LaunchError
 
 BROKEN_GRACE = 2.0  # seconds for the other ranks to end by themselves once one has died
 
@@ -37,7 +38,7 @@ class Local(Cluster):
 
     def submit(self, folder: Path, job: Job, resources: Resources) -> None:
         """Start the ranks, each in a session of its own: a Ctrl-C here does not reach them."""
-        python = shlex.split(resources.python or "") or [sys.executable]
+        python = shlex.split(resources.python) or [sys.executable]
         words = [*python, "-P", "-u", "-m", "maect.launch.worker", str(folder), job.name]
         variables = environment(job.name, job.cpus)
         for rank in range(job.ranks):

@@ -31,7 +31,8 @@ from maect.core.files import (
     with_retries,
     write_record,
 )
-from maect.launch.resources import LaunchError, Resources, Task
+from maect.core.resources import Resources
+from maect.launch.task import LaunchError, Task
 
 LOG_TAIL = 15  # lines of a log that an error message quotes
 VERDICTS = ("done", "requeue", "stopped")  # how the launched function may return
@@ -131,7 +132,7 @@ def new_job(folder: Path, task: Task, resources: Resources, previous: Job | None
         function=task.function,
         arguments=task.arguments,
         identity=task.identity,
-        cpus=resources.cpus,
+        cpus=int(resources.cpus_per_task),
         gpus=resources.has_gpus,
         place=str(folder),
     )

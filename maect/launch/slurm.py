@@ -14,12 +14,13 @@ from pathlib import Path
 
 from maect.core.files import write_text
 from maect.core.owners import SAFE_PATH
+from maect.core.resources import Resources
 from maect.launch import record
 from maect.launch.local import find_processes
 from maect.launch.record import Job
-from maect.launch.resources import LaunchError, Resources
 from maect.launch.shell import MARK, command, environment
 from maect.launch.state import Cluster, Notice, check_site
+from maect.launch.task import LaunchError
 
 SUBMISSION = 300.0  # seconds for sbatch, which itself gives up on a controller after about 100
 ID = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+)?$", re.MULTILINE)
@@ -135,7 +136,7 @@ def script(folder: Path, name: str, resources: Resources) -> str:
     """
     from submitit import SlurmExecutor
 
-    variables = environment(name, resources.cpus)
+    variables = environment(name, int(resources.cpus_per_task))
     setup = ['echo "maect: attempt ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST"']
     setup += [f"export {key}={shlex.quote(variables[key])}" for key in EXPORTED]
     if resources.setup:
@@ -144,13 +145,13 @@ def script(folder: Path, name: str, resources: Resources) -> str:
     executor.update_parameters(
         job_name=name,
         comment=str(folder),
-        partition=resources.partition,
-        account=resources.account,
-        time=resources.minutes,
+        partition=resources.slurm_partition or None,
+        account=resources.slurm_account or None,
+        time=resources.runtime,
         nodes=resources.nodes,
         ntasks_per_node=resources.devices,
-        cpus_per_task=resources.cpus,
-        mem=f"{resources.memory_mb}MB" if resources.memory_mb else None,
+        cpus_per_task=resources.cpus_per_task,
+        mem=f"{resources.mem_mb}MB" if resources.mem_mb else None,
         signal_delay_s=resources.warning_seconds,
         setup=setup,
         srun_args=["--kill-on-bad-exit=1"],

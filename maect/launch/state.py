@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from maect.core.resources import Resources
 from maect.launch import record
 from maect.launch.record import Job
-from maect.launch.resources import LaunchError, Resources
+from maect.launch.task import LaunchError
 
 STOPPED = "stopped by the user"
 NOT_ACCEPTED_YET = "not accepted for now"  # begins the ending of a job that is submitted again

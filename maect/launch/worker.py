@@ -29,8 +29,8 @@ from maect.core.log import rank_log
 from maect.launch import record
 from maect.launch.record import VERDICTS, Job, RankReport
 from maect.launch.rendezvous import Rendezvous, find_rendezvous, open_rendezvous
-from maect.launch.resources import LaunchError
 from maect.launch.shell import command
+from maect.launch.task import LaunchError
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -27,13 +27,13 @@ from maect.core.context import Context
 from maect.core.distributed import destroy_group_after, driver, from_all
 from maect.core.errors import UserError, counted
 from maect.core.files import read_json, write_json
+from maect.core.resources import Resources, node_range
 from maect.experiment import Experiment
-from maect.experiment.profile import PROFILE, PROFILE_OF_TRAININGS
-from maect.launch import LaunchError, Resources, Task, launch
+from maect.experiment.profile import CLUSTER, PLACE
+from maect.launch import LaunchError, Task, launch
 from maect.launch.shell import command
 from maect.launch.slurm import script
 from maect.stages import load_recipe
-from maect.tools.launching import Launching, node_range
 from maect.train.engine import Engine, start
 from maect.train.stage import grouped
 
@@ -118,8 +118,8 @@ def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
 
 def resources(asked: dict[str, Any], nodes: int) -> Resources:
     """Return a rule's resources on this many nodes; UserError if no machine has them."""
-    given = {PROFILE[key][0]: value for key, value in asked.items() if key in PROFILE}
-    return Launching.of(given | {"nodes": nodes}).resources(nodes)
+    given = {name: value for name, value in asked.items() if name in PLACE}
+    return Resources(**given).resolved(nodes)
 
 
 def software() -> list[Finding]:
@@ -139,7 +139,7 @@ def software() -> list[Finding]:
 
 def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
     """Return misspelt resources: no job reads them, and Snakemake says nothing."""
-    known = [*PROFILE, *PROFILE_OF_TRAININGS]
+    known = list(CLUSTER)
     asked = sorted({(key, rule) for rule, keys in rules.items() for key in keys})
     out = []
     for key, rule in asked:
@@ -177,10 +177,11 @@ def _request(wanted: Resources, rules: list[str], is_the_most: bool) -> Finding:
         file = Path(folder) / "job.sh"
         file.write_text(script(Path(folder), "maect-doctor", wanted), encoding="utf-8")
         code, _, stderr = command("sbatch", "--test-only", str(file))
-    partition = wanted.partition or "the default partition"
+    partition = wanted.slurm_partition or "the default partition"
+    account = wanted.slurm_account or "default"
     what = (
         f"{wanted.nodes} x {wanted.devices} devices in {partition}"
-        f" for {wanted.minutes} min, account {wanted.account or 'default'} ({', '.join(rules)})"
+        f" for {wanted.runtime} min, account {account} ({', '.join(rules)})"
     )
     if code == 0:
         return Finding("ok", what)
@@ -212,7 +213,7 @@ def run_probe(root: Path, wanted: Resources) -> list[Finding]:
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f".doctor-{os.getpid()}-{int(time.time())}"
     result = folder / "probe.json"
-    where = f"{counted(wanted.nodes, 'node')} x {wanted.devices}"
+    where = f"{counted(int(wanted.nodes), 'node')} x {wanted.devices}"
     try:
         launch(
             Task("maect.tools.doctor:probe", {"folder": str(folder.absolute())}),

@@ -9,6 +9,7 @@ from typing import Any
 
 from maect.core.errors import UserError
 from maect.core.files import seek_record
+from maect.core.resources import Resources, count_devices, fixed_nodes
 from maect.data.sources import open_source
 from maect.experiment import Experiment, resolve
 from maect.experiment import start as starting
@@ -18,7 +19,7 @@ from maect.recipes.cost import encode_flops, gpu_memory, peak_flops, relative_sp
 from maect.recipes.settings import Computing
 from maect.records import RunRecord
 from maect.stages import STAGES, Training, recorded
-from maect.tools.launching import WALL_MINUTES, count_devices, fixed_nodes, training_nodes
+from maect.tools.train import training_nodes
 
 IMAGENET_VAL = 50_000  # images, which protocols without operations state their minutes for
 LEAST = 10.0  # seconds of any other job that is no training; assumed
@@ -232,7 +233,7 @@ def all_jobs(experiment: Experiment) -> list[RuleJob]:
 
     Needs no Snakemake, so it does not know what is done already.
     """
-    here: dict[str, Any] = {"cluster": "local", "nodes": "1", "runtime": WALL_MINUTES}
+    here: dict[str, Any] = {"cluster": "local", "nodes": "1", "runtime": Resources().runtime}
     jobs = [
         RuleJob("write_shards", {"dataset": dataset, "split": split}, {})
         for dataset, split in experiment.splits

@@ -10,6 +10,10 @@ from counting import expected
 from launching import Run, finish, wait_for
 from slurm_cluster import ACCOUNT, Cluster
 
+USUAL = {
+    "cluster": "slurm", "cpus_per_task": 1, "runtime": 30, "slurm_partition": "booster",
+    "slurm_account": ACCOUNT,
+}  # fmt: skip
 LIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
 
 
@@ -17,8 +21,7 @@ class SlurmRun(Run):
     """A run folder whose jobs go to the test cluster; with one rank, unless told otherwise."""
 
     def __init__(self, folder: Path, cluster: Cluster, **resources: object) -> None:
-        usual = {"cluster": "slurm", "minutes": 30, "partition": "booster", "account": ACCOUNT}
-        super().__init__(folder, **{**usual, **resources})
+        super().__init__(folder, **{**USUAL, **resources})
         self.slurm = cluster
 
     def beside(self, name: str, **resources: object) -> "SlurmRun":

@@ -12,8 +12,7 @@ import psutil
 import pytest
 from counting import expected
 from launching import MAECT_RUN, finish, wait_for
-from slurm_cluster import ACCOUNT
-from slurm_run import SlurmRun
+from slurm_run import USUAL, SlurmRun
 
 from maect.launch import LaunchError, Resources, Task, launch
 
@@ -50,15 +49,14 @@ def test_two_nodes_undisturbed(run, tmp_path, monkeypatch):
 
 
 def test_refused_submission_is_reported_as_it_is(run):
-    usual = {"cluster": "slurm", "minutes": 30, "partition": "booster", "account": ACCOUNT}
     for change, words in (
-        ({"account": None}, "Invalid account"),
-        ({"partition": "develbooster", "minutes": 180}, "time limit"),
-        ({"partition": "nowhere"}, "invalid partition"),
+        ({"slurm_account": ""}, "Invalid account"),
+        ({"slurm_partition": "develbooster", "runtime": 180}, "time limit"),
+        ({"slurm_partition": "nowhere"}, "invalid partition"),
         ({"devices": 5}, "not available"),
-        ({"sbatch": ("reservation=nowhere",)}, "reservation is invalid"),
+        ({"slurm_extra": "--reservation=nowhere"}, "reservation is invalid"),
     ):
-        resources = Resources(**(usual | change))
+        resources = Resources(**(USUAL | change)).resolved()
         with pytest.raises(LaunchError, match=f"(?s)not accepted.*{words}"):
             launch(
                 Task("counting:count"), run.folder, resources, is_done=lambda: False, describe="c"
@@ -84,7 +82,7 @@ def test_launcher_killed_while_it_submits(run, tmp_path, monkeypatch):
     sbatch = tmp_path / "sbatch"  # SLURM has the job, and the answer is late
     sbatch.write_text(f'#!/bin/sh\n{shutil.which("sbatch")} "$@"\nsleep 3\n')
     sbatch.chmod(0o755)
-    run.resources["sbatch"] = ["begin=now+1hour"]
+    run.resources["slurm_extra"] = "--begin=now+1hour"
     with monkeypatch.context() as patch:
         patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         launcher = run.start(steps=50)
@@ -126,7 +124,7 @@ def test_interrupt_of_a_job_that_began_after_squeue_was_asked(run, monkeypatch):
     """It saves and ends, and the next start goes on."""
     with monkeypatch.context() as patch:
         patch.setenv("MAECT_SQUEUE_SECONDS", "300")
-        run.resources["sbatch"] = ["begin=now+1hour"]
+        run.resources["slurm_extra"] = "--begin=now+1hour"
         launcher = run.start(steps=100, save_every=1000)
     assert any("PENDING" in line for line in launcher.stderr)
     run.slurm.run("scontrol", "update", f"jobid={run.job().id}", "starttime=now")
@@ -135,7 +133,7 @@ def test_interrupt_of_a_job_that_began_after_squeue_was_asked(run, monkeypatch):
     words = finish(launcher)
     assert launcher.returncode == 130 and "saved and stopped" in words
     wait_for(lambda: not run.live())
-    run.resources["sbatch"] = []
+    run.resources["slurm_extra"] = ""
     finish(run.start(steps=100, save_every=1000))
     run.undisturbed(100)
     assert len(run.jobs()) == 2 and run.starts()[1]["step"] >= 20

@@ -29,7 +29,7 @@ def test_wall_limit_with_no_launcher_alive(run):
 @pytest.mark.slow
 def test_three_wall_limits_in_one_training(run):
     """SLURM's own clock: one minute a job, two and a half minutes of work."""
-    run.resources["minutes"] = 1
+    run.resources["runtime"] = 1
     launcher = run.start(steps=1500, seconds=0.1, save_every=10000)
     run.wait(launcher, 420)
     starts = run.starts()

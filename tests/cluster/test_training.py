@@ -54,8 +54,8 @@ class Training(SlurmRun):
         return ["train", str(folder / "config.yaml"), "--save-every-minutes", "0.03"]
 
     def command(self, arguments: dict, resources: dict, *words: str) -> list[str]:
-        given = {**resources, "nodes": 2, "devices": 1, "cpus": 1}
-        options = [f"--{key}={value}" for key, value in given.items()]
+        given = {**resources, "nodes": 2, "devices": 1}
+        options = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
         python = [sys.executable, "-m", "maect"]
         return [*python, *self.recipe(self.folder, self.shards), *options, *words]
 

@@ -18,7 +18,7 @@ def test_a_job_that_pends_is_reported_with_slurms_reason(run):
     """Its folder's name has a blank: the controller's word is `KEY=VALUE KEY=VALUE ...`."""
     tomorrow = ["StartTime=now+1days", "Duration=60", "Nodes=ALL", "Users=root"]
     run.slurm.run("scontrol", "create", "reservation", "ReservationName=later", *tomorrow)
-    run = run.beside("a b", sbatch=["reservation=later"])
+    run = run.beside("a b", slurm_extra="--reservation=later")
     try:
         launcher = run.start()
         wait_for(lambda: run.read("job.json").get("id"))
@@ -58,7 +58,7 @@ def test_a_limit_on_submitted_jobs_is_waited_for(run, limit):
 @pytest.mark.parametrize("how", ["hold", pytest.param("requeuehold", marks=pytest.mark.slow)])
 def test_a_held_job_is_named_with_its_cure(run, how):
     if how == "hold":
-        run.resources["sbatch"] = ["begin=now+1hour"]
+        run.resources["slurm_extra"] = "--begin=now+1hour"
     launcher = run.start(steps=200)
     wait_for(lambda: run.state() == "submitted")
     if how == "requeuehold":

@@ -23,6 +23,7 @@ from launching import Run, finish  # noqa: E402
 from maect.cli import main  # noqa: E402
 from maect.core import owners  # noqa: E402
 from maect.core.errors import NodeError, UserError  # noqa: E402
+from maect.core.resources import full_paths  # noqa: E402
 from maect.data.config import CONFIG, ShardsConfig, finished_shards  # noqa: E402
 from maect.data.index import open_index  # noqa: E402
 from maect.data.shards import shard  # noqa: E402
@@ -33,7 +34,6 @@ from maect.launch.owner import SNAKEMAKE  # noqa: E402
 from maect.launch.record import Job  # noqa: E402
 from maect.launch.shell import MARK  # noqa: E402
 from maect.launch.state import STOPPED  # noqa: E402
-from maect.tools.launching import full_paths  # noqa: E402
 from maect.tools.status import status_of  # noqa: E402
 
 B = 12345  # another user, without a name

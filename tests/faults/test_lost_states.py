@@ -10,7 +10,8 @@ from ranks import run
 from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.records import RunRecord
-from maect.tools import clean, jobs
+from maect.tools import clean
+from maect.tools.train import _as_saved
 from maect.train.run_folder import check_not_lost, read_notes, remove_states
 
 
@@ -56,7 +57,7 @@ def test_a_damaged_recipe(stopped: tuple[Path, Any], tmp_path: Path) -> None:
 def test_it_ends_before_it_queues(purged: dict[str, Any]) -> None:
     """Audit 5: the command itself ends; no job waits for a node to find it out."""
     with pytest.raises(UserError, match="no state"):
-        jobs._as_saved(Path(purged["folder"]), 1, 1, "1")
+        _as_saved(Path(purged["folder"]), 1, 1, "1")
 
 
 def test_a_kill_before_the_first_save(stopped: tuple[Path, Any], tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 from maect import cli
 from maect.core.errors import UserError
 from maect.core.files import write_record
+from maect.core.resources import Resources, count_devices
 from maect.records import RunRecord
-from maect.tools.launching import Launching, count_devices
 
 
 @pytest.mark.parametrize("command", ["-m maect show {}", "-m maect.recipes ct_min"])
@@ -172,6 +172,16 @@ def test_help_has_every_command_once_in_a_group(
 COMMANDS = [cli.name_of(function) for group in cli.GROUPS.values() for function in group]
 
 
+def test_options_of_0_2_0_are_accepted() -> None:
+    words = ["evaluate", "x.yaml", "--cpus=2", "--minutes", "5", "--sbatch=--qos=a", "--nodes=1..3"]
+    app = cli.build_app()
+    _, bound, _ = app.parse_args([cli._renamed(word) for word in words])
+    assert bound.arguments["resources"] == Resources(
+        cpus_per_task=2, runtime=5, slurm_extra="--qos=a", nodes="1..3"
+    )
+    assert cli._renamed("--out=--cpus") == "--out=--cpus" and cli._renamed("cpus") == "cpus"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_explains_every_word_in_80_columns_and_its_examples_are_understood(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -183,11 +193,11 @@ def test_help_explains_every_word_in_80_columns_and_its_examples_are_understood(
     app = cli.build_app()
     arguments = app[command].assemble_argument_collection()
     function = app[command].default_command
-    words = inspect.getdoc(function).partition("Args:")[2] + inspect.getdoc(Launching)
+    words = inspect.getdoc(function).partition("Args:")[2] + inspect.getdoc(Resources)
     documented = re.findall(r"^    (\w+): ", words, re.M)
     known = {argument.field_info.name: argument.parameter.help for argument in arguments}
     assert [name for name, text in known.items() if not text and name not in documented] == []
-    assert {*documented} <= {*known} | {field.name for field in dataclasses.fields(Launching)}
+    assert {*documented} <= {*known} | {field.name for field in dataclasses.fields(Resources)}
     for example in re.findall(rf"^maect ({command} .*)", said, re.M):
         given = example.partition(">")[0].split()
         assert app.parse_args(given, exit_on_error=False, print_error=False)[0] is function

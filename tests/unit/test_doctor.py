@@ -59,7 +59,7 @@ def test_what_the_ranks_saw() -> None:
 def test_the_job_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks train here; one that fails is a line."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    two = Resources("local", devices=2, cpus=1)
+    two = Resources(devices=2, cpus_per_task=1)
     text = "\n".join(lines(doctor.run_probe(tmp_path, two)))
     assert "FAIL" not in text and "ok   DeepSpeed trains a step over 2 ranks" in text
 
@@ -87,7 +87,7 @@ def test_what_one_rule_needs_is_no_upper_end(monkeypatch: pytest.MonkeyPatch) ->
     findings = doctor.requests({"pretrain": asked | {"nodes": "1..16"}})
     assert [finding.kind for finding in findings] == ["ok", "note"]
     (fault,) = failures(doctor.requests({"pretrain": asked | {"slurm_account": "$MINE"}}))
-    assert fault == "pretrain: --account $MINE: this variable is not set; export it"
+    assert fault == "pretrain: --slurm-account $MINE: this variable is not set; export it"
 
 
 def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +95,9 @@ def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPat
     rules = read_profile(ROOT / "cluster_profiles/leonardo")
     assert (rules["pretrain"]["nodes"], rules["features"]["nodes"]) == ("1..16", 1)
     wanted = resources(rules["pretrain"], 2)
-    assert (wanted.nodes, wanted.devices, wanted.cpus, wanted.minutes) == (2, 4, 8, 1440)
-    assert (wanted.partition, wanted.account) == ("boost_usr_prod", "budget")
-    assert wanted.memory_mb == 480000 and wanted.setup == str(Path("envs/leonardo.sh").absolute())
+    assert (wanted.nodes, wanted.devices, wanted.cpus_per_task, wanted.runtime) == (2, 4, 8, 1440)
+    assert (wanted.slurm_partition, wanted.slurm_account) == ("boost_usr_prod", "budget")
+    assert wanted.mem_mb == 480000 and wanted.setup == str(Path("envs/leonardo.sh").absolute())
     local = read_profile(ROOT / "cluster_profiles/local")["pretrain"]
     assert not [f for path in ROOT.glob("cluster_profiles/*") for f in misspelt(read_profile(path))]
     limits = {"licences": 1, "mem_mib": 9, "disk_mb": 9, "threads": 2}

@@ -21,10 +21,9 @@ from maect import cli
 from maect.core import distributed
 from maect.core.context import Context
 from maect.core.errors import NodeError, UserError
+from maect.core.resources import Resources, gpus_here
 from maect.evaluate import evaluation as evaluations
 from maect.evaluate import features
-from maect.launch import Resources
-from maect.launch.resources import gpus_here
 from maect.models.vit import build_encoder
 from maect.recipes import load_encoder
 from maect.recipes.cost import GIB, gpu_memory
@@ -142,7 +141,7 @@ def test_a_job_knows_whether_it_was_given_gpus(
     sbatch: str, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what sbatch was asked for; here, by what the shell leaves visible."""
-    assert Resources("slurm", devices=4, sbatch=(sbatch,) if sbatch else ()).has_gpus is given
+    assert Resources(cluster="slurm", devices=4, slurm_extra=sbatch).has_gpus is given
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1" if given else "")
     assert Resources().has_gpus is given
 

@@ -274,7 +274,7 @@ def test_the_record_of_a_job(disk: Disk, tmp_path: Path) -> None:
     """A job that was submitted is on record: it is never submitted twice."""
     run, job = disk.root / "runs" / "mae", None
     for number in range(3):
-        job = record.new_job(run, Task("a:b"), Resources("slurm"), job)
+        job = record.new_job(run, Task("a:b"), Resources(cluster="slurm", cpus_per_task=1), job)
         record.make_job_folder(run, job.name)
         record.write_job(run, job)
         disk.tell(job.name)

@@ -13,17 +13,12 @@ from parsed_workflow import parsed, read_profile
 from snakemake.resources import Resource
 
 from maect.core.errors import UserError
+from maect.core.resources import fixed_nodes, node_range, sbatch_options
 from maect.experiment.profile import HERE, by_rule, find_profile, like_slurm
 from maect.recipes import load_encoder
 from maect.recipes.cost import relative_speed
 from maect.stages import STAGES, load_recipe
-from maect.tools.launching import (
-    WORTH_A_RANK,
-    fixed_nodes,
-    node_range,
-    sbatch_arguments,
-    training_nodes,
-)
+from maect.tools.train import WORTH_A_RANK, training_nodes
 from maect.train.watchdog import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +39,8 @@ def test_a_site_says_where_every_rule_computes(name: str) -> None:
         assert values["cluster"] == "slurm" and values["slurm_account"] == "'$MAECT_ACCOUNT'"
         assert 0 < values["runtime"] <= asked["pretrain"]["runtime"] and values["devices"] > 0
         assert (ROOT / values["setup"]).exists()
-        for argument in sbatch_arguments(values.get("slurm_extra", "").strip("'")):
-            assert re.fullmatch(r"[a-z-]+=[a-z0-9:_./-]+", argument), argument
+        for option in sbatch_options(values.get("slurm_extra", "").strip("'")).items():
+            assert re.fullmatch(r"[a-z-]+=[a-z0-9:_./-]+", "=".join(option)), option
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -20,7 +20,7 @@ from maect.recipes import OnlineEvaluation, load_encoder
 from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig, resize_of, train
-from maect.tools.jobs import _as_saved
+from maect.tools.train import _as_saved
 
 
 def tuning(root: Path) -> RunConfig:

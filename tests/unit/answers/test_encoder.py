@@ -19,7 +19,6 @@ from maect.core.errors import UserError
 from maect.core.files import RUN
 from maect.evaluate.store import open_features
 from maect.launch.launcher import Task
-from maect.tools import jobs
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -45,7 +44,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(task: Task, *_: Any, **__: Any) -> None:
         resolve_name(task.function)(Context(), **task.arguments)
 
-    monkeypatch.setattr(jobs, "launch", launch)
+    monkeypatch.setattr("maect.launch.launch", launch)
 
 
 @pytest.mark.usefixtures("at_once")

@@ -52,7 +52,7 @@ class Run:
 
     def __init__(self, folder: Path, **resources: object) -> None:
         self.folder = folder
-        self.resources = {"devices": 1, **resources}
+        self.resources = {"devices": 1, "cpus_per_task": 1, **resources}
         self.launchers: list[subprocess.Popen[str]] = []
         self.gates = folder.with_name(f"{folder.name}-gates")
 

@@ -23,7 +23,7 @@ def main() -> int:
             launch(
                 Task(function, {"folder": str(folder), **arguments}, identity),
                 folder,
-                Resources(**{**resources, "sbatch": tuple(resources.get("sbatch", ()))}),
+                Resources(**resources).resolved(),
                 is_done=(folder / "done.json").exists,
                 describe="count",
             )

@@ -15,42 +15,51 @@ from maect.launch import LaunchError, Resources, Task, launch, progress
 from maect.launch.record import unique_name
 from maect.launch.slurm import script
 from maect.launch.worker import Rank
-from maect.tools.launching import Launching
 
-
-def from_words(**words):
-    return Launching(**words).resources(1)
+SLURM = {"cluster": "slurm", "cpus_per_task": 8}
 
 
 @pytest.mark.parametrize(
-    "make, wrong, words",
+    "wrong, words",
     [
-        (Resources, {"cluster": "pbs"}, "'pbs' is unknown"),
-        (Resources, {"devices": 0}, "devices=0"),
-        (Resources, {"minutes": 1.5}, "minutes=1.5"),
-        (Resources, {"nodes": 2}, "nodes=2 needs cluster='slurm'"),
-        (Resources, {"setup": "envs/juwels.sh"}, "setup=envs/juwels.sh"),
-        (from_words, {"account": "$A"}, r"--account \$A: this variable is not set"),
-        (from_words, {"cluster": "slurm", "devices": "4"}, "--cpus auto is for this machine"),
-        (from_words, {"cluster": "slurm", "devices": "auto", "cpus": "8"}, "--devices auto is for"),
-        (from_words, {"cpus": "many"}, "--cpus many: a positive number, or auto"),
+        ({"cluster": "pbs"}, "'pbs' is unknown"),
+        ({"devices": 0}, "--devices 0"),
+        ({"runtime": 1.5}, "--runtime 1.5"),
+        ({"mem_mb": -1}, "--mem-mb -1"),
+        ({"nodes": 2}, "--nodes 2 needs --cluster slurm"),
+        ({"setup": "envs/juwels.sh"}, "--setup envs/juwels.sh"),
+        ({"slurm_account": "$A"}, r"--slurm-account \$A: this variable is not set"),
+        ({"cluster": "slurm", "devices": "4"}, "--cpus-per-task auto is for this machine"),
+        (SLURM | {"devices": "auto"}, "--devices auto is for"),
+        (SLURM | {"nodes": "1..2"}, "a range is for trainings"),
+        ({"cpus_per_task": "many"}, "--cpus-per-task many: must be a positive number"),
+        ({"memory": 5}, "unknown 'memory'"),
     ],
 )
-def test_wrong_resources_are_refused(make, wrong, words):
+def test_wrong_resources_are_refused(wrong, words):
     with pytest.raises(UserError, match=words):
-        make(**wrong)
+        Resources.of(wrong).resolved()
 
 
-def test_words_for_resources():
-    words = Launching(
-        cluster="slurm", devices="4", cpus="8", memory_mb=2049, minutes=60,
-        partition="gpu", sbatch="--qos=normal exclusive", setup="envs/slurm.sh",
-    )  # fmt: skip
-    wanted = words.resources(2)
+def test_resources_in_numbers(monkeypatch):
+    """Also by the names of version 0.2.0."""
+    words = Resources.of({
+        "cluster": "slurm", "nodes": "1..16", "devices": "4", "cpus": "8", "memory_mb": 2049,
+        "minutes": "60", "partition": "gpu", "account": "me", "sbatch": "--qos=normal --exclusive",
+        "setup": "envs/slurm.sh",
+    })  # fmt: skip
+    wanted = words.resolved(2)
     assert wanted == Resources(
-        "slurm", 2, 4, 8, 2049, 60, "gpu", None, ("qos=normal", "exclusive"),
-        os.path.abspath("envs/slurm.sh"),
+        cluster="slurm", nodes=2, devices=4, cpus_per_task=8, mem_mb=2049, runtime=60,
+        slurm_partition="gpu", slurm_account="me", slurm_extra="--qos=normal --exclusive",
+        setup=os.path.abspath("envs/slurm.sh"),
     )  # fmt: skip
+    assert wanted.ranks == 8
+    assert wanted.options == {
+        "requeue": True, "qos": "normal", "exclusive": True, "gres": "gpu:4"
+    }  # fmt: skip
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
+    assert Resources(devices=3).resolved().cpus_per_task == 2
 
 
 def test_progress_line():
@@ -84,8 +93,8 @@ def test_progress_is_logged_now_and_then(caplog, monkeypatch):
 
 def test_what_is_asked_of_slurm(tmp_path, commands):
     resources = Resources(
-        cluster="slurm", nodes=2, devices=4, cpus=12, memory_mb=494000, minutes=120,
-        partition="booster", account="me", sbatch=("reservation=r", "exclusive"),
+        cluster="slurm", nodes=2, devices=4, cpus_per_task=12, mem_mb=494000, runtime=120,
+        slurm_partition="booster", slurm_account="me", slurm_extra="--reservation=r --exclusive",
         setup="envs/a b.sh",
     )  # fmt: skip
     name = unique_name(tmp_path / "mae")
@@ -103,15 +112,14 @@ def test_what_is_asked_of_slurm(tmp_path, commands):
     assert "export SRUN_CPUS_PER_TASK=12\n" in text and "wckey" not in text
     assert "export PYTHONSAFEPATH=1\n" in text  # a site may start jobs without our environment
     assert "source 'envs/a b.sh' || exit 1\n" in text
-    assert "#SBATCH --gres=none\n" in script(
-        folder, name, Resources("slurm", sbatch=("gres=none",))
-    )
+    cpu = script(folder, name, Resources.of(SLURM | {"slurm_extra": "--gres=none"}))
+    assert "#SBATCH --gres=none\n" in cpu
 
 
 def test_slurm_without_slurm_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r'not accepted: .*"srun"'):
-        launch(Task("counting:count"), tmp_path / "run", Resources("slurm"),
+        launch(Task("counting:count"), tmp_path / "run", Resources(**SLURM),
                is_done=lambda: False, describe="count")  # fmt: skip
     assert json.loads((tmp_path / "run" / "job.json").read_text())["state"] == "ended"
 

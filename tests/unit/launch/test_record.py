@@ -84,7 +84,9 @@ def test_only_a_saved_step_is_progress(tmp_path: Path, job: Job) -> None:
     # Of a run with other settings it is none: the first job may queue itself again at its limit.
     for identity, step in (("before", 60), ("now", 0)):
         job.id = "7"
-        following = new_job(tmp_path, Task("a:b", {}, identity), Resources("slurm"), job)
+        following = new_job(
+            tmp_path, Task("a:b", {}, identity), Resources(cluster="slurm", cpus_per_task=1), job
+        )
         assert (following.step, following.earlier) == (step, ["7"])
 
 

@@ -11,14 +11,15 @@ from slurm_commands import AWAY, UNKNOWN, Clock
 
 from maect.core.errors import UserError
 from maect.core.files import sealed
+from maect.core.resources import sbatch_options
 from maect.launch import Resources, Task, launcher, record, slurm
 from maect.launch.record import Job
-from maect.launch.resources import LaunchError
 from maect.launch.shell import command, environment
 from maect.launch.slurm import Slurm
-from maect.tools.launching import sbatch_arguments
+from maect.launch.task import LaunchError
 
 NAME = "maect-a-1"
+SLURM = {"cluster": "slurm", "cpus_per_task": 1}
 
 
 @pytest.fixture
@@ -194,20 +195,20 @@ def test_settings_of_a_shell_change_nothing(commands, monkeypatch):
 )
 def test_arguments_that_would_lose_the_job_are_refused(argument):
     with pytest.raises(UserError, match=rf"slurm_extra: {argument}: .* is set by maect"):
-        Resources("slurm", sbatch=(argument,))
+        Resources(**SLURM, slurm_extra=argument).resolved()
 
 
 def test_blanks_separate_options():
     text = "--exclude=n1,n[3-5,7] qos=default  --exclusive gres=gpu:4,nvme:1 --export=ALL,A=1"
     text += " '--comment=a b'"
-    assert sbatch_arguments(text) == (
-        "exclude=n1,n[3-5,7]", "qos=default", "exclusive", "gres=gpu:4,nvme:1", "export=ALL,A=1",
-        "comment=a b",
-    )  # fmt: skip
-    assert sbatch_arguments("") == ()
+    assert sbatch_options(text) == {
+        "exclude": "n1,n[3-5,7]", "qos": "default", "exclusive": True, "gres": "gpu:4,nvme:1",
+        "export": "ALL,A=1", "comment": "a b",
+    }  # fmt: skip
+    assert sbatch_options("") == {}
     for old in ("gres=gpu:4,threads-per-core=1", "exclusive,qos=a", "qos=a, hold", "--a=1,--b=2"):
         with pytest.raises(UserError, match="separate options by blanks"):
-            sbatch_arguments(old)
+            sbatch_options(old)
 
 
 def take_over(run) -> str:
@@ -252,7 +253,7 @@ ANSWERS = {
 def test_the_job_s_id_is_sbatch_s_own(tmp_path, commands, job, answer):
     (commands.folder / "sbatch.says").write_bytes(answer)
     record.make_job_folder(tmp_path / "run", job.name)
-    Slurm().submit(tmp_path / "run", job, Resources("slurm"))
+    Slurm().submit(tmp_path / "run", job, Resources(**SLURM))
     assert job.id == "41"
     assert "--parsable" in commands.asked("sbatch")[0]
 
@@ -369,7 +370,7 @@ def test_a_job_that_is_off_the_record_when_it_is_submitted_is_ended(tmp_path, mo
     monkeypatch.setattr(Slurm, "site", lambda self: None)
     monkeypatch.setattr(Slurm, "submit", submit)
     monkeypatch.setattr(Slurm, "end", lambda self, folder, job: ended.append(job.id))
-    one = launcher._Launch(Task("a:b"), tmp_path, Resources("slurm"), lambda: False, None, None)
+    one = launcher._Launch(Task("a:b"), tmp_path, Resources(**SLURM), lambda: False, None, None)
     with pytest.raises(LaunchError, match="names another job, slurm job 9"):
         one.submit(None)
     assert ended == ["7"] and record.read_job(tmp_path).id == "9"
@@ -379,7 +380,7 @@ def test_refusals_are_tried_again_for_an_hour(tmp_path, monkeypatch):
     """A first job's settings may be wrong: it is tried once."""
     clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
-    one = launcher._Launch(Task("a:b"), tmp_path, Resources("slurm"), lambda: False, None, None)
+    one = launcher._Launch(Task("a:b"), tmp_path, Resources(**SLURM), lambda: False, None, None)
     first = Job("slurm", "maect-a-1", 1, 0)
     later = Job("slurm", "maect-a-2", 1, 0, earlier=["7"])
     refusal = "sbatch: error: Invalid account"
@@ -408,7 +409,7 @@ def test_each_wait_is_longer(tmp_path, monkeypatch):
     monkeypatch.setattr(Slurm, "submit", refuse)
     people = SimpleNamespace(stops=0, reason_to_leave=lambda: None)
     line = SimpleNamespace(say=lambda text: None, title="")
-    one = launcher._Launch(Task("a:b"), tmp_path, Resources("slurm"), lambda: False, line, people)
+    one = launcher._Launch(Task("a:b"), tmp_path, Resources(**SLURM), lambda: False, line, people)
     waited = []
     job = None
     for _ in range(7):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maect.tools.launching import Launching
+from maect.core.resources import Resources
 
 ROOT = Path(__file__).parents[3]
 BY = ["squashfuse", "unsquashfs"]
@@ -62,6 +62,6 @@ def test_a_command_in_place_of_python(tmp_path, monkeypatch):
     """A file in it is named in full, since a job begins in another folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "image.sif").touch()
-    resources = Launching(python="apptainer exec --nv ./image.sif python").resources(1)
+    resources = Resources(python="apptainer exec --nv ./image.sif python").resolved()
     assert resources.python == f"apptainer exec --nv {tmp_path}/image.sif python"
-    assert Launching().resources(1).python is None
+    assert Resources().resolved().python == ""
