@@ -7,11 +7,20 @@ from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.core.files import read_record, write_record
 from maect.experiment import load
+from maect.recipes import load_encoder
 from maect.records import RunRecord
 from maect.report.bounds import MeasuredModels, Model, bound, compare, value
 from maect.report.claims import judge
 from maect.report.statements import STATEMENTS
-from maect.report.tables import Row, chain, cost_table, pretraining_table, trained_table
+from maect.report.tables import (
+    Row,
+    chain,
+    cost_table,
+    flops_of_step,
+    pretraining_table,
+    trained_table,
+)
+from maect.stages import load_recipe
 
 
 def record(runs: Path, name: str, stage: str, hours: float, source: str | None = None) -> None:
@@ -42,6 +51,8 @@ def test_all_training_behind_a_model_is_counted(runs):
     assert frame.loc["ct_min", ["hours", "overhead"]].tolist() == [108.0, 8.0]
     assert "public" not in frame.index  # what public weights cost, no run will tell
     assert math.isnan(frame.loc["ct_aug", "hours"])
+    record(runs, "unknown", "pretrain", 0.0)  # no job of it was timed
+    assert cost_table([Row("base", "mae", ["unknown"])], runs).empty
     trained = trained_table([*rows, Row("base", "mae_public", ["public"])], runs)
     hours = trained.set_index("method")["hours"]
     assert hours.dropna().to_dict() == {"mae": 100.0, "ct_min": 6.0, "public": 6.0}
@@ -72,6 +83,18 @@ def test_a_run_that_is_not_finished_is_still_waited_for(runs):
     assert measured.sizes(Model("cost", "ct_min")) == ["base", "large"]
 
 
+def test_operations_of_a_step_are_those_of_its_images() -> None:
+    mae = load_recipe("mae", "tiny")
+    trained = RunRecord(
+        run="mae", stage="pretrain", settings=mae.model_dump(), encoder=load_encoder("tiny")
+    )
+    an_image = mae.flops_per_image(load_encoder("tiny"))
+    assert flops_of_step(trained) == an_image * mae.batch_size > an_image > 0
+    for other in ({"encoder": None}, {"stage": "import", "settings": {}}):
+        with pytest.raises(UserError, match="run mae: trained nothing"):
+            flops_of_step(trained.model_copy(update=other))
+
+
 def test_the_nnclr_loss_of_the_first_tenth(tmp_path):
     rows = []
     for start, loss in (("combined", 4.0), ("detached", 6.0), ("mae", None)):
@@ -80,8 +103,12 @@ def test_the_nnclr_loss_of_the_first_tenth(tmp_path):
         path = RunRecord.path(tmp_path / start)
         write_record(path, read_record(path) | {"settings": {"epochs": 40}})
         lines = [{"epoch": n / 2, "loss": 1.0} for n in range(1, 81)]
-        if loss:  # 8 steps at `loss`, 72 at half of it
-            lines = [line | {"loss_nnclr": loss / (1 + (line["epoch"] > 4))} for line in lines]
+        if loss:  # 7 steps below `loss`, the last of a tenth above it, 72 far above
+            more = {4.0: 7.0}
+            lines = [
+                line | {"loss_nnclr": loss + more.get(line["epoch"], 50 * (line["epoch"] > 4) - 1)}
+                for line in lines
+            ]
         text = "".join(line_of(n, line, {"device_seconds": 1.0}) for n, line in enumerate(lines, 1))
         (tmp_path / start / "metrics.jsonl").write_text(text)
         rows.append(Row("large", f"{start}_ct_skip", [f"{start}_ct_skip"]))
@@ -94,6 +121,7 @@ def test_seeds(runs):
     frame = cost_table([Row("base", "mae", ["mae", "mae-s1"])], runs)
     assert frame.loc[0, "hours"] == 102.0
     assert frame.loc[0, "hours_std"] == pytest.approx(math.sqrt(8))
+    assert frame.select_dtypes(float).shape == (1, 6)  # also those that the paper does not print
 
 
 def test_wrong_records_are_named(runs):

@@ -13,6 +13,7 @@ from maect.report.tables import (
     UNKNOWN,
     Row,
     build_table,
+    labels_behind,
     paper_table,
     printed_tables,
     read_table,
@@ -102,6 +103,48 @@ def test_how_a_model_was_trained_is_told_by_its_runs(evaluations, tmp_path):
     # Nothing is known of models that are not compared: no empty columns.
     alone = build_table("extended", rows[3:], evaluations, paper=False)
     assert printed(alone, "extended").columns == []
+
+
+def test_seeds_and_sets_of_labels_can_be_read_alone(result, evaluations):
+    """A cell of one seed or one set, where that has a number; two seeds have a deviation."""
+    for run, first in (("r", 10.0), ("r-s1", 20.0)):
+        result(run, "low_shot", low_shot_1=first + 1, low_shot_1_splits=[first, first + 2])
+    result("r-s1", "knn", knn=50.0)
+    rows = [Row("tiny", "ct_min", ["r", "r-s1"])]
+
+    def cells(column, **of):
+        line = build_table("low_shot", rows, evaluations, **of).iloc[0]
+        return [None if math.isnan(line[c]) else line[c] for c in (column, f"{column}_std")]
+
+    assert cells("low_shot_1") == [16.0, pytest.approx(math.sqrt(50), abs=1e-4)]
+    assert cells("low_shot_1", seed=0) == [11.0, None] and cells("low_shot_1", seed=1)[0] == 21.0
+    assert cells("low_shot_1", part=0) == [15.0, None] and cells("low_shot_1", part=1)[0] == 17.0
+    assert cells("low_shot_1", part=2) == [None, None] == cells("knn", part=0)
+    assert cells("knn") == [50.0, None] == cells("knn", seed=1) and cells("knn", seed=0)[0] is None
+
+
+def test_one_run_of_several_fine_tunings_has_their_deviation(result, evaluations):
+    result("mae", "fine_tune", fine_tune=83.0, fine_tune_std=1 / 3)
+    line = build_table("fine_tune", [Row("base", "mae", ["mae"])], evaluations).iloc[0]
+    assert (line.fine_tune, line.fine_tune_std) == (83.0, 0.3333)
+
+
+def test_one_result_may_have_numbers_of_many_models(result, evaluations):
+    result("mae", "throughput", model_hours={"large": {"mae": 5.0, "ct_min": 6.0}, "base": {}})
+    rows = [Row("large", method, runs) for method, runs in (("mae", ["mae"]), ("ct_min", []))]
+    frame = build_table("gpu_hours", [*rows, Row("base", "mae", [])], evaluations)
+    assert frame.hours.tolist()[:2] == [5.0, 6.0] and math.isnan(frame.hours[2])
+    assert frame.hours_std.isna().all()
+
+
+def test_how_many_labels_are_behind_a_metric(result):
+    path = result("mae", "low_shot", low_shot_1=50.0)
+    assert labels_behind(path, "low_shot_1") is None
+    subsets = {"low_shot_1-1": {"images": 10}, "low_shot_1-2": {"images": 13}}
+    subsets |= {"low_shot_10": {"images": 100}, "knn": None}
+    write_record(path, read_record(path) | {"provenance": {"subsets": subsets}})
+    found = [labels_behind(path, name) for name in ("low_shot_1", "low_shot_10", "knn", "low_shot")]
+    assert found == [11.5, 100, None, None]
 
 
 def test_how_much_clusters_vary(result, evaluations):
