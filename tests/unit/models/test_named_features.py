@@ -9,7 +9,8 @@ import torch
 from plain_vit import plain_tokens
 from timm.layers import resample_abs_pos_embed
 
-from maect.models.vit import VisionEncoder, build_encoder, seeded
+from maect.core.errors import UserError
+from maect.models.vit import VisionEncoder, build_encoder, seeded, timm_arguments
 from maect.recipes import Encoder
 
 SHAPE = Encoder(
@@ -106,6 +107,29 @@ def test_positions_are_made_once_and_follow_the_encoders_own():
     with torch.inference_mode():
         made = copy.deepcopy(module).positions(2, 3)
     assert not made.is_inference()  # a training may use what an evaluation has asked for first
+
+
+@pytest.mark.parametrize("changes", [{}, {"class_token": False}, {"registers": 0}])
+def test_pooled_features_are_those_of_timms_models(changes):
+    """Built with the arguments that an export names; `fc_norm` is fine-tuning's."""
+    module, images = encoder_of(**changes), torch.randn(3, 3, 16, 16)
+    tokens = module(images).tokens
+    if module.settings.class_token:
+        assert torch.equal(module.pool(tokens, "cls"), tokens[:, 0])
+    else:
+        with pytest.raises(UserError, match=r"no \[CLS\] token"):
+            module.pool(tokens, "cls")
+    first = module.settings.prefix_tokens
+    torch.testing.assert_close(module.pool(tokens, "mean_cls"), tokens[:, :first].mean(1))
+    for pooling in ("cls", "mean", "fc_norm")[not module.settings.class_token :]:
+        arguments = timm_arguments(module.settings, pooling)
+        assert ("reg_tokens" in arguments) == (module.settings.registers > 0)
+        other = timm_vit.VisionTransformer(**arguments, num_classes=0)
+        if pooling == "fc_norm":
+            module.norm_after_pooling()
+        other.load_state_dict(module.state_dict())
+        found = module.pool(module(images).tokens, pooling)
+        torch.testing.assert_close(found, other(images), rtol=1e-5, atol=1e-5)
 
 
 def test_post_norm_blocks_by_their_formula():

@@ -260,7 +260,10 @@ def test_heads_are_drawn_one_after_the_other():
             assert 0.8 * limit < value.abs().max() <= limit
     assert torch.equal(one.queue[0], three.queue[0])
     assert not torch.equal(three.queue[1], three.queue[0])
-    assert len({*three.queue[:, 0, 0].tolist()}) == 3
+    assert len({*three.queue[:, 0, 0].tolist()}) == 3 == three.lookups
+    layer = ["HeadsLinear", "HeadsBatchNorm"]
+    kinds = [[type(part).__name__ for part in way] for way in (one.projector, one.predictor)]
+    assert kinds == [[*layer, "GELU"] * 2 + layer, [*layer, "GELU", *layer]]
 
 
 def test_some_heads_of_a_run_go_on():
@@ -276,8 +279,9 @@ def test_some_heads_of_a_run_go_on():
     assert here.blocks.tolist() == [2, 4] and int(here.pointer) == int(there.pointer)
     statistics = there.predictor[-1].running_var.view(3, -1)[1:].flatten()
     torch.testing.assert_close(here.predictor[-1].running_var, statistics)
-    with pytest.raises(ValueError, match=r"no head on block 3, but on \[1, 2, 4\]"):
-        heads_of((3, 4)).take_over(there.exported())
+    for tensors, message in ((there.exported(), r"3, but on \[1, 2, 4\]"), ({}, r"3, but on \[\]")):
+        with pytest.raises(ValueError, match=f"no head on block {message}"):
+            heads_of((3, 4)).take_over(tensors)
     with pytest.raises(ValueError, match=r"queue is \[3, 18, 5\], this recipe needs \[3, 36, 5\]"):
         heads_of(queue_size=36).take_over(there.exported())
 

@@ -26,7 +26,7 @@ def tiny(seed=0):
 
 
 def test_positions_follow_the_formula():
-    width, grid = 16, 3
+    width, grid = 16, 40
     actual = sincos_2d(width, grid)[0]
     for row in range(grid):
         for column in range(grid):
@@ -34,7 +34,9 @@ def test_positions_follow_the_formula():
             for position in (column, row):  # MAE puts the column's half first
                 angles = [position / 10000 ** (i / (width / 4)) for i in range(width // 4)]
                 expected += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-            np.testing.assert_allclose(actual[row * grid + column], expected, atol=1e-6)
+            np.testing.assert_allclose(actual[row * grid + column], expected, atol=1.5e-7)
+    with pytest.raises(ValueError, match="width 18 is not a multiple of 4"):
+        sincos_2d(18, 2)
 
 
 @pytest.mark.parametrize("registers", [0, 3])
