@@ -84,16 +84,11 @@ class _Lines(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stderr`: rich replaces it while it draws a progress bar."""
+    """Writes to stderr, which may be a terminal that is closed some day."""
 
     def __init__(self, form: logging.Formatter) -> None:
-        logging.Handler.__init__(self)
+        super().__init__()
         self.setFormatter(form)
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        """Return the present stderr."""
-        return sys.stderr
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore errors of a terminal that was closed."""

@@ -169,3 +169,15 @@ def test_a_copy_has_a_job_of_its_own(run, tmp_path):
     run.reaches(run.step() + 5)
     first.send_signal(signal.SIGINT)
     assert "saved and stopped" in finish(first) and [*run.jobs()] == [live]
+
+
+def test_a_live_job_of_other_settings_is_cancelled(run):
+    """Before another one is submitted: what it would still save is of no use."""
+    launcher = run.start(steps=10**6, save_every=10**6, identity="before")
+    run.reaches(10)
+    run.kill(launcher)
+    (old,) = run.jobs()
+    words = run.wait(run.start(steps=50, identity="after"))
+    assert f"cancelled slurm job {old}: its settings have changed" in words, words
+    run.settled()
+    assert run.jobs()[old] == "CANCELLED" and run.job().earlier == [old]
