@@ -8,7 +8,7 @@ from documented import multicrop
 
 from maect.core.errors import UserError
 from maect.recipes import Encoder, load_encoder
-from maect.recipes.cost import GIB, gpu_memory
+from maect.recipes.cost import GIB, PassMode, gpu_memory
 from maect.recipes.settings import PLAIN, Computing, separate
 from maect.stages import STAGES, load_recipe
 
@@ -160,6 +160,39 @@ def test_what_costs_least_time_comes_first(ranks, ways):
     assert needed == sorted(needed, reverse=True) and needed[0] == whole
     for memory, chosen in zip(needed, ways, strict=True):
         assert tune.fitted(encoder, PLAIN, 1, ranks, memory) == Computing(**chosen)
+
+
+def test_several_ranks_capture_no_passes_and_an_online_evaluation_takes_a_copy():
+    tune, encoder = stage_of("ct_min", "base"), load_encoder("base")
+    ways = [Computing(cuda_graphs=captured) for captured in (True, False)]
+    one, two = ([tune.peak_memory(encoder, ranks, way) for way in ways] for ranks in (1, 2))
+    assert one[0] > one[1] and two[0] == two[1]
+    copy = 4 * tune.footprint(encoder, 1).weights
+    for memory, chosen in ((two[0], CHECKPOINTING), (two[0] + copy, {})):
+        assert tune.fitted(encoder, PLAIN, 1, 2, memory, online=True) == Computing(**chosen)
+
+
+@pytest.mark.parametrize("name", ["mae", "ct_min"])
+def test_what_a_run_leaves_is_three_states_and_its_exports(name):
+    """A state: weights and two moments, averages and buffers."""
+    stage, encoder = stage_of(name, "tiny"), load_encoder("tiny")
+    objective = stage.objective(encoder, 0)
+    trained = {n: p.numel() for n, p in objective.named_parameters() if p.requires_grad}
+    averaged = sum(n for name, n in trained.items() if name.startswith("encoder."))
+    state = 12 * sum(trained.values()) + (4 * averaged if name == "ct_min" else 0)
+    buffers = objective.saved_buffers().values()
+    state += sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+    exports = [*objective.encoder.state_dict().values()]
+    exports += objective.head.exported().values() if name == "ct_min" else []
+    exported = sum(tensor.numel() * tensor.element_size() for tensor in exports)
+    assert stage.state_bytes(encoder) == pytest.approx(3 * state + exported, rel=0.02)
+    once = type("Once", (type(stage),), {"keeps_state": False}).model_validate(stage.model_dump())
+    assert once.state_bytes(encoder) == pytest.approx(exported, rel=0.03)
+
+
+def test_precision_decides_the_bytes_of_a_number():
+    for precision, size in (("bf16", 2), ("fp32", 4)):
+        assert stage_of("mae", precision=precision).passes(PLAIN) == PassMode(size, False)
 
 
 def test_what_fits_in_no_way_is_refused():

@@ -1,16 +1,18 @@
 """Groups, layer-wise decay, schedule, EMA and draws, written a second time from the paper."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from maect.core.errors import UserError
 from maect.recipes import load_encoder, visible_patches
 from maect.stages import load_recipe
 from maect.train.checkpoint import ParameterSlice
 from maect.train.engine import Engine
-from maect.train.stage import schedule
+from maect.train.stage import layer_scale, schedule
 
 
 def test_scaled_learning_rates_are_those_of_the_authors():
@@ -35,6 +37,58 @@ def test_schedule():
     assert steps == 20 * 1281167 // 1024
     peak = max(range(steps), key=lambda step: recipe.lr_multiplier(step, steps))
     assert peak == round(0.2 * steps)
+
+
+def test_rates_fall_to_the_lowest_of_their_stage():
+    for stage in (load_recipe("mae", "large"), load_recipe("refine", "tiny")):
+        rates = [stage.lr_multiplier(step, 500) for step in range(500)]
+        assert max(rates) == 1 == rates[round(500 * stage.warmup)]
+        assert stage.lowest < rates[-1] == pytest.approx(stage.lowest, abs=1e-4)
+    assert stage.lowest > 0
+
+
+def test_layers_below_learn_less():
+    names = ("norm.bias", "blocks.11.norm1.bias", "blocks.0.mlp.fc1.weight", "cls_token")
+    assert [layer_scale(name, 12, 0.5) for name in names] == [1, 0.5, 0.5**12, 0.5**13]
+
+
+def test_each_trained_parameter_is_in_the_group_of_its_rates():
+    """Of tuning: no decay of biases and norms, none at all in the head."""
+    stage, shape = load_recipe("ct_min", "tiny", {"layer_decay": 0.5}), load_encoder("tiny")
+    objective = stage.objective(shape, 0)
+    encoder, head = stage.scaled_lr(stage.base_lr), stage.scaled_lr(stage.head.head_lr)
+    found = {}
+    for group in stage.parameter_groups(objective):
+        assert group["lr"] == 0.0
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            found[name] = parameter, group["peak_lr"], group["weight_decay"]
+    trained = {n: p for n, p in objective.named_parameters() if p.requires_grad}
+    assert len(found) == len(trained) < len([*objective.parameters()])
+    assert {parameter.ndim for parameter in trained.values()} == {1, 2}
+    for name, parameter in trained.items():
+        part, _, own = name.partition(".")
+        scale = layer_scale(own, shape.depth, 0.5)
+        peak = encoder * scale if part == "encoder" else head
+        decay = stage.weight_decay if part == "encoder" else stage.head.head_weight_decay
+        kept = parameter.ndim < 2 or name.endswith(".bias")
+        assert found[name][0] is parameter
+        assert found[name][1:] == (pytest.approx(peak), 0.0 if kept else decay), name
+
+
+def test_another_run_has_another_identity():
+    mae = load_recipe("mae", "tiny")
+    given = {"encoder": load_encoder("tiny"), "seed": 1, "data": "a", "weights": {"b": "c"}}
+    other = {"encoder": load_encoder("small"), "seed": 2, "data": "b", "weights": {"b": "d"}}
+    found = {mae.fingerprint(**given | {key: value}) for key, value in other.items()}
+    found.add(mae.model_copy(update={"epochs": 7}).fingerprint(**given))
+    found.add(load_recipe("head_min", "tiny").fingerprint(**given))
+    assert len(found | {mae.fingerprint(**given)}) == 7
+
+
+def test_more_images_in_a_batch_than_there_are_are_refused():
+    stage = load_recipe("mae", "tiny", {"batch_size": 8})
+    with pytest.raises(UserError, match="batch_size 8 is larger than its 7 images"):
+        stage.training_images(SimpleNamespace(n=7, directory="d"))
 
 
 def test_encoder_average():

@@ -10,6 +10,7 @@ import torch
 from ranks import alone, refused, run, train
 from tiny_runs import losses, metrics
 
+from maect.core.entries import entries
 from maect.core.files import RUN
 from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune
@@ -138,11 +139,14 @@ def test_a_run_on_one_rank_goes_on_with_the_same_bits(job, tmp_path):
     assert alone(broken) == ["done"]
     identical(whole["folder"], broken["folder"])
     records = [RunRecord.of(Path(each["folder"])) for each in (whole, broken)]
-    for record in records:
+    for name, record in zip(("whole", "broken"), records, strict=True):
         # Two and a half steps an epoch: its loss counts where a step begins.
         steps = np.split(losses(whole["folder"]), (3, 5, 8))
         np.testing.assert_allclose(record.losses, [each.mean() for each in steps])
-        assert (record.run, record.world_size) in (("whole", 1), ("broken", 1))
+        assert (record.run, record.world_size, len(record.attempts)) == (name, 1, 1)
+        entry = entries(tmp_path / f"runs/{name}/metrics.jsonl")[-1]
+        assert record.device_hours == entry["timing"]["device_seconds"] / 3600
+        assert record.held_hours > record.device_hours and record.finished.endswith("Z")
         assert record.settings == whole["settings"] and record.source == "head"
         assert record.unlogged_steps is None and record.scores is None
         assert {*record.sha256} == {"encoder.safetensors", "head.safetensors"} == {*record.files}

@@ -83,6 +83,14 @@ def test_a_head_of_another_shape_is_refused(source):
         tune_stage(embedding=4).check_source(ENCODER, head_stage(), ENCODER)
 
 
+def test_an_encoder_of_another_shape_is_refused():
+    """The resizing of images for evaluation is no part of the shape."""
+    resized, wider = (ENCODER.model_copy(update=of) for of in ({"resize": 20}, {"width": 32}))
+    tune_stage().check_source(ENCODER, head_stage(), resized)
+    with pytest.raises(ValueError, match="its encoder differs"):
+        tune_stage().check_source(ENCODER, head_stage(), wider)
+
+
 def test_which_files_are_read_and_left():
     tune, head = tune_stage(), head_stage()
     mae = Pretrain.model_validate(
