@@ -3,16 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from maect.core.errors import UserError
-from maect.data.index import open_index
-from maect.data.transforms import normalize
-from maect.evaluate.encoding import Encoding
 from maect.evaluate.lars_probes import MultiQueryHead, adapt_gradient
 from maect.evaluate.protocols.probes import EfficientProbe
 
-from .by_hand import Plain, all_images, blocks_of, crops
+from .by_hand import Plain
 from .conftest import Rank
 from .margins import clear
 from .test_linear_probe import job_of
@@ -99,34 +95,6 @@ def test_initial_values_are_those_of_the_authors_modules() -> None:
     assert float(probe.values.abs().max()) <= 64**-0.5 < 1.01 * float(probe.values.abs().max())
     again = head_of(64, 10)
     assert torch.equal(probe.weight, again.weight) and torch.equal(probe.queries, again.queries)
-
-
-def test_protocol_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> None:
-    """One step after the other, written without the protocol's machinery."""
-    job = job_of(images, tmp_path / "efficient_probe.json")
-    metrics = SETTINGS.evaluate(rank, job)
-    encoding = Encoding(job.run / "encoder.safetensors", CPU)
-    train, test = open_index(job.path("train")), open_index(job.path("test"))
-
-    def tokens(pictures: torch.Tensor) -> torch.Tensor:
-        return blocks_of(encoding.encoder, pictures)[-1][:, 1:]
-
-    pictures, y_test = all_images(test)
-    x_test = tokens(normalize(pictures, encoding.settings.pixels))
-    probe = head_of(16, 10)
-    steps, warmup, ends, history = 18, 150 / 32, [5, 10, 15, 18], []
-    for batch, cropped in crops(train, steps, encoding.settings.pixels):
-        cosine = 0.5 * (1 + math.cos(math.pi * (batch.step - warmup) / (steps - warmup)))
-        factor = (batch.step + 1) / (warmup + 1) if batch.step < warmup else cosine
-        probe.update(tokens(cropped), torch.from_numpy(batch.labels), factor)
-        if batch.step + 1 in ends:
-            right = (probe.predict(x_test) == y_test).float().mean()
-            history.append(100 * float(right))
-    assert metrics["by_epoch"] == pytest.approx(history, abs=100 / 70 + 1e-6)
-    assert metrics["efficient_probe"] == max(metrics["by_epoch"])
-    assert metrics["efficient_probe_last"] == metrics["by_epoch"][-1]
-    kept = load_file(job.out.with_suffix(".safetensors"))
-    assert set(kept) == {*NAMES, "mean", "var"}
 
 
 def test_what_does_not_work_is_one_line(images: Path, tmp_path: Path, rank: Rank) -> None:

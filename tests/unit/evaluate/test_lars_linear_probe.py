@@ -1,4 +1,4 @@
-"""The leaderboard's linear probe and k-NN, a second time without the package's code."""
+"""The leaderboard's linear probe, and the protocol that the efficient probe shares with it."""
 
 import math
 from pathlib import Path
@@ -14,10 +14,13 @@ from maect.evaluate import probe_training
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.lars_probes import LarsHead, LarsProbe
 from maect.evaluate.probe_training import HELD_OUT, ProbeBatch, ProbeTask
-from maect.evaluate.protocols.probes import LarsLinearProbe
+from maect.evaluate.protocols.probes import EfficientProbe, LarsLinearProbe
 
 from .by_hand import Plain, all_images, blocks_of, crops
 from .conftest import Rank
+from .test_efficient_probe import NAMES
+from .test_efficient_probe import SETTINGS as EFFICIENT
+from .test_efficient_probe import head_of as efficient_head
 from .test_linear_probe import job_of
 
 SETTINGS = LarsLinearProbe(
@@ -31,35 +34,50 @@ def head_of(width: int, classes: int, settings: LarsLinearProbe = SETTINGS) -> L
     return LarsHead(width, classes, settings, CPU)
 
 
-def test_protocol_reads_cls_before_the_norm(images: Path, tmp_path: Path, rank: Rank) -> None:
-    job = job_of(images, tmp_path / "lars_linear_probe.json")
-    metrics = SETTINGS.evaluate(rank, job)
+@pytest.mark.parametrize("settings", [SETTINGS, EFFICIENT], ids=lambda settings: settings.name)
+def test_protocol_is_the_plain_loop(
+    settings: LarsLinearProbe | EfficientProbe, images: Path, tmp_path: Path, rank: Rank
+) -> None:
+    """Before the norm, the linear probe reads [CLS] and the efficient one the other tokens."""
+    linear = settings is SETTINGS
+    job = job_of(images, tmp_path / f"{settings.name}.json")
+    metrics = settings.evaluate(rank, job)
     encoding = Encoding(job.run / "encoder.safetensors", CPU)
     assert encoding.pooling == "mean" and encoding.settings.class_token  # yet [CLS] is read
     train, test = open_index(job.path("train")), open_index(job.path("test"))
 
     def read(pictures: torch.Tensor) -> torch.Tensor:
-        return blocks_of(encoding.encoder, pictures)[-1][:, 0]
+        tokens = blocks_of(encoding.encoder, pictures)[-1]
+        return tokens[:, 0] if linear else tokens[:, 1:]
 
     pictures, y_test = all_images(test)
     pixels = encoding.settings.pixels
     x_test = read(normalize(pictures, pixels))
-    plain, history = Plain(head_of(16, 10)), []
-    steps, warmup = 3 * 150 // 32, 150 / 32
+    plain, efficient, history = Plain(head_of(16, 10)), efficient_head(16, 10), []
+    steps, warmup = settings.epochs * 150 // 32, 150 / 32
     for batch, cropped in crops(train, steps, pixels):
         cosine = 0.5 * (1 + math.cos(math.pi * (batch.step - warmup) / (steps - warmup)))
         factor = (batch.step + 1) / (warmup + 1) if batch.step < warmup else cosine
-        plain.step(read(cropped), torch.from_numpy(batch.labels), 20.0 * factor, 0.0)
-        if batch.step + 1 in (5, 10, 14):
-            right = plain.logits(x_test).argmax(1) == y_test
-            history.append(100 * float(right.double().mean()))
+        x, labels = read(cropped), torch.from_numpy(batch.labels)
+        if linear:
+            plain.step(x, labels, 20.0 * factor, 0.0)
+            predicted = plain.logits(x_test).argmax(1)
+        else:
+            efficient.update(x, labels, factor)
+            predicted = efficient.predict(x_test)
+        if batch.step + 1 in ([5, 10, 14] if linear else [5, 10, 15, 18]):
+            history.append(100 * float((predicted == y_test).double().mean()))
     assert metrics["by_epoch"] == pytest.approx(history, abs=100 / 70 + 1e-6)
-    assert metrics["lars_linear_probe"] == max(metrics["by_epoch"])
-    assert metrics["lars_linear_probe_last"] == metrics["by_epoch"][-1]
-    states = load_file(job.state / probe_training.STATE)
-    weight = plain.parts["weight"].detach()
-    torch.testing.assert_close(states["probe/weight"].double(), weight, rtol=1e-3, atol=1e-4)
-    assert set(load_file(job.out.with_suffix(".safetensors"))) == {"weight", "bias", "mean", "var"}
+    assert metrics[settings.name] == max(metrics["by_epoch"])
+    assert metrics[f"{settings.name}_last"] == metrics["by_epoch"][-1]
+    kept = load_file(job.out.with_suffix(".safetensors"))
+    if linear:
+        assert set(kept) == {"weight", "bias", "mean", "var"}
+        weight = load_file(job.state / probe_training.STATE)["probe/weight"]
+        expected = plain.parts["weight"].detach()
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-3, atol=1e-4)
+    else:
+        assert set(kept) == {*NAMES, "mean", "var"}
 
 
 def test_the_twin_learns_as_if_held_out_images_were_not_there(images: Path, tmp_path: Path) -> None:
@@ -90,8 +108,6 @@ def test_the_twin_learns_as_if_held_out_images_were_not_there(images: Path, tmp_
 @pytest.mark.parametrize("name", ["lars_linear_probe", "efficient_probe"])
 def test_held_out_images_choose_the_epoch(images: Path, tmp_path: Path, name: str) -> None:
     from maect.evaluate import PROTOCOLS
-
-    from .test_efficient_probe import SETTINGS as EFFICIENT
 
     base = SETTINGS if name == SETTINGS.name else EFFICIENT
     plain = base.evaluate(Rank(), job_of(images, tmp_path / "plain.json"))
