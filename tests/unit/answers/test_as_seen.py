@@ -2,8 +2,7 @@
 
 import base64
 import io
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,30 +11,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from safetensors.torch import save_file
 
 import maect
 from maect.answers import duplicates
-from maect.answers.public import PUBLIC, Public
 from maect.answers.vectors import Vectors, thumbnail
 from maect.cli import main
-from maect.core.files import sha256_file
 from maect.data.convert import picture_of
 from maect.data.decode import resample
 from maect.data.image_facts import full_scale, merged, warning
 from maect.data.index import open_index
-from maect.data.retrieve import CATALOGUE, Remote
 from maect.data.sources import open_source
 from maect.data.transforms import center_crops
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.pictures import pictures
-from maect.models.timm_encoder import create
-from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import Pixels
-from maect.records import RunRecord
 from maect.tools.own_images import inspect_images
 
-from .conftest import photograph
+from .conftest import TINY, Files, photograph, rewritten
 
 SEEN = "orientation=exif background=255,255,255"
 """What `new-experiment` writes for such images, and the other commands do without being told."""
@@ -160,27 +152,6 @@ def encoded_images(monkeypatch: pytest.MonkeyPatch) -> list[Picture]:
     return given
 
 
-Files = tuple[Path, Path]
-"""Vectors with labels, and a classifier that was fitted to them."""
-
-
-@pytest.fixture(scope="module")
-def files(run: Path, photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Files:
-    root = tmp_path_factory.mktemp("files")
-    index, classifier = root / "l.parquet", root / "c.safetensors"
-    assert main(["embed", str(run), str(photographs), "--kind", "folder", "--out", str(index)]) == 0
-    words = [
-        "--labelled",
-        str(index),
-        "--classifier",
-        str(classifier),
-        "--out",
-        str(root / "p.csv"),
-    ]
-    assert main(["predict", str(run), str(photographs), *words]) == 0
-    return index, classifier
-
-
 def embed(case: Case, run: Path, root: Path, _: Files) -> list[str]:
     return ["embed", str(run), str(case.folder(root / "i")), "--out", str(root / "v.parquet")]
 
@@ -209,13 +180,13 @@ def test_encoders_see_what_a_person_sees(
     command: Callable[..., list[str]],
     name: str,
     run: Path,
-    files: Files,
+    fitted: Files,
     tmp_path: Path,
     encoded_images: list[Picture],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     case = CASES[name]()
-    assert main([*command(case, run, tmp_path, files), *case.option]) == 0
+    assert main([*command(case, run, tmp_path, fitted), *case.option]) == 0
     assert_close(encoded_images[0], crop(case.picture, 20, 16), case.tolerance)
     assert "--pixels" not in caplog.text
 
@@ -286,12 +257,12 @@ def test_a_missing_range_is_proposed(
     command: Callable[..., list[str]],
     bits: int,
     run: Path,
-    files: Files,
+    fitted: Files,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     case = deep(bits)
-    assert main(command(case, run, tmp_path, files)) == 0
+    assert main(command(case, run, tmp_path, fitted)) == 0
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert said.endswith(f"state the range: --pixels {case.stated}")
     assert f"the values go from 0 to {255 << (bits - 8)}, and 65535 is white" in said
@@ -368,26 +339,11 @@ def test_a_resumed_command_repeats_the_warning(
 
 
 @pytest.fixture
-def every_encoder(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[str, str]]:
+def every_encoder(run: Path, tiny: str) -> dict[str, str]:
     """An imported run, an exported one, a public encoder, and a trained one that states pixels."""
-    monkeypatch.chdir(tmp_path)
     assert main(["export", str(run), "exported"]) == 0
-    tiny = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
-    monkeypatch.setitem(CATALOGUE, "tiny", (Remote("https://example.org/x", "tiny.safetensors"),))
-    monkeypatch.setitem(PUBLIC, "tiny", Public(tiny, 64))
-    Path("weights").mkdir()
-    save_file(create(tiny, img_size=64).state_dict(), "weights/tiny.safetensors")
-    trained = Path(shutil.copytree(run, "trained"))
-    module, settings, pooling = load_encoder_weights(run / "encoder.safetensors")
-    pixels = Pixels(background=(0, 0, 0), range=(0, 4095))
-    own = settings.model_copy(update={"pixels": pixels})
-    save_encoder(trained / "encoder.safetensors", module.state_dict(), own, pooling)
-    sums = {"encoder.safetensors": sha256_file(trained / "encoder.safetensors")}
-    record = RunRecord.of(trained).model_copy(update={"sha256": sums, "encoder": own})
-    record.write(RunRecord.path(trained))
-    yield {"imported": str(run), "exported": "exported", "public": "tiny", "trained": "trained"}
+    rewritten(run, Path("trained"), pixels=Pixels(background=(0, 0, 0), range=(0, 4095)))
+    return {"imported": str(run), "exported": "exported", "public": tiny, "trained": "trained"}
 
 
 def test_encoders_of_all_kinds_read_alike(every_encoder: dict[str, str]) -> None:
@@ -482,8 +438,7 @@ def test_vectors_of_an_earlier_version_are_read_as_they_were_made(
 
 
 def test_an_import_keeps_the_range(every_encoder: dict[str, str]) -> None:
-    name = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
-    words = ["import", "weights/tiny.safetensors", "deep", "--timm", name, "--image-size", "64"]
+    words = ["import", "weights/tiny.safetensors", "deep", "--timm", TINY, "--image-size", "64"]
     assert main([*words, "--pixels", "range=0,4095"]) == 0
     encoder = maect.load("deep")
     assert encoder.reading.range == (0, 4095)

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 import maect
 from maect.answers.encoder import ImageEncoder
 from maect.cli import main
 from maect.core.arrays import read_arrays, write_arrays
 from maect.core.context import Context
-from maect.core.files import sha256_file
 from maect.data.shards import shard
 from maect.evaluate import comparison_scores
 from maect.evaluate.base import EvaluationJob
@@ -24,45 +22,15 @@ from maect.evaluate.comparison_scores import GEOMETRY
 from maect.evaluate.knn import Sweep, sweep_settings
 from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.store import open_features
-from maect.models.weights import load_encoder_weights, save_encoder
-from maect.records import RunRecord
 from maect.tools.compare import measured, named, open_folder, vectors
 
-from .conftest import photograph
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three kinds of photographs: with a split, without one, and without classes."""
-    root = tmp_path_factory.mktemp("folders")
-    for number in range(120):
-        split = "train" if number < 75 else "val"
-        kind = "abc"[number % 3]
-        for file in (
-            root / "split" / split / kind / f"{number}.png",
-            root / "whole" / kind / f"{number}.png",
-            root / "flat" / f"{number}.png",
-        ):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            photograph(number, 30, 24).save(file)
-    shutil.copy(root / "split/train/a/0.png", root / "split/val/a/again.png")
-    return root
+from .conftest import photograph, rewritten
 
 
 @pytest.fixture(scope="module")
 def other(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A second run, whose encoder has other weights."""
-    folder = tmp_path_factory.mktemp("others") / "runs/mae"
-    shutil.copytree(run, folder)
-    module, settings, pooling = load_encoder_weights(run / "encoder.safetensors")
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(0.5)
-    save_encoder(folder / "encoder.safetensors", module.state_dict(), settings, pooling)
-    sums = {"encoder.safetensors": sha256_file(folder / "encoder.safetensors")}
-    record = RunRecord.of(folder).model_copy(update={"sha256": sums})
-    record.write(RunRecord.path(folder))
-    return folder
+    return rewritten(run, tmp_path_factory.mktemp("others") / "runs/mae", 0.5)
 
 
 def test_encoders_and_folders_make_a_table(

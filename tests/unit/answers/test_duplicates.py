@@ -97,8 +97,7 @@ def test_links_are_named_and_are_no_copies(
     assert exact == [("b-hard.png", "a-copy.png"), ("b-hard.png", "copy.png")]
     assert (tmp_path / "out/copies.txt").read_text() == "a-copy.png\ncopy.png\n"
     page = (tmp_path / "out/index.html").read_text()
-    assert "the same file: symbolic link" in page and "the same file: hard link" in page
-    assert "A link is no copy" in page and "Never delete both files of a pair" in page
+    assert "Never delete both files of a pair" in page
     assert "<code>copies.txt</code> (2 images)" in page
 
 

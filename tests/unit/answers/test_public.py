@@ -7,35 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import save_file
 
 from maect import load
 from maect.answers import public, vectors
-from maect.answers.public import PUBLIC, Public
+from maect.answers.public import PUBLIC
 from maect.answers.vectors import Vectors, embed_into
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file
 from maect.data.decode import UnreadableError
-from maect.data.retrieve import CATALOGUE, Remote
-from maect.models.timm_encoder import create
+from maect.data.retrieve import CATALOGUE
 from maect.recipes.timm_encoders import find_timm
 from maect.records import RunRecord
 
 from .conftest import photograph
-
-TINY = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
-
-
-@pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A public encoder of few parameters, whose file lies where `maect retrieve` puts it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(CATALOGUE, "tiny", (Remote("https://example.org/x", "tiny.safetensors"),))
-    monkeypatch.setitem(PUBLIC, "tiny", Public(TINY, 64))
-    (tmp_path / "weights").mkdir()
-    save_file(create(TINY, img_size=64).state_dict(), tmp_path / "weights/tiny.safetensors")
-    return "tiny"
 
 
 def test_every_name_can_be_retrieved_and_is_known_to_timm() -> None:

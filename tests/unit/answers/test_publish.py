@@ -11,6 +11,7 @@ import timm
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 
 import maect
 from maect.cli import main
@@ -80,8 +81,6 @@ def test_the_folder_of_a_repository(
     np.testing.assert_array_equal(published.encode(files), vectors)
     assert published.sha256 == encoder.sha256
     head = torch.nn.Linear(encoder.width, 3)
-    from safetensors.torch import load_file
-
     head.load_state_dict(load_file(tuned / "head.safetensors"))
     logits = head(torch.from_numpy(vectors))
     model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
@@ -107,8 +106,6 @@ def test_classes_by_the_head_of_a_fine_tuned_run(
     assert main(["predict", str(tuned), str(photographs), "--out", str(out)]) == 0
     with open(out, encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    from safetensors.torch import load_file
-
     head = load_file(tuned / "head.safetensors")
     vectors = torch.from_numpy(maect.load(tuned).encode([photographs / r["file"] for r in rows]))
     probable = (vectors @ head["weight"].T + head["bias"]).softmax(1).max(1)

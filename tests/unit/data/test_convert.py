@@ -35,11 +35,11 @@ from maect.data.loader import evaluation_parts, train_batches
 from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.data.subsets import class_view
-from maect.data.transforms import PAPER, augment, center_crops, normalize, random_crops
+from maect.data.transforms import augment, center_crops, random_crops
 from maect.models.checkpoints import PATCHES, convert
 from maect.models.decoder import patchify, reconstruction_loss
 from maect.models.vit import build_encoder
-from maect.recipes import AUGMENTATIONS, IMAGENET, Encoder, Pixels, load_encoder
+from maect.recipes import AUGMENTATIONS, Encoder, Pixels, load_encoder
 from maect.stages import load_recipe
 
 EXIF = Pixels(orientation="exif")
@@ -364,13 +364,6 @@ def test_changes_of_colours_are_refused() -> None:
         load_recipe("ct_aug", "tiny").check_encoder(encoder)
     load_recipe("ct_min", "tiny").check_encoder(encoder)
     load_recipe("ct_aug", "tiny").check_encoder(load_encoder("tiny", 16, EXIF))
-
-
-def test_own_mean_and_deviation() -> None:
-    x = torch.rand(2, 1, 4, 4)
-    torch.testing.assert_close(normalize(x, DEEP), (x - 0.4) / 0.2)
-    y = torch.rand(2, 3, 4, 4)
-    torch.testing.assert_close(normalize(y, PAPER), normalize(y, Pixels(mean=IMAGENET[0])))
 
 
 def test_pixels_are_part_of_an_encoder_only_where_they_are_stated() -> None:

@@ -10,33 +10,20 @@ import numpy as np
 import pytest
 import timm
 import torch
+from encoder_runs import finished_run
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
 import maect
 import maect.models.export
 from maect.cli import main
-from maect.core.files import write_record
 from maect.models.export import crop_fraction, read_export
-from maect.models.vit import build_encoder, seeded
-from maect.models.weights import save_encoder
+from maect.models.vit import build_encoder
 from maect.recipes import Pixels, load_encoder
-from maect.records import RunRecord
-
-RECORD = {
-    "stage": "tune", "source": "head_min", "seed": 3, "source_revision": "abc",
-    "finished": "2026-01-01T00:00:00Z", "settings": {"epochs": 7}, "versions": {"torch": "2"},
-}  # fmt: skip
 
 
-def finished_run(folder, encoder, pooling, **record):
-    with seeded(1):
-        module = build_encoder(encoder).eval()
-    with torch.no_grad():  # norms and biases that are not ones and zeros
-        for parameter in module.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape))
-    save_encoder(folder / "encoder.safetensors", module.state_dict(), encoder, pooling)
-    write_record(RunRecord.path(folder), RECORD | {"run": folder.name} | record)
+def features_of(module, encoder, pooling):
+    """Return random images and their features."""
     images = torch.rand(2, encoder.pixels.channels, encoder.image_size, encoder.image_size)
     with torch.no_grad():
         return images, module.pool(module(images).tokens, pooling)
@@ -54,7 +41,8 @@ def same(model, images, features):
 def test_what_is_printed_makes_model_and_transform(pooling, change, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     encoder = load_encoder("tiny").model_copy(update={"resize": 20} | change)
-    images, features = finished_run(tmp_path / "ct", encoder, pooling)
+    module = finished_run(tmp_path / "ct", encoder, pooling)
+    images, features = features_of(module, encoder, pooling)
     assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out")]) == 0
     names = {"timm": timm}
     exec(capsys.readouterr().out, names)
@@ -192,7 +180,8 @@ def test_the_cards_code_reads_files_as_the_run_does(channels, pooling, tmp_path,
 
 def test_other_channels_are_loaded_as_they_are(tmp_path):
     bands = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5)
-    images, features = finished_run(tmp_path / "ct", load_encoder("tiny", 16, bands), "cls")
+    encoder = load_encoder("tiny", 16, bands)
+    images, features = features_of(finished_run(tmp_path / "ct", encoder, "cls"), encoder, "cls")
     assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out")]) == 0
     same(timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True), images, features)
     assert "vector = model(image[None])" in (tmp_path / "out/README.md").read_text()
