@@ -134,7 +134,8 @@ class RunRecord(Record):
     losses: tuple[float, ...] | None = None
     """Means of the epochs."""
     scores: EpochScores | None = None
-    unlogged_steps: str | None = None
+    log_sha256: str | None = None
+    """Checksum of its log; None: an import, or trained by an earlier version."""
 
     @classmethod
     def path(cls, folder: Path) -> Path:
@@ -164,11 +165,6 @@ class RunRecord(Record):
     def epochs(self) -> float | None:
         """Return for how many it was trained; none: it was not."""
         return self.settings.get("epochs")
-
-    @property
-    def logged_epochs(self) -> float:
-        """Return the epochs that its log goes up to, as far as that is known."""
-        return 0.0 if self.unlogged_steps else self.epochs or 0.0
 
 
 def is_finished(folder: Path) -> bool:

@@ -261,7 +261,6 @@ def _restore(name: str, published: Published, to: Path) -> None:
         device_hours=float(line["device_hours"]),
         settings=config.get("settings", {}),
         encoder=config.get("encoder"),
-        unlogged_steps="those that are not published",
     ).write(RunRecord.path(to))
     steps: list[dict[str, Any]] = [
         {key: json.loads(value) for key, value in one.items() if key != "run" and value}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from maect.core.entries import finished_entries
+from maect.core.entries import entries
 from maect.core.errors import UserError, entry
 from maect.core.files import read_table_text, write_table_text
 from maect.paper import FOLDER
@@ -386,9 +386,9 @@ def pretraining_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
 
     def start(run: str) -> tuple[float]:
         first = chain(run, runs)[-1]
-        entries = finished_entries(runs / first.run, first.logged_epochs)
+        logged = entries(runs / first.run / "metrics.jsonl", sha256=first.log_sha256)
         until = (first.epochs or 0) / 10
-        losses = [e["loss_nnclr"] for e in entries if "loss_nnclr" in e and e["epoch"] <= until]
+        losses = [e["loss_nnclr"] for e in logged if "loss_nnclr" in e and e["epoch"] <= until]
         return (statistics.fmean(losses) if losses else math.nan,)
 
     return _by_row(rows, runs, ("nnclr_loss",), start)

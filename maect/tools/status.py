@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from maect.core.entries import entries
 from maect.core.errors import UserError, counted
@@ -137,7 +137,11 @@ def status_of(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluste
         run, done = None, False  # it is made again, by another recipe
     report = record.progress(folder, job)
     number = f"{job.cluster} {job.id or '-'}" if job else ""
-    logged = entries(folder / "metrics.jsonl", TAIL, run.logged_epochs if run else None)
+    logged: list[dict[str, Any]] = []
+    try:
+        logged = entries(folder / "metrics.jsonl", TAIL, run.log_sha256 if run else None)
+    except UserError as error:
+        note = str(error)
     loss = report.get("loss", logged[-1].get("loss") if logged else None)
     evaluated = [entry["online_knn"] for entry in logged if "online_knn" in entry]
     knn = report.get("knn") or (evaluated[-1] if evaluated else None)

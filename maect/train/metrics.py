@@ -1,5 +1,6 @@
 """The log of a run, with one entry for each logged step even after interruptions."""
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.core.entries import entries, entry_of, line_of, lines, log_interval, missing
-from maect.core.files import atomic_write
+from maect.core.entries import entries, line_of, log_interval
+from maect.core.files import atomic_write, write_text
 from maect.recipes.cost import peak_flops
 from maect.train.hooks import Hook, Session, Update
 
@@ -26,13 +27,13 @@ class Metrics:
     """Writes the log on rank 0: all but "timing" is a function of recipe, seed and data."""
 
     def __init__(self, folder: Path, step: int, steps: int) -> None:
-        """Resume after `step` of `steps`: drop later entries and damaged ones."""
+        """Resume after `step` of `steps`: drop later entries, and what is no entry."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = folder / "metrics.jsonl"
         logged = entries(self.path)
         self.last_timing: dict[str, float] = logged[-1]["timing"] if logged else {}
-        _repair(self.path, step, steps)
+        _repair(self.path, logged, step, steps)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         self._board = SummaryWriter(folder / "tensorboard", purge_step=step + 1 if step else None)
 
@@ -66,22 +67,20 @@ class Metrics:
         self._board.close()
 
 
-def _repair(path: Path, step: int, steps: int) -> None:
-    """Keep the sound entries up to a step, each once, and warn of those that are missing."""
-    kept: dict[int, bytes] = {}
-    for line in lines(path):
-        entry = entry_of(line)
-        if entry is not None and max(kept, default=0) < entry["step"] <= step:
-            kept[entry["step"]] = line
-    absent = missing(set(kept), step, steps)
-    if absent:
-        log.warning(
-            "%s: damaged or incomplete: the entries of steps %s are lost; the training is not",
-            path, absent,
-        )  # fmt: skip
+def _repair(path: Path, logged: list[dict[str, Any]], step: int, steps: int) -> None:
+    """Keep the entries up to a step, one of each step, and warn if some are missing."""
+    kept: list[dict[str, Any]] = []
+    last = 0
+    for entry in logged:
+        if last < entry["step"] <= step:
+            last = entry["step"]
+            kept.append(entry)
+    interval = log_interval(steps)
+    lost = step // interval - sum(entry["step"] % interval == 0 for entry in kept)
+    if lost:
+        log.warning("%s: %d entries are lost; the training is not", path, lost)
     # A new file, so that a superseded job that still has the old one open writes to nowhere.
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(b"".join(kept.values()))
+    write_text(path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
 class LogSteps(Hook):

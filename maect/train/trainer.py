@@ -17,7 +17,7 @@ from torch import Tensor
 
 from maect.core.context import Context
 from maect.core.distributed import barrier, be_deterministic, from_rank_0, store_barrier
-from maect.core.entries import entries, log_interval, missing
+from maect.core.entries import entries, log_interval
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.data.index import Index, open_index
@@ -557,12 +557,10 @@ def _write_final_record(
     state = complete_states(run.folder / "state")[0]
     reader = StateReader(state, state_record(state, prepared.identity))
     exported = run.stage.export(run, reader, images)
-    logged = entries(run.folder / "metrics.jsonl")
-    timing = [entry["timing"] for entry in logged]
-    speeds = sorted(t["images_per_second"] for t in timing)
+    log = run.folder / "metrics.jsonl"
+    timing = [entry["timing"] for entry in entries(log)]
+    speeds = sorted(t["images_per_second"] for t in timing if "images_per_second" in t)
     held = clock.device_seconds
-    steps = run.stage.total_steps(images.n)
-    unlogged = missing({entry["step"] for entry in logged}, steps, steps)
     record = {
         "run": run.folder.name,
         "fingerprint": prepared.identity,
@@ -582,6 +580,6 @@ def _write_final_record(
         "attempts": read_notes(run.folder).get("attempts", []),
         "losses": [loss / max(count, 1) for loss, count in reader.record["losses"]],
         "scores": reader.record.get("scores"),
-        "unlogged_steps": unlogged or None,
+        "log_sha256": sha256_file(log),
     }
     RunRecord.model_validate(record).write(RunRecord.path(run.folder))

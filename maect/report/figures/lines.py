@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from maect.core.entries import finished_entries
+from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import seek_record
 from maect.records import is_finished
@@ -131,9 +131,10 @@ def knn_compute(shown: ShownConfig) -> Figure:
         before = 0.0
         line = list[tuple[float, float]]()
         for record in reversed(chain(done[0], shown.runs)):
-            steps = finished_entries(shown.runs / record.run, record.logged_epochs)
+            path = shown.runs / record.run / "metrics.jsonl"
+            steps = entries(path, sha256=record.log_sha256)
             if not steps:
-                raise UserError(f"{shown.runs / record.run}: has no metrics.jsonl")
+                raise UserError(f"{path}: no step was logged")
             flops = tables.flops_of_step(record) / 1e15
             found = [
                 (before + flops * s["step"], s["online_knn"]) for s in steps if "online_knn" in s
@@ -218,7 +219,7 @@ def _gain(shown: ShownConfig, run: str) -> tuple[str, str, float, float] | None:
     tuned, before = (
         float(tables.read_metrics(path)["knn_standardized"]) for path in results if path is not None
     )
-    steps = finished_entries(shown.runs / run, records[0].logged_epochs)
+    steps = entries(shown.runs / run / "metrics.jsonl", sha256=records[0].log_sha256)
     right = [step["lookup_accuracy"] for step in steps if "lookup_accuracy" in step]
     if head["lookup"] != "none" and not right:
         return None
@@ -392,7 +393,7 @@ def training_curves(shown: ShownConfig) -> Figure:
     units: dict[str, str] = {}
     for node in finished_runs(shown):
         path = shown.runs / node.run / "metrics.jsonl"
-        lines = finished_entries(path.parent, node.logged_epochs)
+        lines = entries(path, sha256=node.log_sha256)
         title = stage_title(node.stage)
         parts = curve(lines, "epoch", "loss_mae")
         line = parts if len(parts[0]) else curve(lines, "epoch", "loss")

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from maect.core.entries import line_of
 from maect.core.errors import UserError
-from maect.core.files import write_record
+from maect.core.files import sha256_file, write_record
 from maect.experiment import load
 from maect.launch import clusters, record
 from maect.launch.slurm import Slurm
@@ -159,6 +159,19 @@ def test_the_last_online_evaluation(tmp_path):
     assert about.endswith("online k-NN: on training images")
     head, line = columns(lines)
     assert "online k-NN" in head and line.split()[-2:] == ["0.5000", "42.2"]
+
+
+def test_a_log_that_is_not_that_of_the_record(tmp_path):
+    folder = tmp_path / "experiment/runs/mae"
+    folder.mkdir(parents=True)
+    log, record = folder / "metrics.jsonl", {"run": "mae", "stage": "pretrain"}
+    log.write_text(line_of(1, {"loss": 2.0}, {"device_seconds": 1.0}))
+    write_record(RunRecord.path(folder), record | {"log_sha256": sha256_file(log)})
+    (line,) = status(tmp_path / "experiment")[1]
+    assert (line.state, line.loss, line.note) == ("done", 2.0, "")
+    log.write_text(log.read_text().replace("2.0", "1.0"))
+    (line,) = status(tmp_path / "experiment")[1]
+    assert (line.state, line.loss) == ("done", None) and f"{log}: damaged" in line.note
 
 
 def test_the_command_needs_no_torch(run):

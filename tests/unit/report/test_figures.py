@@ -309,7 +309,7 @@ def test_damaged_results_are_named(results, out):
             draw(shown(name, results), *out)
         assert not out[0].exists() and not out[1].exists()
 
-    points, log = results / "mae_tiny/umap.safetensors", "metrics.jsonl"
+    points = results / "mae_tiny/umap.safetensors"
     zeros, labels = np.zeros((3, 2), np.float32), np.zeros(3, np.int64)
     points.write_bytes(b"not safetensors")
     refused("umap", "not a safetensors file")
@@ -335,14 +335,15 @@ def test_damaged_results_are_named(results, out):
     arrays = load_file(path)
     save_file(arrays | {"query_labels": arrays["query_labels"][::-1].copy()}, path)
     refused("neighbor_retrieval", "other queries")
-    step = log_of([{"epoch": 1}])
-    for text, words in (
-        ("", "no step was logged"),
-        (step + '{"epo', rf"{log}:2: damaged"),
-        (step, "no line has both 'epoch' and 'loss'"),
-    ):
-        (results.parent / "runs/mae_tiny" / log).write_text(text)
-        refused("training_curves", words)
+    path = results.parent / "runs/mae_tiny/metrics.jsonl"
+    path.write_text(log_of([{"epoch": 1}]))
+    refused("training_curves", rf"{path}: no line has both 'epoch' and 'loss'")
+    path.write_text("")
+    refused("knn_compute", rf"{path}: no step was logged")
+    record = RunRecord.path(path.parent)
+    write_record(record, read_record(record) | {"log_sha256": "0" * 64})
+    for name in ("training_curves", "knn_compute"):
+        refused(name, rf"{path}: damaged \(its checksum is not that in run\.json")
 
 
 def test_knn_per_block_is_a_mean_over_seeds(results, result):

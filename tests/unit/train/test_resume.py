@@ -11,7 +11,7 @@ from ranks import alone, refused, run, train
 from tiny_runs import losses, metrics
 
 from maect.core.entries import entries
-from maect.core.files import RUN
+from maect.core.files import RUN, sha256_file
 from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune
 
@@ -144,11 +144,13 @@ def test_a_run_on_one_rank_goes_on_with_the_same_bits(job, tmp_path):
         steps = np.split(losses(whole["folder"]), (3, 5, 8))
         np.testing.assert_allclose(record.losses, [each.mean() for each in steps])
         assert (record.run, record.world_size, len(record.attempts)) == (name, 1, 1)
-        entry = entries(tmp_path / f"runs/{name}/metrics.jsonl")[-1]
+        log = tmp_path / f"runs/{name}/metrics.jsonl"
+        assert record.log_sha256 == sha256_file(log)
+        entry = entries(log)[-1]
         assert record.device_hours == entry["timing"]["device_seconds"] / 3600
         assert record.held_hours > record.device_hours and record.finished.endswith("Z")
         assert record.settings == whole["settings"] and record.source == "head"
-        assert record.unlogged_steps is None and record.scores is None
+        assert record.scores is None
         assert {*record.sha256} == {"encoder.safetensors", "head.safetensors"} == {*record.files}
     assert records[0].sha256 == records[1].sha256
     assert records[0].fingerprint == records[1].fingerprint
