@@ -54,6 +54,15 @@ def test_index_gives_the_original_bytes(images: Path, shards: Path) -> None:
             assert image.size == tuple(index.rows[i, 5:7])
 
 
+def test_a_read_that_returns_less_is_continued(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = [index.read(i) for i in range(4)]
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, start: pread(file, min(size, 700), start))
+    assert [index.read(i) for i in range(4)] == whole and min(map(len, whole)) > 700
+
+
 def test_stock_webdataset_and_plain_tar_read_the_same(shards: Path, index: Index) -> None:
     tars = [str(path) for path in index.shards]
     found = list(webdataset.WebDataset(tars, shardshuffle=False).decode("pil", only="cls"))

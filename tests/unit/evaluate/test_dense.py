@@ -171,6 +171,18 @@ def test_of_equal_settings_the_first_is_chosen_and_a_killed_job_does_not_choose_
     assert scored(seed=1) == metrics and seen[3:] == [(2, choices), last]
 
 
+def test_shards_without_a_plan_are_joined_by_their_keys(drawn, tmp_path):
+    names = ("val", "val_masks")
+    for name in names:
+        shutil.copytree(drawn / "shards" / name, tmp_path / name)
+        (tmp_path / name / "plan.json").unlink()
+    planned, bare = (
+        MaskSplit(*(open_index(folder / name) for name in names))
+        for folder in (drawn / "shards", tmp_path)
+    )
+    assert bare.rows == planned.rows
+
+
 def test_patches_lie_where_their_pixels_do(drawn):
     """Of an encoder of patches alone: the mean colour of a patch and its class belong together."""
     from maect.data.index import open_index

@@ -150,7 +150,7 @@ def test_all_right_or_all_wrong_has_wilsons_interval(images: int) -> None:
     p = low[0] / 100
     assert 1 - p == pytest.approx(1.96 * math.sqrt(p * (1 - p) / images))
     assert [*low[1:], *high] == pytest.approx([0, 100, 100 - low[0]])
-    some = (np.arange(images) % 4 > 0) * 100.0
+    some = 100 * np.random.default_rng(0).random(images)  # resampled alike whenever it is asked
     both = accuracy_intervals(np.stack([some, np.zeros(images)], 1))
     assert [ends[0] for ends in both] == [ends[0] for ends in intervals(some[:, None])]
 
