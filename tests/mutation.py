@@ -87,6 +87,7 @@ def _prepare(folder: Path, module: str, entry: dict[str, Any]) -> None:
         "pytest_add_cli_args": ["-p", "no:cacheprovider", "-n", "0"],
         "pytest_add_cli_args_test_selection": entry["tests"],
         "use_git_change_detection": False,
+        "process_isolation": "forkserver",  # trainings leave threads, which no fork has
         "timeout_multiplier": 10.0,  # of wall time too, which other processes lengthen
     }
     pytest = "addopts = \"--strict-markers -m 'not slow'\"\n"

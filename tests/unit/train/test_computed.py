@@ -14,7 +14,6 @@ from maect.recipes.settings import PLAIN, Computing
 from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig
-from maect.train.checkpoint import complete_states
 
 OTHERWISE = {
     3: {"zero_stage": 2, "attention": "flash_attn"},
@@ -42,16 +41,6 @@ def test_a_run_goes_on_computed_otherwise(job, whole, tmp_path):
     np.testing.assert_allclose(losses(folder), undisturbed, rtol=1e-4)
     record = json.loads(RunRecord.path(folder).read_text())
     assert record["computing"].items() >= OTHERWISE[6].items()
-
-
-def test_another_recipe_still_begins_anew(job, tmp_path):
-    log = tmp_path / "log"
-    value = job("mae", "mae", accumulation=2)
-    assert run(1, value, log=log, stop_at=3) == ["requeue"]
-    assert run(1, job("mae", "mae", base_lr=2e-3), log=log, stop_at=2) == ["requeue"]
-    folder = Path(value["folder"])
-    assert len(list(folder.glob("stale-*"))) == 1
-    assert [state.name for state in complete_states(folder / "state")] == ["step-000000002"]
 
 
 def test_identities_know_nothing_of_it():
