@@ -24,7 +24,7 @@ RENAMED = {
 RESERVED_SBATCH_OPTIONS = {
     "array", "clusters", "cluster-constraint", "job-name", "output", "error", "open-mode", "signal",
     "wait", "parsable", "test-only", "wrap", "nodes", "ntasks", "ntasks-per-node", "uid", "gid",
-    "a", "M", "J", "o", "e", "W", "N", "n",
+    "comment", "a", "M", "J", "o", "e", "W", "N", "n",
 }  # fmt: skip
 AT_A_COMMA = re.compile(r",(-|[A-Za-z][\w-]*=|$)")
 """Where another option begins behind a comma, as they were separated in version 0.2.0."""
@@ -158,15 +158,27 @@ def _number(name: str, value: object, least: int = 1) -> int:
 
 
 def sbatch_options(text: str) -> dict[str, str | bool]:
-    """Read options of sbatch, which are separated by blanks; UserError if they are by commas."""
+    """Read options of sbatch such as `--qos=A --hold`, also without hyphens, as in `qos=A`.
+
+    Raises:
+        UserError: options that are separated otherwise: by commas, or from their values by blanks.
+    """
     options: dict[str, str | bool] = {}
-    for word in shlex.split(text):
+    for word in _words("slurm_extra", text):
         name, _, value = word.lstrip("-").partition("=")
-        # The value of `export` has this form.
-        if AT_A_COMMA.search(word) and name != "export":
-            raise UserError(f"slurm_extra: {word}: separate options by blanks: --qos=A --hold")
+        is_value = bool(options) and "=" not in word
+        if word[0] != "-" and (is_value or AT_A_COMMA.search(word)):
+            raise UserError(f"slurm_extra: {word}: write options as in --qos=A --hold")
         options[name] = value or True
     return options
+
+
+def _words(name: str, text: str) -> list[str]:
+    """Split a text as a shell does; UserError if a quote is not closed."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{name}: {text}: {error}") from None
 
 
 def full_paths(command: str) -> str:
@@ -174,7 +186,7 @@ def full_paths(command: str) -> str:
 
     A word without a `/` is a command's name, whatever lies in the working folder.
     """
-    words = shlex.split(command)
+    words = _words("python", command)
     return shlex.join(
         os.path.abspath(word) if "/" in word and os.path.isfile(word) else word for word in words
     )
@@ -221,7 +233,7 @@ def gpus_here() -> list[str]:
         return []
     words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        asked = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=30)
         models = [_model(line) for line in asked.stdout.splitlines() if "," in line]
     except (OSError, subprocess.SubprocessError):
         models = []

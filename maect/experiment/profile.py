@@ -118,7 +118,8 @@ def _found(key: str, value: Any) -> Any:
     Names are quoted: Snakemake evaluates resources, and a partition `all` is a function of Python.
     """
     if key in ("slurm_partition", "slurm_account", "slurm_extra") and isinstance(value, str):
-        return repr(value.strip("'"))
+        is_quoted = len(value) > 1 and value[0] == value[-1] == "'" and value.count("'") == 2
+        return repr(value[1:-1] if is_quoted else value)
     if key not in ("setup", "python"):
         return value
 

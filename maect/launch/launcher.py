@@ -160,14 +160,22 @@ class _Launch:
         """Cancel a job whose settings have changed since; what it saves is no step of this run.
 
         Raises:
-            LaunchError: it may still be alive.
+            SystemExit: a signal came while SLURM did not answer.
         """
-        notice = self.poll(job)
-        if notice.phase == "unknown" or not self.clusters[job.cluster].end(self.folder, job):
-            raise LaunchError(
-                f"{self.line.title}: {job} computes what the settings were before they changed, "
-                f"and could not be cancelled ({notice.text}); cancel it and start again"
-            )
+        tried = 0.0
+        while True:
+            notice = self.poll(job)
+            if notice.phase != "unknown" and tried != self.next_poll:
+                tried = self.next_poll
+                if self.clusters[job.cluster].end(self.folder, job):
+                    break
+            reason = self.interruption.reason_to_leave()
+            if reason or self.interruption.stops:
+                self.line.say(f"{reason or 'stopped'}; {job}, of other settings, is not cancelled")
+                raise SystemExit(130)
+            if self.line.is_due():
+                self.line.show(f"{job}, whose settings have changed, cannot be cancelled yet")
+            time.sleep(TICK)
         self.close(job, "its settings have changed")
         self.line.say(f"cancelled {job}: its settings have changed")
 

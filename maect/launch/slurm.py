@@ -6,6 +6,7 @@ Each launcher asks for itself: with 64 jobs in the queue a question took the tes
 controller 0.44 ms (`sdiag`), and a launcher asks twice a minute.
 """
 
+import logging
 import os
 import re
 import shlex
@@ -21,6 +22,8 @@ from maect.launch.record import Job
 from maect.launch.shell import MARK, command, environment
 from maect.launch.state import Cluster, Notice, check_site
 from maect.launch.task import LaunchError
+
+log = logging.getLogger(__name__)
 
 SUBMISSION = 300.0  # seconds for sbatch, which itself gives up on a controller after about 100
 ID = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+)?$", re.MULTILINE)
@@ -77,6 +80,8 @@ class Slurm(Cluster):
 
     def submit(self, folder: Path, job: Job, resources: Resources) -> None:
         """Submit the script of the job on record and set the job's id."""
+        if clusters := os.environ.get("SLURM_CLUSTERS"):
+            log.warning("SLURM_CLUSTERS=%s is ignored: jobs go to this machine's cluster", clusters)
         file = record.job_folder(folder, job.name) / "job.sh"
         write_text(file, script(folder, job.name, resources))
         words = ("sbatch", "--parsable", str(file))
@@ -152,10 +157,11 @@ def script(folder: Path, name: str, resources: Resources) -> str:
         ntasks_per_node=resources.devices,
         cpus_per_task=resources.cpus_per_task,
         mem=f"{resources.mem_mb}MB" if resources.mem_mb else None,
-        signal_delay_s=resources.warning_seconds,
         setup=setup,
-        srun_args=["--kill-on-bad-exit=1"],
-        additional_parameters=resources.options,
+        # A job that was submitted with --export=NONE would give its ranks nothing of the script's.
+        srun_args=["--kill-on-bad-exit=1", "--export=ALL"],
+        # submitit would take the signal's name from the shell.
+        additional_parameters={**resources.options, "signal": f"USR2@{resources.warning_seconds}"},
         stderr_to_stdout=True,
         wckey=None,
     )

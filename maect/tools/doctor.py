@@ -3,6 +3,7 @@
 Its job tests devices, the network between them, a training step and the shared file system.
 """
 
+import ast
 import difflib
 import os
 import platform
@@ -107,13 +108,22 @@ def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
         rules = yte.process_yaml(file.read_text(encoding="utf-8"), require_use_yte=True)
         return {
             rule: {
-                key: os.path.expandvars(value).strip("'") if isinstance(value, str) else value
+                key: unquoted(os.path.expandvars(value)) if isinstance(value, str) else value
                 for key, value in values.items()
             }
             for rule, values in rules["set-resources"].items()
         }
     except (OSError, yaml.YAMLError, YteError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{file}: not a cluster profile ({error})") from None
+
+
+def unquoted(text: str) -> str:
+    """Return the string that Snakemake reads where it takes a text for Python's; else the text."""
+    try:
+        found = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return found if isinstance(found, str) else text
 
 
 def resources(asked: dict[str, Any], nodes: int) -> Resources:
@@ -175,7 +185,10 @@ def requests(rules: dict[str, dict[str, Any]]) -> list[Finding]:
 def _request(wanted: Resources, rules: list[str], is_the_most: bool) -> Finding:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.sh"
-        file.write_text(script(Path(folder), "maect-doctor", wanted), encoding="utf-8")
+        try:
+            file.write_text(script(Path(folder), "maect-doctor", wanted), encoding="utf-8")
+        except (RuntimeError, ValueError) as error:
+            return Finding("FAIL", f"no script for sbatch: {error}")
         code, _, stderr = command("sbatch", "--test-only", str(file))
     partition = wanted.slurm_partition or "the default partition"
     account = wanted.slurm_account or "default"

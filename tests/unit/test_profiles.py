@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from ast import literal_eval
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,9 @@ def test_a_site_says_only_what_differs() -> None:
     assert {asked[rule]["runtime"] for rule in (*TRAININGS, "linear_probe")} == {720}
     assert (asked["features"]["runtime"], asked["knn"]["runtime"]) == (240, 900)
     assert like_slurm({})["set-resources"] == common
+    for text in ("--constraint='a|b'", "'--qos=q'", "--constraint='a|b' --qos='q'"):
+        read = by_rule({"knn": {"slurm_extra": text}})["set-resources"]["knn"]
+        assert literal_eval(read["slurm_extra"]) == (text if text[0] == "-" else "--qos=q")
     with pytest.raises(UserError, match="unknown job 'traning'; did you mean 'training'"):
         by_rule({"traning": {"nodes": 1}})
 

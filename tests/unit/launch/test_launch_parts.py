@@ -91,7 +91,7 @@ def test_progress_is_logged_now_and_then(caplog, monkeypatch):
     assert times[:3] == [0, 10, 20] and times[-2:] == [830, 890]
 
 
-def test_what_is_asked_of_slurm(tmp_path, commands):
+def test_what_is_asked_of_slurm(tmp_path, commands, monkeypatch):
     resources = Resources(
         cluster="slurm", nodes=2, devices=4, cpus_per_task=12, mem_mb=494000, runtime=120,
         slurm_partition="booster", slurm_account="me", slurm_extra="--reservation=r --exclusive",
@@ -99,6 +99,7 @@ def test_what_is_asked_of_slurm(tmp_path, commands):
     )  # fmt: skip
     name = unique_name(tmp_path / "mae")
     folder = tmp_path / "a b"
+    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
     text = script(folder, name, resources)
     for line in ("nodes=2", "ntasks-per-node=4", "cpus-per-task=12", "time=120", "requeue",
                  "gres=gpu:4", "partition=booster", "account=me", "reservation=r", "exclusive",
@@ -106,7 +107,9 @@ def test_what_is_asked_of_slurm(tmp_path, commands):
                  "mem=494000MB"):  # fmt: skip
         assert f"#SBATCH --{line}\n" in text, line
     log = shlex.quote(f"{folder}/jobs/{name}/%j_%t_log.out")
-    start = f"srun --unbuffered --output {log} --kill-on-bad-exit=1 {sys.executable} -P -u"
+    start = (
+        f"srun --unbuffered --output {log} --kill-on-bad-exit=1 --export=ALL {sys.executable} -P -u"
+    )
     assert f"\n{start} -m maect.launch.worker '{folder}' {name}\n" in text
     assert "--error" not in text
     assert "export SRUN_CPUS_PER_TASK=12\n" in text and "wckey" not in text

@@ -200,15 +200,18 @@ def test_arguments_that_would_lose_the_job_are_refused(argument):
 
 def test_blanks_separate_options():
     text = "--exclude=n1,n[3-5,7] qos=default  --exclusive gres=gpu:4,nvme:1 --export=ALL,A=1"
-    text += " '--comment=a b'"
+    text += " '--constraint=a b' --acctg-freq=task=30,energy=60"
     assert sbatch_options(text) == {
         "exclude": "n1,n[3-5,7]", "qos": "default", "exclusive": True, "gres": "gpu:4,nvme:1",
-        "export": "ALL,A=1", "comment": "a b",
+        "export": "ALL,A=1", "constraint": "a b", "acctg-freq": "task=30,energy=60",
     }  # fmt: skip
     assert sbatch_options("") == {}
-    for old in ("gres=gpu:4,threads-per-core=1", "exclusive,qos=a", "qos=a, hold", "--a=1,--b=2"):
-        with pytest.raises(UserError, match="separate options by blanks"):
-            sbatch_options(old)
+    for other in ("gres=gpu:4,threads-per-core=1", "exclusive,qos=a", "qos=a, hold",
+                  "export=ALL,qos=a", "--qos a"):  # fmt: skip
+        with pytest.raises(UserError, match="write options as in --qos=A"):
+            sbatch_options(other)
+    with pytest.raises(UserError, match="No closing quotation"):
+        sbatch_options("--constraint='a|b")
 
 
 def take_over(run) -> str:
@@ -271,6 +274,22 @@ def test_submission_that_broke_off_is_looked_for(run, commands):
     complete(run)
     words = finish(launcher)
     assert launcher.returncode == 0 and len(commands.asked("sbatch")) == 1, words
+
+
+def test_a_job_of_other_settings_is_waited_for_until_slurm_cancels_it(run, commands):
+    name = take_over(run)
+    run.change_job(identity="before")
+    answering(run, commands, "41\\n", "RUNNING")
+    commands.shows("RUNNING", name)
+    commands.fails("scancel", "scancel: error: Unable to contact slurm controller")
+    launcher = run.start(identity="after")
+    wait_for(lambda: commands.asked("scancel"))
+    assert launcher.poll() is None and not commands.asked("sbatch")
+    commands.says("scancel", "")
+    wait_for(lambda: run.read("job.json").get("id") == "41")
+    complete(run)
+    words = finish(launcher)
+    assert launcher.returncode == 0 and "cancelled slurm job 7: its settings" in words, words
 
 
 def test_job_that_could_not_be_cancelled_is_not_called_so(run, commands):
