@@ -78,7 +78,7 @@ class VisionEncoder(VisionTransformer):
     def __init__(self, settings: Encoder) -> None:
         post_norm = settings.norm == "post"
         super().__init__(
-            **timm_arguments(settings, "cls" if settings.class_token else "mean"),
+            **timm_arguments(settings, "mean"),  # any: `pool` is told how
             num_classes=0,
             pre_norm=post_norm,  # timm's name for a norm behind the embedding
             final_norm=not post_norm,
