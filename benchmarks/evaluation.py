@@ -86,7 +86,7 @@ def knn(full: bool, folder: Path) -> None:
     train = stored(folder, rows, labels)
     x, y = (part / np.linalg.norm(part, axis=1, keepdims=True) for part in (rows, queries))
 
-    calls: Calls = {"maect": lambda: nearest(train, queries, k, threads=CORES)[1]}
+    calls: Calls = {"maect": lambda: nearest(train.values, queries, k, threads=CORES)[1]}
     try:
         import faiss
 

@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -803,12 +804,12 @@ def quality(
             resize=resize,
         )
     train, test = (open_features(encoder.parent / f"{split}.safetensors") for split in splits)
-    pair, scale = (min(KNN_K, train.n), KNN_TEMPERATURE), moments(train)
+    pair, scale = (min(KNN_K, train.n), KNN_TEMPERATURE), moments(train.values)
     found: dict[str, float] = {}
-    for key, by in (("knn", None), ("knn_standardized", scale)):
-        votes = votes_by_setting(train, train.labels, test.all(), [pair], by, cpus())[pair]
+    for key, by in (("knn", None), ("knn_standardized", partial(standardize, scale=scale))):
+        votes = votes_by_setting(train.values, train.labels, test.values, [pair], by, cpus())[pair]
         found[key] = 100 * float(np.mean(votes == test.labels))
-    rows = [torch.from_numpy(standardize(part.all(), scale)).float() for part in (train, test)]
+    rows = [torch.from_numpy(standardize(part.values, scale)).float() for part in (train, test)]
     x, y = (part.to(machine.device) for part in rows)
     labels = torch.from_numpy(train.labels).to(machine.device)
     layer = torch.nn.Linear(x.shape[1], train.classes).to(machine.device)

@@ -33,7 +33,7 @@ def read(path: Path) -> tuple[Array, NDArray[np.int64]]:
     from maect.evaluate.store import open_features
 
     file = open_features(path)
-    return file.all(), file.labels
+    return file.values, file.labels
 
 
 def right_neighbours(rows: Array, labels: NDArray[np.int64]) -> tuple[float, float]:

@@ -33,7 +33,6 @@ from PIL import Image
 from maect.core.files import write_text
 from maect.data.bundled import write_digits
 from maect.evaluate.geometry import FeatureTask, corrections
-from maect.evaluate.store import in_memory
 from maect.report.figures import method_style, panels, save, styled
 
 HERE = Path(__file__).parent
@@ -192,8 +191,8 @@ def measure_pixels() -> None:
     (train, labels), (test, wanted) = parts
     task = FeatureTask(labels, wanted, {})
     lines = []
-    for correction, correct in corrections(in_memory(train)).items():
-        found = task.measure(in_memory(train), test, correct)
+    for correction, correct in corrections(train).items():
+        found = task.measure(train, test, correct)
         scores = [one["nmi"] for one in found.clusters]
         line = {"correction": correction, "knn": 100 * float(found.right["knn"].mean())}
         lines.append(line | {"nmi": float(np.mean(scores))})

@@ -18,7 +18,7 @@ from maect.core.errors import UserError
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.low_shot import center_and_scale, fit
 from maect.evaluate.protocols.stored_features import LowShot
-from maect.evaluate.store import check_features, open_features
+from maect.evaluate.store import check_labelled, open_features
 from maect.records import RunRecord, checked_sha256, is_finished
 from maect.stages import STAGES
 
@@ -146,7 +146,7 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
         reading = vectors.pixels.reading
     else:
         features = open_features(labelled)
-        check_features(features)
+        check_labelled(features)
         about = features.record
         reading = {}
         if not about.get("norm", True) or about.get("blocks", 1) > 1:
@@ -154,7 +154,7 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
                 f"{labelled}: features before the final norm, and images get those after it here: "
                 "give the split's file without an ending such as .before_norm"
             )
-        values = features.all()
+        values = features.values
         labels = features.labels
         class_names = [*about["class_names"]]
     penalty = LowShot().l2 / len(labels)

@@ -325,7 +325,7 @@ def search_splits(run: Path, out: Path, dataset: str | None = None) -> tuple[Fou
     rows_of = {name: {key: i for i, key in enumerate(names)} for name, names in names_of.items()}
     files = [file for name, index in index_of.items() for file in _files(index, names_of[name])]
     of_split = [name for name, names in names_of.items() for _ in names]
-    features = np.concatenate([split.features.all() for split in splits])
+    features = np.concatenate([split.features.values for split in splits])
     images = SearchedImages(
         [*chain(*names_of.values())],
         _digests(splits),

@@ -142,10 +142,11 @@ class EvaluationJob:
 
     def features(self, name: str, *, labelled: bool = True) -> "FeatureFile":
         """Open the features file called `name` ("train" or "test") and check it."""
-        from maect.evaluate.store import check_features, open_features
+        from maect.evaluate.store import check_labelled, open_features
 
         features = open_features(self.path(name))
-        check_features(features, labelled=labelled)
+        if labelled:
+            check_labelled(features)
         return features
 
     def write_tensors(self, tensors: "Mapping[str, NDArray[Any]]", about: Any = None) -> None:

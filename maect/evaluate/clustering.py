@@ -16,7 +16,7 @@ from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob, idle_cpus
 from maect.evaluate.outcomes import pack
 from maect.evaluate.protocols.stored_features import Clustering
-from maect.evaluate.store import FeatureFile, in_memory, moments, standardize
+from maect.evaluate.store import FeatureFile, moments, standardize
 
 SCORES = ("accuracy", "nmi", "ami", "ari")
 # Less work than this (values x runs) is done before other processes have started.
@@ -85,7 +85,7 @@ def cluster(
     from sklearn.utils.parallel import Parallel, delayed
 
     names, labels = np.unique(test.labels[ids], return_inverse=True)
-    rows = standardized(test.take(ids))
+    rows = standardized(test.values[ids])
     if len(np.unique(rows, axis=0)) < len(names):
         raise UserError(
             f"{test.path}: fewer distinct features than the {len(names)} classes; the encoder "
@@ -134,7 +134,7 @@ def one_run(
 
 def standardized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Rows with the mean and standard deviation that they have themselves taken out."""
-    return standardize(rows, moments(in_memory(rows)))
+    return standardize(rows, moments(rows))
 
 
 def kmeans(

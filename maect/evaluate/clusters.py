@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from maect.core.errors import UserError
 from maect.evaluate.clustering import kmeans
 from maect.evaluate.protocols.stored_features import Clustering
-from maect.evaluate.store import Scale, in_memory, moments, standardize
+from maect.evaluate.store import Scale, moments, standardize
 
 FEWEST = 20
 """Vectors from which their own mean and deviation say something."""
@@ -36,7 +36,7 @@ def unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def scale_of(vectors: NDArray[np.float32]) -> Scale | None:
     """Return mean and deviation of each column of vectors [n, width]; None below `FEWEST` rows."""
-    return None if len(vectors) < FEWEST else moments(in_memory(vectors))
+    return None if len(vectors) < FEWEST else moments(vectors)
 
 
 def comparable(vectors: NDArray[np.float32], scale: Scale | None) -> NDArray[np.float32]:

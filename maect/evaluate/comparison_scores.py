@@ -27,7 +27,7 @@ from maect.evaluate.low_shot import center_and_scale, classify
 from maect.evaluate.outcomes import held_out_by_content, held_out_for
 from maect.evaluate.protocols.stored_features import REMOVED, SHRINKAGES, Knn, Logistic, LowShot
 from maect.evaluate.real import Real
-from maect.evaluate.store import Array, in_memory
+from maect.evaluate.store import Array
 from maect.measures import rank_me, uniformity
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
@@ -122,7 +122,7 @@ def measure_with_labels(
     if not held_for_logistic.any():
         raise UserError("no class has two training images, so none can be held out")
     own = Knn()
-    sweep = sweep_settings(own, in_memory(train), labels, held, test, None, threads)
+    sweep = sweep_settings(own, train, labels, held, test, None, threads)
     outer = {pair: _percent(classes, test_labels) for pair, classes in sweep.votes.items()}
     best = max(outer, key=lambda pair: float(outer[pair].mean()))
     scores = {KNN: Score(outer[own.k, own.temperature])}
@@ -165,8 +165,8 @@ def measure_corrections(
     except ValueError as error:
         raise UserError(str(error)) from None
     scores: dict[str, Score] = {}
-    for name, correct in corrections(in_memory(train)).items():
-        right = task.measure(in_memory(train), test, correct, threads).right
+    for name, correct in corrections(train).items():
+        right = task.measure(train, test, correct, threads).right
         for measure, key in (("knn", "knn"), ("shots_1", "low_shot_1"), ("clusters", "accuracy")):
             percent = 100.0 * right[key]
             means = tuple(percent.mean(axis=1).tolist()) if measure == "shots_1" else ()

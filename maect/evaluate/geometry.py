@@ -5,9 +5,9 @@ and clusters then read directions: rows have length 1 behind it.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +28,12 @@ from maect.evaluate.protocols.stored_features import (
     Geometry,
     LowShot,
 )
-from maect.evaluate.store import Array, Rows, Scale, mean_of, standardize
+from maect.evaluate.store import Array, Correction, Scale, chunks, mean_of, standardize
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 RAW = "raw"
 _LEAST = 1e-10
 """Fraction of the largest variance below which a direction counts as constant."""
-
-Correction: TypeAlias = "Callable[[Array], Array]"
-"""Corrects rows, float32 [n, d]."""
 
 
 def evaluate(settings: Geometry, context: Context, job: EvaluationJob) -> dict[str, Any]:
@@ -59,13 +56,13 @@ def evaluate(settings: Geometry, context: Context, job: EvaluationJob) -> dict[s
         train.labels, test.labels, subsets, settings.k, settings.temperature, settings.runs
     )
     try:
-        task.check(test.all())
+        task.check(test.values)
     except ValueError as error:
         raise UserError(f"{test.path}: {error}") from None
     metrics: dict[str, Any] = {}
     right: dict[str, NDArray[np.bool_]] = {}
-    for name, correct in corrections(train, settings.shrinkages, settings.removed).items():
-        measured = task.measure(train, test.all(), correct, idle_cpus(context))
+    for name, correct in corrections(train.values, settings.shrinkages, settings.removed).items():
+        measured = task.measure(train.values, test.values, correct, idle_cpus(context))
         right |= {f"{measure}_{name}": one for measure, one in measured.right.items()}
         for score in SCORES:
             values = [scores[score] for scores in measured.clusters]
@@ -118,24 +115,24 @@ class FeatureTask:
             raise ValueError(f"fewer distinct features than {classes} classes; it has collapsed")
 
     def measure(
-        self, train: Rows, test: Array, correct: Correction, threads: int = 1
+        self, train: Array, test: Array, correct: Correction, threads: int = 1
     ) -> CorrectedScores:
         """Measure the corrected features of both splits.
 
         Args:
-            test: as they are, float32 [n, d].
+            train: as they are, float32 [m, d].
+            test: likewise, [n, d].
         """
         queries = correct(test)
-        bank = Rows(train.n, train.width, lambda start, stop: correct(train.rows(start, stop)))
         pair = self.k, self.temperature
-        votes = votes_by_setting(bank, self.labels, queries, [pair], None, threads)[pair]
+        votes = votes_by_setting(train, self.labels, test, [pair], correct, threads)[pair]
         right = {"knn": (votes == self.test_labels)[None]}
         right |= self._few_labels(train, queries, correct)
         right["accuracy"], scores = self._clustered(unit(queries), threads)
         return CorrectedScores(right, scores)
 
     def _few_labels(
-        self, train: Rows, queries: Array, correct: Correction
+        self, train: Array, queries: Array, correct: Correction
     ) -> dict[str, NDArray[np.bool_]]:
         """Run the protocol `low_shot` on corrected features."""
         rows = center_and_scale(queries)
@@ -145,7 +142,7 @@ class FeatureTask:
             for shots, subsets in self.subsets.items():
                 right = []
                 for ids in subsets:
-                    known = correct(train.take(ids))
+                    known = correct(train[ids])
                     classified, _ = classify(known, self.labels[ids], classes, rows, LowShot().l2)
                     right.append(classified == self.test_labels)
                 found[f"low_shot_{shots}"] = np.stack(right)
@@ -164,7 +161,7 @@ class FeatureTask:
 
 
 def corrections(
-    train: Rows,
+    train: Array,
     shrinkages: Sequence[float] = SHRINKAGES,
     removed: Sequence[int] = REMOVED,
 ) -> dict[str, Correction]:
@@ -193,15 +190,15 @@ def corrections(
 
 
 def mean_and_covariance(
-    features: Rows,
+    features: Array,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the mean [d] and the (biased) covariance [d, d] of features, in float64."""
     mean = mean_of(features)
-    covariance = np.zeros((features.width, features.width))
-    for part in features.chunks():
+    covariance = np.zeros((features.shape[1], features.shape[1]))
+    for part in chunks(features):
         rows = part - mean
         covariance += rows.T @ rows
-    return mean, covariance / features.n
+    return mean, covariance / len(features)
 
 
 def whitening(

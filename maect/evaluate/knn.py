@@ -16,6 +16,7 @@ uniformity and RankMe (Garrido et al. 2023).
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -32,14 +33,14 @@ from maect.data.index import Index, open_index
 from maect.data.loader import view_parts
 from maect.data.transforms import augment
 from maect.evaluate.base import EvaluationJob, idle_cpus
-from maect.evaluate.clusters import comparable
+from maect.evaluate.clusters import unit
 from maect.evaluate.encoding import Encoding, check_finite, encode_split
 from maect.evaluate.outcomes import held_out_for
 from maect.evaluate.probe_training import check_splits
 from maect.evaluate.protocols.encoders import Agreement, KnnPerBlock
 from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.real import real_labels_of
-from maect.evaluate.store import Array, Rows, Scale, in_memory, moments, standardize
+from maect.evaluate.store import Array, Correction, moments, standardize
 from maect.measures import alignment, rank_me, uniformity, vote
 from maect.recipes import View
 from maect.train.scores import BATCH
@@ -64,18 +65,20 @@ def evaluate(settings: Knn, context: Context, job: EvaluationJob) -> dict[str, A
     held = held_out_for(train.labels, train.contents(), test.n)
     metrics: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
-    correct: dict[str, NDArray[np.bool_]] = {}
+    outcomes: dict[str, NDArray[np.bool_]] = {}
     threads = idle_cpus(context)
     own = (settings.k, settings.temperature)
     for name, standardized in (("knn", False), ("knn_standardized", True)):
-        scale = moments(train) if standardized else None
-        sweep = sweep_settings(settings, train, train.labels, held, test.all(), scale, threads)
+        correct = partial(standardize, scale=moments(train.values)) if standardized else None
+        sweep = sweep_settings(
+            settings, train.values, train.labels, held, test.values, correct, threads
+        )
         right = {pair: classes == test.labels for pair, classes in sweep.votes.items()}
         accuracy = {pair: 100 * int(np.sum(hits)) / test.n for pair, hits in right.items()}
         for k, t in sweep.votes:
             row = {"k": k, "temperature": t, "standardized": standardized}
             rows.append(row | {"accuracy": accuracy[k, t], "held_out": sweep.held_out.get((k, t))})
-        metrics[name], correct[name] = accuracy[own], right[own]
+        metrics[name], outcomes[name] = accuracy[own], right[own]
         if real is not None:
             metrics[f"{name}_real"] = real.accuracy(sweep.votes[own])
         metrics[f"{name}_best"] = max(accuracy.values())
@@ -83,8 +86,8 @@ def evaluate(settings: Knn, context: Context, job: EvaluationJob) -> dict[str, A
         metrics[f"{name}_best_k"] = max(of_own)
         if (best := sweep.chosen) is not None:
             metrics[f"{name}_held_out"] = accuracy[best]
-            correct[f"{name}_held_out"] = right[best]
-    return {**metrics, **job.keep_outcomes(correct), "sweep": rows}
+            outcomes[f"{name}_held_out"] = right[best]
+    return {**metrics, **job.keep_outcomes(outcomes), "sweep": rows}
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,11 @@ class Sweep:
 
 def sweep_settings(
     settings: Knn,
-    train: Rows,
+    train: Array,
     labels: NDArray[np.int64],
     held: NDArray[np.bool_],
     queries: Array,
-    scale: Scale | None,
+    correct: Correction | None,
     threads: int,
 ) -> Sweep:
     """Vote by every pair of the settings' grid, on queries and on held-out training samples.
@@ -120,43 +123,46 @@ def sweep_settings(
     `maect compare` calls it, too, so both have one grid and one way to choose.
 
     Args:
+        train: float32 [n, width].
         labels: of the training samples, int64 [n].
         held: which of these are held out, bool [n].
         queries: float32 [q, width].
+        correct: both sides are corrected by it.
     """
-    grid = settings.grid(train.n)
-    votes = votes_by_setting(train, labels, queries, grid, scale, threads)
+    grid = settings.grid(len(train))
+    votes = votes_by_setting(train, labels, queries, grid, correct, threads)
     ids = np.flatnonzero(~held)
     fitting = [(k, t) for k, t in grid if k <= len(ids)]
     if not held.any() or not fitting:
         return Sweep(votes, {})
-    others = Rows(len(ids), train.width, lambda start, stop: train.take(ids[start:stop]))
-    asked = train.take(np.flatnonzero(held))
-    inner = votes_by_setting(others, labels[ids], asked, fitting, scale, threads)
+    inner = votes_by_setting(train, labels, train[held], fitting, correct, threads, among=ids)
     right = {pair: 100 * float(np.mean(v == labels[held])) for pair, v in inner.items()}
     return Sweep(votes, right)
 
 
 def votes_by_setting(
-    train: Rows,
+    train: Array,
     labels: NDArray[np.int64],
     queries: Array,
-    grid: Sequence[tuple[int, float]],
-    scale: Scale | None,
+    grid: Sequence[Pair],
+    correct: Correction | None,
     threads: int,
-) -> dict[tuple[int, float], NDArray[np.int64]]:
+    among: NDArray[np.int64] | None = None,
+) -> dict[Pair, NDArray[np.int64]]:
     """Return the neighbours' vote on each query, int64 [q], by every k and temperature."""
-    similarity, ids = nearest(train, queries, max(k for k, _ in grid), scale, threads)
+    most = max(k for k, _ in grid)
+    similarity, ids = nearest(train, queries, most, correct, threads, among=among)
     return {(k, t): vote(similarity[:, :k], labels[ids[:, :k]], t) for k, t in grid}
 
 
 def nearest(
-    train: Rows,
+    train: Array,
     queries: Array,
     k: int,
-    scale: Scale | None = None,
+    correct: Correction | None = None,
     threads: int = 1,
     distance: Literal["cosine", "l2"] = "cosine",
+    among: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Find the k most similar training samples of each query, most similar first.
 
@@ -167,9 +173,11 @@ def nearest(
     Memory: a chunk of the train set, the queries, and a block of products for each thread.
 
     Args:
+        train: float32 [n, width].
         queries: float32 [q, width].
-        k: neighbours, at most train.n.
-        scale: mean and standard deviation to standardise both sides with.
+        k: neighbours, at most as many as are compared.
+        correct: both sides are corrected by it, such as standardised.
+        among: ids of the training samples that are compared, rising; None: all.
 
     Returns:
         Cosine similarities (of a row of zeros: 0) or, of `l2`, negative squared distances up to
@@ -177,30 +185,34 @@ def nearest(
     """
 
     def prepared(features: Array) -> Array:
-        if distance == "cosine":
-            return comparable(features, scale)
-        return features if scale is None else standardize(features, scale)
+        corrected = features if correct is None else correct(features)
+        return unit(corrected) if distance == "cosine" else corrected
 
-    unit = prepared(queries)
+    asked = prepared(queries)
+    compared = np.arange(len(train)) if among is None else among
     best = np.full((len(queries), k), -np.inf, np.float32)
     ids = np.zeros((len(queries), k), np.int64)
     blocks = [slice(start, start + QUERIES) for start in range(0, len(queries), QUERIES)]
     with threadpool_limits(1), ThreadPoolExecutor(threads) as pool:
-        for start in range(0, train.n, TRAIN_ROWS):
-            rows = prepared(train.rows(start, min(start + TRAIN_ROWS, train.n)))
+        for start in range(0, len(compared), TRAIN_ROWS):
+            part = compared[start : start + TRAIN_ROWS]
+            rows = prepared(train[part])
             squares = np.square(rows).sum(axis=1) if distance == "l2" else np.float32(0)
 
             def merge(
-                block: slice, start: int = start, rows: Array = rows, squares: Any = squares
+                block: slice,
+                part: NDArray[np.int64] = part,
+                rows: Array = rows,
+                squares: Any = squares,
             ) -> None:
-                products = unit[block] @ rows.T
+                products = asked[block] @ rows.T
                 if distance == "l2":
                     products += products - squares
                 least = max(0, len(rows) - k)
                 top = np.argpartition(products, least, axis=1)[:, least:]
                 near = np.take_along_axis(products, top, axis=1)
                 values = np.concatenate([best[block], near], axis=1)
-                names = np.concatenate([ids[block], top + start], axis=1)
+                names = np.concatenate([ids[block], part[top]], axis=1)
                 order = np.lexsort((names, -values), axis=1)[:, :k]
                 best[block] = np.take_along_axis(values, order, axis=1)
                 ids[block] = np.take_along_axis(names, order, axis=1)
@@ -257,32 +269,33 @@ def evaluate_per_block(
         for number in range(encoding.blocks):
             values = distributed.gather_rows(known[:, number].contiguous())[: len(chosen)].numpy()
             queries = asked[: len(mine), number].contiguous().numpy()
-            rows = in_memory(values)
-            scales = None, moments(rows)
+            standardized = partial(standardize, scale=moments(values))
             if context.rank == 0 and held.any():
-                others = in_memory(values[~held])
-                near, ids = nearest(others, values[held], settings.k, scales[1], threads)
-                votes = vote(near, labels[~held][ids], settings.temperature)
+                others = np.flatnonzero(~held)
+                near, ids = nearest(
+                    values, values[held], settings.k, standardized, threads, among=others
+                )
+                votes = vote(near, labels[ids], settings.temperature)
                 inner[number] = 100 * (votes == labels[held]).mean()
             if not len(truth):
                 continue
-            for kind, scale in enumerate(scales):
-                near, ids = nearest(rows, queries, settings.k, scale, threads)
+            for kind, correct in enumerate((None, standardized)):
+                near, ids = nearest(values, queries, settings.k, correct, threads)
                 votes = vote(near, labels[ids], settings.temperature)
                 hits[kind, number] = int((votes == truth).sum())
-        plain, standardized = (100 * distributed.sum_over_ranks(hits) / test.n).tolist()
+        plain, corrected = (100 * distributed.sum_over_ranks(hits) / test.n).tolist()
     best = int(inner.argmax())
     chosen_inside = {
-        "knn_standardized_held_out": standardized[best],
+        "knn_standardized_held_out": corrected[best],
         "held_out_block": 1 + best,
         "held_out": inner.tolist(),
     }
     return {
         "knn": plain,
-        "knn_standardized": standardized,
+        "knn_standardized": corrected,
         "knn_last": plain[-1],
-        "knn_standardized_last": standardized[-1],
-        "best_block": 1 + standardized.index(max(standardized)),
+        "knn_standardized_last": corrected[-1],
+        "best_block": 1 + corrected.index(max(corrected)),
         **(chosen_inside if held.any() else {}),
     }
 
@@ -300,7 +313,7 @@ def evaluate_agreement(settings: Agreement, context: Context, job: EvaluationJob
             f"{job.out.stem}: {train.n} training and {index.n} test images; {settings.k} and 2 are "
             "needed"
         )
-    bank = train.take(_evenly(train.n, settings.bank))
+    bank = train.values[_evenly(train.n, settings.bank)]
     index = replace(index, rows=index.rows[_evenly(index.n, settings.images)])
     encoding = Encoding(job.encoder, distributed.device_of(context))
     pairs = _pairs(settings, context, index, encoding)
@@ -350,8 +363,7 @@ def shared_neighbors(
         k: number of neighbours.
         threads: that search.
     """
-    rows = in_memory(bank)
-    first, second = (nearest(rows, view.numpy(), k, threads=threads)[1] for view in pairs)
+    first, second = (nearest(bank, view.numpy(), k, threads=threads)[1] for view in pairs)
     shared: NDArray[np.bool_] = (first[:, :, None] == second[:, None, :]).any(axis=2).T
     return shared
 

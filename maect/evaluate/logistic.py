@@ -25,7 +25,7 @@ from maect.evaluate.base import EvaluationJob, idle_cpus
 from maect.evaluate.outcomes import held_out_by_content
 from maect.evaluate.protocols.stored_features import PENALTIES, Logistic
 from maect.evaluate.real import real_labels_of
-from maect.evaluate.store import Array, Scale, in_memory, moments, standardize
+from maect.evaluate.store import Array, Scale, moments, standardize
 
 
 def evaluate(settings: Logistic, context: Context, job: EvaluationJob) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def evaluate(settings: Logistic, context: Context, job: EvaluationJob) -> dict[s
     held = held_out_by_content(train.labels, train.contents(), settings.one_in)
     if len(np.unique(train.labels)) < 2 or not held.any():
         raise UserError(f"{train.path}: logistic needs two classes and two images of a class")
-    given = (train.all(), train.labels)
+    given = (train.values, train.labels)
     threads = idle_cpus(context)
     identity = digest(settings, train.record["sha256"])
     search = partial(
@@ -48,7 +48,7 @@ def evaluate(settings: Logistic, context: Context, job: EvaluationJob) -> dict[s
     with threadpool_limits(1), warnings.catch_warnings(action="ignore"):
         tried = job.compute_once(context, identity, search)
         chosen = best_penalty(tried)
-        classes = fit_logistic(*given, chosen, settings.max_iterations)(test.all())
+        classes = fit_logistic(*given, chosen, settings.max_iterations)(test.values)
     correct = classes == test.labels
     return {
         "logistic": float((100.0 * correct).mean()),
@@ -68,7 +68,7 @@ def fit_logistic(
         features: float32 [n, d].
         labels: int64 [n], of two classes at least.
     """
-    scale = moments(in_memory(features))
+    scale = moments(features)
     model = LogisticRegression(C=c, max_iter=max_iterations)
     model.fit(_standardized(features, scale), labels)
     return lambda rows: model.predict(_standardized(rows, scale))
@@ -98,7 +98,7 @@ def try_penalties(
     """
 
     given = features[~held]
-    scale = moments(in_memory(given))
+    scale = moments(given)
     known = _standardized(given, scale)
     queries = _standardized(features[held], scale)
     del given  # memory holds one copy for all C, in float64

@@ -57,7 +57,7 @@ def evaluate(settings: LowShot, context: Context, job: EvaluationJob) -> dict[st
             f"{train.path}: low_shot needs at least two classes, and the samples it would "
             "train on are of one; extract features of a split with more"
         )
-    queries = center_and_scale(test.all())
+    queries = center_and_scale(test.values)
     job.notes["subsets"] = {
         _subset_name(name): {"images": len(ids)} for name, ids in subsets.items()
     }
@@ -65,7 +65,7 @@ def evaluate(settings: LowShot, context: Context, job: EvaluationJob) -> dict[st
 
     def accuracy(name: Any) -> tuple[NDArray[np.bool_], bool, float]:
         ids = subsets[name]
-        given = train.take(ids), train.labels[ids], train.classes
+        given = train.values[ids], train.labels[ids], train.classes
         found, converged = classify(*given, queries, settings.l2)
         by_real = real.accuracy(found) if real else 0.0
         return found == test.labels, converged, by_real

@@ -35,7 +35,7 @@ from maect.evaluate.dense import MaskSplit, encode_patches, miou
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.knn import nearest
 from maect.evaluate.protocols.probes import PatchClassifier, PatchKnn, PatchLogistic
-from maect.evaluate.store import Array, in_memory, moments, standardize
+from maect.evaluate.store import Array, moments, standardize
 
 Known: TypeAlias = tuple[Array, NDArray[np.uint8]]
 Choices: TypeAlias = list[dict[str, Any]]
@@ -99,7 +99,7 @@ def encode_splits(
         parts[split] = Patches(features, classes)
     train = parts["train"]
     parts["held"], parts["train"] = train.of(held), train.of(~held)
-    scale = moments(in_memory(parts["train"].rows()))
+    scale = moments(parts["train"].rows())
     return {
         name: Patches(standardize(part.features, scale), part.classes)
         for name, part in parts.items()
@@ -194,7 +194,7 @@ def predict_by_neighbours(
         )
     out = [np.empty((len(queries), classes.shape[1]), np.uint8) for _ in choices]
     for distance in dict.fromkeys(choice["distance"] for choice in choices):
-        _, ids = nearest(in_memory(features), queries, most, None, threads, distance)
+        _, ids = nearest(features, queries, most, None, threads, distance)
         for start in range(0, len(ids), _AT_ONCE):
             found = table[torch.from_numpy(ids[start : start + _AT_ONCE])]  # [b, k, p]
             for choice, votes in zip(choices, out, strict=True):

@@ -97,7 +97,7 @@ def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> 
 
 def _neighbors(test: FeatureFile, queries: Ids, count: int, threads: int) -> Ids:
     """Ids of the nearest other images by cosine similarity, [q, n]."""
-    _, ids = nearest(test, test.take(queries), count + 1, threads=threads)
+    _, ids = nearest(test.values, test.values[queries], count + 1, threads=threads)
     # A copy with a smaller id may come before the query itself.
     others = [row[row != query][:count] for row, query in zip(ids, queries, strict=True)]
     return np.stack(others)
@@ -131,7 +131,7 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
     shown = min(settings.clusters, len(centers))
     classes = np.full(len(centers), -1)
     classes[columns] = names
-    rows = standardized(test.take(ids)).astype(np.float64)
+    rows = standardized(test.values[ids]).astype(np.float64)
     distances = (np.square(rows - center).sum(axis=1) for center in centers[:shown])
     order = [np.argsort(distance, kind="stable")[: settings.neighbors] for distance in distances]
     return ids[np.stack(order)], classes[:shown].astype(np.int64)
@@ -181,7 +181,7 @@ def evaluate_explore(settings: Explore, context: Context, job: EvaluationJob) ->
     of_split = [ids[splits == number] for number in range(len(files))]
 
     pairs = list(zip(files, of_split, strict=True))  # the draw is sorted by split
-    vectors = np.concatenate([file.take(part) for file, part in pairs])
+    vectors = np.concatenate([file.values[part] for file, part in pairs])
     groups = cluster(vectors, settings.clusters)
     rows = comparable(vectors, scale_of(vectors))
     grains = [groups.grains[count] for count in sorted(groups.grains)]
@@ -289,6 +289,6 @@ def evaluate_umap(settings: Umap, context: Context, job: EvaluationJob) -> dict[
             f"of {test.path}"
         )
     options = {"min_dist": settings.min_dist, "metric": settings.metric}
-    points = embedded(test.take(ids), settings.neighbors, settings.seed, **options)
+    points = embedded(test.values[ids], settings.neighbors, settings.seed, **options)
     job.write_tensors({"points": points, "labels": test.labels[ids], "ids": ids})
     return {"samples": len(ids)}

@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,63 +32,35 @@ CONTENTS = "crc32"
 
 Array: TypeAlias = NDArray[np.float32]
 Scale: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
+Correction: TypeAlias = Callable[[Array], Array]
+"""Corrects rows, float32 [n, d]."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Features of `n` samples that are read in ranges.
+class FeatureFile:
+    """A features file: small parts in memory, the features themselves mapped from the disk.
 
     Attributes:
-        read: gives those from one sample up to another, float32 [stop - start, width].
-    """
-
-    n: int
-    width: int
-    read: Callable[[int, int], Array]
-
-    def rows(self, start: int, stop: int) -> Array:
-        """Features of a range of samples, float32 [stop - start, width]."""
-        return self.read(start, stop)
-
-    def chunks(self) -> Iterator[Array]:
-        """Yield all features, some thousand samples at a time."""
-        for start in range(0, self.n, _CHUNK):
-            yield self.read(start, min(start + _CHUNK, self.n))
-
-    def take(self, ids: NDArray[np.int64]) -> Array:
-        """Features of some samples, float32 [len(ids), width], in the order of `ids`."""
-        out = np.empty((len(ids), self.width), np.float32)
-        order = np.argsort(ids, kind="stable")
-        for start in range(0, self.n, _CHUNK):
-            first, last = np.searchsorted(ids[order], [start, start + _CHUNK])
-            if first < last:
-                chosen = order[first:last]
-                out[chosen] = self.rows(start, min(start + _CHUNK, self.n))[ids[chosen] - start]
-        return out
-
-    def all(self) -> Array:
-        """Return all features, float32 [n, width]."""
-        return self.rows(0, self.n)
-
-
-def in_memory(values: Array) -> Rows:
-    """Wrap features in memory, float32 [n, width], to be read by ranges."""
-    return Rows(len(values), values.shape[1], lambda start, stop: values[start:stop])
-
-
-@dataclass(frozen=True)
-class FeatureFile(Rows):
-    """A features file: small parts in memory, the features themselves read when asked for.
-
-    Attributes:
+        values: the features of each sample, float32 [n, width], read-only.
         labels: int64 [n], -1 where unlabelled.
         record: what the file says about its making: `encoder_sha256`, `index_digest`, `pooling`,
             `image_size`, `resize`, `precision`, `class_names`, ...
     """
 
     path: Path
+    values: Array
     labels: NDArray[np.int64]
     record: dict[str, Any]
+
+    @property
+    def n(self) -> int:
+        """Number of samples."""
+        return len(self.values)
+
+    @property
+    def width(self) -> int:
+        """Number of features of a sample."""
+        return self.values.shape[1]
 
     @property
     def classes(self) -> int:
@@ -117,7 +88,7 @@ def open_features(path: str | Path) -> FeatureFile:
     """Open a features file and check all of it against the checksum in its header.
 
     Raises:
-        UserError: missing, not a features file, damaged, or with values that are not finite.
+        UserError: missing, not a features file, damaged, or without samples.
     """
     path = Path(path)
     if not path.exists():
@@ -125,17 +96,28 @@ def open_features(path: str | Path) -> FeatureFile:
     with _opened(path) as (record, file):
         labels, names = file.get_tensor("labels"), file.get_tensor("keys")
         contents = file.get_tensor(CONTENTS) if CONTENTS in file.keys() else None  # noqa: SIM118
-        n, width = file.get_slice("features").get_shape()
-    features = FeatureFile(n, width, partial(_read_rows, path), path, labels, record)
-    if _digest(features.chunks(), labels, names, contents) != record["sha256"]:
+        shape = file.get_slice("features").get_shape()
+        if not math.prod(shape):  # which cannot be mapped
+            raise UserError(f"{path}: holds no samples")
+        values = _mapped(path, shape)
+    if _digest(chunks(values), labels, names, contents) != record["sha256"]:
         raise UserError(f"{path}: damaged (its checksum differs); delete it and extract it again")
-    return features
+    return FeatureFile(path, values, labels, record)
 
 
-def _read_rows(path: Path, start: int, stop: int) -> Array:
-    with safetensors.safe_open(path, framework="numpy") as file:
-        part: Array = file.get_slice("features")[start:stop]
-    return part
+def _mapped(path: Path, shape: Sequence[int]) -> Array:
+    """Return the features of a file, read-only: the library's own reader would copy them."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    start = 8 + length + header["features"]["data_offsets"][0]
+    return np.asarray(np.memmap(path, np.float32, "r", start, tuple(shape)))
+
+
+def chunks(values: Array) -> Iterator[Array]:
+    """Yield all rows, some thousand at a time: sums over them have one order."""
+    for start in range(0, len(values), _CHUNK):
+        yield values[start : start + _CHUNK]
 
 
 def open_record(path: str | Path) -> dict[str, Any]:
@@ -160,19 +142,9 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
         raise kind(f"{path}: not a features file ({error}); extract it again") from None
 
 
-def check_features(features: FeatureFile, *, labelled: bool = True) -> None:
-    """Raise UserError for features that are empty, not finite or, if needed, unlabelled."""
-    if features.n == 0:
-        raise UserError(f"{features.path}: holds no samples")
-    for number, part in enumerate(features.chunks()):
-        finite = np.isfinite(part).all(axis=1)
-        if not finite.all():
-            row = number * _CHUNK + int(np.argmin(finite))
-            raise UserError(
-                f"{features.path}: the features of sample {row} are not finite; the encoder "
-                "diverged or its weights are damaged"
-            )
-    if labelled and features.labels.min() < 0:
+def check_labelled(features: FeatureFile) -> None:
+    """Raise UserError for features of which some have no label."""
+    if features.labels.min() < 0:
         row = int(np.argmin(features.labels))
         raise UserError(f"{features.path}: sample {row} has no label, and this protocol needs one")
 
@@ -199,27 +171,27 @@ def check_images(features: FeatureFile, index: Index) -> None:
         )
 
 
-def moments(features: Rows) -> Scale:
+def moments(values: Array) -> Scale:
     """Compute mean and (biased) standard deviation of each feature in chunks, float64 [width].
 
     The standard deviation of a feature that does not vary is infinite: standardised it is 0.
     """
-    mean = mean_of(features)
-    total = np.zeros(features.width)
-    for part in features.chunks():
+    mean = mean_of(values)
+    total = np.zeros(values.shape[1])
+    for part in chunks(values):
         total += np.square(part - mean).sum(axis=0)
-    std = np.sqrt(total / features.n)
+    std = np.sqrt(total / len(values))
     # Rounding leaves a trace of a spread on a feature that is the same everywhere.
     std[std <= 1e-6 * np.abs(mean)] = np.inf
     return mean, std
 
 
-def mean_of(features: Rows) -> NDArray[np.float64]:
+def mean_of(values: Array) -> NDArray[np.float64]:
     """Return the mean of each feature, float64 [width]."""
-    total = np.zeros(features.width)
-    for part in features.chunks():
+    total = np.zeros(values.shape[1])
+    for part in chunks(values):
         total += part.sum(axis=0, dtype=np.float64)
-    return total / features.n
+    return total / len(values)
 
 
 def standardize(rows: Array, scale: Scale) -> Array:

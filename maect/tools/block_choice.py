@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from maect.core.errors import counted
 from maect.evaluate.encoding import LastBlocks
 from maect.evaluate.knn import votes_by_setting
 from maect.evaluate.outcomes import Difference, difference, held_out_for
-from maect.evaluate.store import in_memory, moments
+from maect.evaluate.store import moments, standardize
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 from maect.tools.compare import ImageFolder, Matrix, vectors
 
@@ -156,8 +157,9 @@ def _right(
     queries: NDArray[np.int64],
 ) -> NDArray[np.bool_]:  # fmt: skip
     """Return which queries k-NN gets right, with features standardised by the bank, bool [n]."""
-    known = in_memory(features[bank])
+    known = features[bank]
+    correct = partial(standardize, scale=moments(known))
     pair = (KNN_K, KNN_TEMPERATURE)
     cores = len(os.sched_getaffinity(0))
-    votes = votes_by_setting(known, labels[bank], features[queries], [pair], moments(known), cores)
+    votes = votes_by_setting(known, labels[bank], features[queries], [pair], correct, cores)
     return votes[pair] == labels[queries]

@@ -60,7 +60,7 @@ def test_vectors_are_the_bits_of_the_features_file(
     assert main(["features", str(run), "--shards", str(shards), "--out", str(out)]) == 0
     features = open_features(out)
     assert features.record["resize"] == 20  # that of the run
-    by_key = dict(zip(features.names(), features.all(), strict=True))
+    by_key = dict(zip(features.names(), features.values, strict=True))
     for file, vector in zip(files_of(photographs), vectors, strict=True):
         key = f"{file.parent.name}/{file.stem.replace('.', '_')}"
         np.testing.assert_array_equal(vector, by_key[key])

@@ -65,7 +65,7 @@ def test_pairs_across_splits(results: Path, tmp_path: Path) -> None:
     ]
     assert across[0].similarity == 1 and 0.99 < across[1].similarity < 1
     # Every pair that is as alike is named.
-    every = [split.features.all() for split in open_splits(results / "runs/ct")]
+    every = [split.features.values for split in open_splits(results / "runs/ct")]
     together = np.concatenate(every)
     unit = [(part - together.mean(0)) / together.std(0) for part in every]
     unit = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in unit]

@@ -64,9 +64,9 @@ def test_protocol_is_the_plain_loop(job: EvaluationJob, rank: Rank) -> None:
     settings = Clustering(runs=7, batch_size=32)
     metrics = settings.evaluate(rank, job)
     test = open_features(job.path("test"))
-    rows = StandardScaler().fit_transform(test.all().astype(np.float64)).astype(np.float32)
-    np.testing.assert_allclose(clustering.standardized(test.all()), rows, atol=1e-6)
-    rows = clustering.standardized(test.all())  # the same bits: k-means branches on them
+    rows = StandardScaler().fit_transform(test.values.astype(np.float64)).astype(np.float32)
+    np.testing.assert_allclose(clustering.standardized(test.values), rows, atol=1e-6)
+    rows = clustering.standardized(test.values)  # the same bits: k-means branches on them
     inertia, accuracy = [], []
     for seed in range(7):
         model = MiniBatchKMeans(6, batch_size=32, n_init=3, random_state=seed).fit(rows)

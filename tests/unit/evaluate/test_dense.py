@@ -34,7 +34,6 @@ from maect.evaluate.patch_classifiers import (
 )
 from maect.evaluate.patch_linear import picture
 from maect.evaluate.protocols.probes import PatchKnn, PatchLogistic
-from maect.evaluate.store import in_memory
 from maect.recipes import Pixels
 
 from .conftest import Rank, resolved
@@ -95,7 +94,7 @@ def test_miou_is_that_of_scikit_learn(ignore):
 def test_distance_l2_finds_what_scikit_learn_finds():
     rng = np.random.default_rng(1)
     train, queries = (rng.normal(size=(n, 6)).astype(np.float32) for n in (300, 40))
-    _, ids = nearest(in_memory(train), queries, 5, None, 2, "l2")
+    _, ids = nearest(train, queries, 5, None, 2, "l2")
     model = KNeighborsClassifier(5).fit(train, np.zeros(len(train)))
     assert (ids == model.kneighbors(queries, return_distance=False)).all()
 

@@ -48,7 +48,7 @@ def test_a_map_with_names_pictures_groups_and_look_alikes(job: EvaluationJob, ra
         # The names of the files as they are, where the shards have keys.
         assert about["names"][position] == f"{index.key(row)}.png"
         assert left["labels"][position] == index.labels[row]
-        rows.append(open_features(job.path(f"features_{settings.splits[split]}")).take(row[None]))
+        rows.append(open_features(job.path(f"features_{settings.splits[split]}")).values[row[None]])
     unit = np.concatenate(rows).astype(float)
     unit = (unit - unit.mean(0)) / unit.std(0)
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)

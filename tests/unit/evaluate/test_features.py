@@ -36,7 +36,7 @@ def test_features_are_those_of_a_plain_loop(images: Path, tmp_path: Path, rank: 
         x = torch.from_numpy((pixels - MEAN) / STD).permute(2, 0, 1)[None].float()
         with torch.inference_mode():
             expected.append(module(x).patch_tokens().mean(1)[0].numpy())
-    np.testing.assert_allclose(found.all(), np.array(expected), atol=1e-5)
+    np.testing.assert_allclose(found.values, np.array(expected), atol=1e-5)
     assert np.array_equal(found.labels, index.labels)
     assert found.names() == index.keys()
     assert found.record["pooling"] == "mean"

@@ -13,7 +13,7 @@ from maect.evaluate.base import EvaluationJob
 from maect.evaluate.geometry import corrections, mean_and_covariance
 from maect.evaluate.low_shot import choose_samples
 from maect.evaluate.protocols.stored_features import Geometry, Knn, LowShot
-from maect.evaluate.store import Rows, in_memory, open_features
+from maect.evaluate.store import open_features
 
 from .conftest import Rank, given, store
 from .margins import clear
@@ -87,14 +87,14 @@ def neighbours(train, labels, rows, k: int = 10, temperature: float = 0.07) -> n
 
 def test_corrections_agree(digits: EvaluationJob) -> None:
     train, test = open_features(digits.path("train")), open_features(digits.path("test"))
-    made = corrections(train, removed=REMOVED)
+    made = corrections(train.values, removed=REMOVED)
     assert list(made) == NAMES
     for name in NAMES:
-        expected = by_hand(train.all(), test.all(), name)
-        got = made[name](test.all())
+        expected = by_hand(train.values, test.values, name)
+        got = made[name](test.values)
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
-    assert np.array_equal(made["raw"](test.all()), test.all())
+    assert np.array_equal(made["raw"](test.values), test.values)
 
 
 def test_every_measure_agrees(digits: EvaluationJob, rank: Rank) -> None:
@@ -107,7 +107,7 @@ def test_every_measure_agrees(digits: EvaluationJob, rank: Rank) -> None:
         assert metrics[f"knn_raw{end}"] == knn[f"knn{end}"]
         assert metrics[f"knn_standardized{end}"] == knn[f"knn_standardized{end}"]
     for name in NAMES:
-        x, y = (by_hand(train.all(), part.all(), name) for part in (train, test))
+        x, y = (by_hand(train.values, part.values, name) for part in (train, test))
         right = neighbours(x, train.labels, y) == test.labels
         assert metrics[f"knn_{name}"] == pytest.approx(100 * right.mean(), abs=1e-9), name
         for shots in (1, 2, 5):
@@ -125,7 +125,7 @@ def test_every_measure_agrees(digits: EvaluationJob, rank: Rank) -> None:
     assert metrics["nmi_whitened_0"] == metrics["accuracy_whitened_0"] == pytest.approx(100)
     for name in ("raw", "standardized"):
         clusters = KMeans(CLASSES, n_init=10, random_state=0).fit_predict(
-            unit(by_hand(train.all(), test.all(), name))
+            unit(by_hand(train.values, test.values, name))
         )
         nmi = 100 * normalized_mutual_info_score(test.labels, clusters)
         assert nmi < 60 and metrics[f"nmi_{name}"] < 60
@@ -135,10 +135,8 @@ def test_every_measure_agrees(digits: EvaluationJob, rank: Rank) -> None:
 def test_test_images_fit_nothing() -> None:
     """The corrections are those of the training images, whatever is tested with them."""
     rows, _ = hidden_classes(60, 0)
-    made = corrections(in_memory(rows))
-    assert list(made)[-1] == "without_8" and "without_10" not in corrections(
-        in_memory(rows), (), (10,)
-    )
+    made = corrections(rows)
+    assert list(made)[-1] == "without_8" and "without_10" not in corrections(rows, (), (10,))
     other, _ = hidden_classes(20, 9)
     for name, correct in made.items():
         whole = correct(np.concatenate([other, 1000 + other]))
@@ -147,9 +145,9 @@ def test_test_images_fit_nothing() -> None:
 
 def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, _ = hidden_classes(240, 0)
-    whole = mean_and_covariance(in_memory(rows))
+    whole = mean_and_covariance(rows)
     monkeypatch.setattr("maect.evaluate.store._CHUNK", 7)
-    parts = mean_and_covariance(Rows(240, WIDTH, lambda start, stop: rows[start:stop]))
+    parts = mean_and_covariance(rows)
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-9)
     np.testing.assert_allclose(whole[1], np.cov(rows.astype(np.float64), rowvar=False, bias=True))

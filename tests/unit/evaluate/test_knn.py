@@ -41,7 +41,7 @@ def test_agrees_with_scikit_learn(
 ) -> None:
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     metrics = Knn().evaluate(rank, job)
-    x, y = train.all() + 0, test.all() + 0
+    x, y = train.values + 0, test.values + 0
     if standardized:
         scaler = StandardScaler().fit(x)
         x, y = scaler.transform(x), scaler.transform(y)
@@ -95,25 +95,25 @@ def exact(train, queries, k: int):
 
 @pytest.mark.parametrize("k", [1, 17, 300])
 def test_neighbours_are_exact(job: EvaluationJob, small_blocks, k: int) -> None:
-    train, queries = open_features(job.path("train")), open_features(job.path("test")).all()
+    train, queries = (open_features(job.path(name)).values for name in ("train", "test"))
     similarity, ids = knn.nearest(train, queries, k)
-    expected, names = exact(train.all(), queries, k)
+    expected, names = exact(train, queries, k)
     np.testing.assert_allclose(similarity, expected, atol=1e-6)
     if k < 300:
-        clear(cosines(train.all(), queries), 1e-6, chosen=k)
+        clear(cosines(train, queries), 1e-6, chosen=k)
         assert np.array_equal(ids, names)
     # Of all of them some are equally near but for the last bits.
     assert all(len(set(row)) == k for row in ids.tolist())
-    found = np.take_along_axis(cosines(train.all(), queries), ids, 1)
+    found = np.take_along_axis(cosines(train, queries), ids, 1)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_threads_and_blocks_do_not_matter(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train, queries = open_features(job.path("train")), open_features(job.path("test")).all()
+    train, queries = (open_features(job.path(name)).values for name in ("train", "test"))
     whole = knn.nearest(train, queries, 20)
-    clear(cosines(train.all(), queries), 1e-6, chosen=20)
+    clear(cosines(train, queries), 1e-6, chosen=20)
     assert all(map(np.array_equal, whole, knn.nearest(train, queries, 20, threads=4)))
     for rows, block in ((7, 64), (64, 7), (299, 1)):
         monkeypatch.setattr(knn, "TRAIN_ROWS", rows)
@@ -135,8 +135,7 @@ def test_samples_that_are_equally_near(tmp_path: Path, kind: str) -> None:
         "collinear": one * rng.integers(1, 9, (700, 1)),
     }[kind].astype(np.float32)
     queries = np.concatenate([rows[::50], one + rng.normal(size=(20, 192))]).astype(np.float32)
-    train = open_features(store(tmp_path / "a.safetensors", rows, np.zeros(700)))
-    similarity, ids = knn.nearest(train, queries, 10)
+    similarity, ids = knn.nearest(rows, queries, 10)
     np.testing.assert_allclose(similarity, exact(rows, queries, 10)[0], atol=1e-6)
     assert all(len(set(row)) == 10 for row in ids.tolist())
 
@@ -146,8 +145,8 @@ def test_moments_are_those_of_standard_scaler(
 ) -> None:
     monkeypatch.setattr("maect.evaluate.store._CHUNK", 70)
     train = open_features(job.path("train"))
-    scaler = StandardScaler().fit(train.all().astype(np.float64))
-    mean, std = moments(train)
+    scaler = StandardScaler().fit(train.values.astype(np.float64))
+    mean, std = moments(train.values)
     np.testing.assert_allclose(mean, scaler.mean_, rtol=1e-6)
     np.testing.assert_allclose(std, scaler.scale_, rtol=1e-6)
 
@@ -162,7 +161,7 @@ def test_constant_and_zero_features_are_defined(tmp_path: Path, rank: Rank) -> N
         job = EvaluationJob(tmp_path, tmp_path / "out.json", {"train": train, "test": test})
         metrics = Knn(k=40, sweep=(1, 10)).evaluate(rank, job)
         assert metrics["knn"] == metrics["knn_standardized"] == 25.0  # the largest class
-        scale = moments(open_features(train))
+        scale = moments(open_features(train).values)
         assert not standardize(rows.astype(np.float32), scale).any()
 
 

@@ -92,12 +92,12 @@ def test_whole_protocol_agrees_with_scikit_learn(job: EvaluationJob, rank: Rank)
         expected = []
         for split in (1, 2, 3):
             ids = low_shot.choose_samples(train, shots, split, settings)
-            rows = train.take(ids) - train.take(ids).mean(1, keepdims=True)
+            rows = train.values[ids] - train.values[ids].mean(1, keepdims=True)
             rows /= np.linalg.norm(rows, axis=1, keepdims=True)
             weights = scikit(rows.astype(np.float64), train.labels[ids], 0.05 / len(ids))
             # The authors preprocess only the train rows: the classes found are the same.
-            clear(low_shot.center_and_scale(test.all()) @ weights, 1e-5)
-            expected.append(100 * np.mean((test.all() @ weights).argmax(1) == test.labels))
+            clear(low_shot.center_and_scale(test.values) @ weights, 1e-5)
+            expected.append(100 * np.mean((test.values @ weights).argmax(1) == test.labels))
         assert metrics[f"low_shot_{shots}_splits"] == pytest.approx(expected)
         assert metrics[f"low_shot_{shots}"] == pytest.approx(np.mean(expected))
     assert metrics["low_shot_5"] > metrics["low_shot_1"]
@@ -113,9 +113,9 @@ def test_fractions_of_the_labels(job: EvaluationJob, rank: Rank) -> None:
         ("low_shot_100pct", np.arange(train.n)),
     ):
         weights = scikit(
-            low_shot.center_and_scale(train.take(ids)), train.labels[ids], 0.05 / len(ids)
+            low_shot.center_and_scale(train.values[ids]), train.labels[ids], 0.05 / len(ids)
         )
-        scores = low_shot.center_and_scale(test.all()) @ weights
+        scores = low_shot.center_and_scale(test.values) @ weights
         clear(scores, 1e-5)
         assert metrics[name] == pytest.approx(100 * np.mean(scores.argmax(1) == test.labels))
         assert metrics[f"{name}_converged"]

@@ -44,7 +44,7 @@ def test_neighbours_and_clusters(clustered: EvaluationJob, rank: Rank) -> None:
     metrics = settings.evaluate(rank, clustered)
     found = load_file(clustered.out.with_suffix(".safetensors"))
     test, index = open_features(clustered.path("test")), open_index(clustered.path("images"))
-    rows = test.all().astype(np.float64)
+    rows = test.values.astype(np.float64)
     # Queries: the first image of classes 0, 3 and 6. Neighbours by cosine, themselves left out.
     assert found["query_labels"].tolist() == [0, 3, 6]
     unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)

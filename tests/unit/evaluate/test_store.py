@@ -6,7 +6,7 @@ from safetensors.numpy import load_file
 
 from maect.core.errors import MissingFileError, UserError
 from maect.evaluate.store import (
-    check_features,
+    check_labelled,
     check_same_encoder,
     open_features,
     open_record,
@@ -23,21 +23,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     )
     found = open_features(path)
     assert (found.n, found.width, found.classes) == (50, 7, 5)
-    assert np.array_equal(found.all(), features) and np.array_equal(found.labels, labels)
-    assert np.array_equal(found.rows(10, 20), features[10:20])
-    ids = np.array([40, 3, 3, 49, 0])
-    assert np.array_equal(found.take(ids), features[ids])
+    assert np.array_equal(found.values, features) and np.array_equal(found.labels, labels)
+    with pytest.raises(ValueError, match="read-only"):
+        found.values[0] = 1
     assert found.names()[:2] == ["c/0000", "c/0001"]
     # Any other reader of the format sees the same.
     assert np.array_equal(load_file(path)["features"], features)
-
-
-def test_take_crosses_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maect.evaluate.store._CHUNK", 8)
-    features, labels = blobs(50, 3, 4, 0)
-    found = open_features(store(tmp_path / "a.safetensors", features, labels))
-    ids = np.random.default_rng(0).integers(0, 50, 30)
-    assert np.array_equal(found.take(ids), features[ids])
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -57,17 +48,15 @@ def test_too_few_rows_leave_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_not_finite_or_unlabelled_is_named(tmp_path: Path) -> None:
+def test_empty_or_unlabelled_is_named(tmp_path: Path) -> None:
+    empty = store(tmp_path / "a.safetensors", np.ones((0, 3)), [])
+    with pytest.raises(UserError, match=r"a\.safetensors: holds no samples"):
+        open_features(empty)
     features, labels = blobs(20, 3, 2, 0)
-    features[13, 1] = np.nan
-    found = open_features(store(tmp_path / "a.safetensors", features, labels))
-    with pytest.raises(UserError, match="features of sample 13 are not finite"):
-        check_features(found)
     labels[4] = -1
-    found = open_features(store(tmp_path / "b.safetensors", np.ones((20, 3)), labels))
-    check_features(found, labelled=False)
+    found = open_features(store(tmp_path / "b.safetensors", features, labels))
     with pytest.raises(UserError, match="sample 4 has no label"):
-        check_features(found)
+        check_labelled(found)
 
 
 def test_features_of_two_encoders_do_not_mix(tmp_path: Path) -> None:
