@@ -208,15 +208,11 @@ class Probes(Probe):
         """Choose classifiers on the held-out images, and score them on the test images."""
         count = len(self.pairs)
         classes = [slice(None)] * len(self.groups)
-        found = self.task.predicted(
-            lambda images: self._predict(images, classes), self.choosing, (len(classes) * count,)
-        )
+        found = self.task.predicted(lambda images: self._predict(images, classes), self.choosing)
         by_head = 100 * (found == self.choosing.labels[:, None]).mean(axis=0).reshape(-1, count)
         best = by_head.argmax(axis=1).tolist()
         heads = [slice(head, head + 1) for head in best]
-        tested = self.task.predicted(
-            lambda images: self._predict(images, heads), None, (len(heads),)
-        )
+        tested = self.task.predicted(lambda images: self._predict(images, heads))
         metrics: dict[str, Any] = {"chosen": {}, "held_out": {}}
         for number, (name, group) in enumerate(self.groups.items()):
             metric = AttentiveProbe.name + ("" if name == PATCHES else f"_{name}")

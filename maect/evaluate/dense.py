@@ -20,8 +20,9 @@ from maect.core.errors import UserError
 from maect.data.decode import UnreadableError, open_image
 from maect.data.index import HEIGHT, WIDTH, Index
 from maect.data.shard_plan import image_names
-from maect.evaluate.encoding import Encoding, encode_split
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.store import Array
+from maect.train.scores import encode_share
 
 CLASSES = 256  # numbers that a mask may hold
 _AT_ONCE = 64
@@ -121,7 +122,10 @@ def encode_patches(context: Context, index: Index, encoding: Encoding) -> Array:
         context.report({"step": done, "steps": -(-index.n // context.world_size)})
         return encoding.output(images, "last").patch_tokens().float()
 
-    share = encode_split(context, index, encoding, read, squeezed=True, batch=_AT_ONCE)
+    size = encoding.settings.image_size
+    share = encode_share(
+        context, index, encoding.device, size, None, read, squeezed=True, batch=_AT_ONCE
+    )
     return distributed.gather_rows(share)[: index.n].cpu().numpy()
 
 

@@ -1,6 +1,5 @@
 """A frozen encoder: its features and tokens of images, as all evaluations read them."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -8,10 +7,7 @@ import torch
 from torch import Tensor
 
 from maect.core import distributed
-from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.data.index import Index
-from maect.data.loader import evaluation_parts
 from maect.data.transforms import normalize
 from maect.models.precision import Precision, mixed_precision
 from maect.models.vit import EncoderOutput
@@ -152,48 +148,6 @@ class LastBlocks(Encoding):
             for tokens in source
         ]
         return torch.cat(parts, dim=1)
-
-
-def encode_split(
-    context: Context,
-    index: Index,
-    encoding: Encoding,
-    encode: Callable[[Tensor], Tensor],
-    *,
-    resize: int | None = None,
-    squeezed: bool = False,
-    batch: int = BATCH,
-) -> Tensor:
-    """Return what `encode` gives of this rank's share of a split, [m, ...].
-
-    As many rows on every rank, with zeros behind the last image.
-
-    Args:
-        encode: takes uint8 [b, C, S, S] on the encoder's device; its rows are one for each image.
-        resize: shorter side before the centre crop; none: 256/224 of the encoder's image size.
-        squeezed: whole images are squeezed into a square instead.
-        batch: images at once.
-    """
-    size = encoding.settings.image_size
-    mine = distributed.share_of(context, index.n, batch)
-    parts = [mine[start : start + batch] for start in range(0, len(mine), batch)]
-    rows = -(-index.n // (context.world_size * batch)) * batch
-    threads = max(1, context.cpus)
-    out: Tensor | None = None
-    done = 0
-    for images, _, _ in evaluation_parts(
-        index, image_size=size, resize=resize, parts=parts, threads=threads, squeezed=squeezed
-    ):
-        values = encode(distributed.to_device_async(images, encoding.device))
-        if out is None:
-            out = values.new_zeros(rows, *values.shape[1:])
-        out[done : done + len(values)] = values
-        done += len(values)
-    if out is None:  # a rank without images still takes part
-        blank = torch.zeros(1, encoding.settings.pixels.channels, size, size, dtype=torch.uint8)
-        values = encode(blank.to(encoding.device))
-        out = values.new_zeros(rows, *values.shape[1:])
-    return out
 
 
 def check_finite(features: Tensor, run: Path) -> None:

@@ -34,7 +34,7 @@ from maect.data.loader import view_parts
 from maect.data.transforms import augment
 from maect.evaluate.base import EvaluationJob, idle_cpus
 from maect.evaluate.clusters import unit
-from maect.evaluate.encoding import Encoding, check_finite, encode_split
+from maect.evaluate.encoding import Encoding, check_finite
 from maect.evaluate.outcomes import held_out_for
 from maect.evaluate.probe_training import check_splits
 from maect.evaluate.protocols.encoders import Agreement, KnnPerBlock
@@ -43,7 +43,7 @@ from maect.evaluate.real import real_labels_of
 from maect.evaluate.store import Array, Correction, moments, standardize
 from maect.measures import alignment, rank_me, uniformity, vote
 from maect.recipes import View
-from maect.train.scores import BATCH
+from maect.train.scores import BATCH, encode_share
 
 QUERIES = 1024
 TRAIN_ROWS = 16384
@@ -264,8 +264,9 @@ def evaluate_per_block(
         return features.view(len(images), encoding.blocks, -1).cpu()
 
     with distributed.process_group(context):
-        known = encode_split(context, compared, encoding, read, resize=job.resize)
-        asked = encode_split(context, test, encoding, read, resize=job.resize)
+        device, size = encoding.device, encoding.settings.image_size
+        known = encode_share(context, compared, device, size, job.resize, read)
+        asked = encode_share(context, test, device, size, job.resize, read)
         for number in range(encoding.blocks):
             values = distributed.gather_rows(known[:, number].contiguous())[: len(chosen)].numpy()
             queries = asked[: len(mine), number].contiguous().numpy()

@@ -29,13 +29,13 @@ from maect.data.loader import train_batches
 from maect.data.subsets import held_out_mask
 from maect.data.transforms import augment
 from maect.evaluate.base import EvaluationJob, Interrupted, RealLabels, encoder_checksum
-from maect.evaluate.encoding import Encoding, check_finite, encode_split
+from maect.evaluate.encoding import Encoding, check_finite
 from maect.evaluate.protocols.probes import OnCrops, TrainsProbe, UpdateSchedule
 from maect.evaluate.real import Real, real_labels_of, real_sha256
 from maect.models.weights import save_tensors
 from maect.recipes import View
 from maect.train import stage
-from maect.train.scores import predicted, share
+from maect.train.scores import encode_share, predicted, share
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +86,11 @@ class ProbeTask:
     def features(self, index: Index | None = None) -> tuple[Tensor, Tensor]:
         """Return features [n, D] of test images, or others, on every rank, and labels [n]."""
         index = index or self.test
-        share = encode_split(
-            self.context, index, self.encoding, self.encoding, resize=self.job.resize
-        )
-        features = self.check_finite(distributed.gather_rows(share)[: index.n])
-        return features, torch.tensor(index.labels, device=self.encoding.device)
+        size = self.encoding.settings.image_size
+        device = self.encoding.device
+        mine = encode_share(self.context, index, device, size, self.job.resize, self.encoding)
+        features = self.check_finite(distributed.gather_rows(mine)[: index.n])
+        return features, torch.tensor(index.labels, device=device)
 
     def draw_held_out(self, part: float, seed: int) -> Index:
         """Return the drawn part of the training images, the same ones for every encoder."""
@@ -98,17 +98,12 @@ class ProbeTask:
         return replace(self.train, rows=self.train.rows[held_out_mask(self.train, count, seed)])
 
     def predicted(
-        self,
-        predict: Callable[[Tensor], Tensor],
-        index: Index | None = None,
-        columns: tuple[int, ...] = (),
+        self, predict: Callable[[Tensor], Tensor], index: Index | None = None
     ) -> NDArray[np.int64]:
-        """Return the class of every test image, or others, int64 [n, *columns], on every rank."""
+        """Return the class of every test image, or others, int64 [n, ...], on every rank."""
         size = self.encoding.settings.image_size
         device = self.encoding.device
-        index = index or self.test
-        resize = self.job.resize
-        return predicted(self.context, index, device, size, resize, predict, columns)
+        return predicted(self.context, index or self.test, device, size, self.job.resize, predict)
 
     def real_labels_of(self, settings: RealLabels) -> Real | None:
         """Return ReaL's labels of the test images; None if the settings ask for none."""

@@ -22,18 +22,68 @@ BATCH = 256
 
 
 def share(
-    context: Context, index: Index, device: torch.device, image_size: int, resize: int | None
+    context: Context,
+    index: Index,
+    device: torch.device,
+    image_size: int,
+    resize: int | None,
+    *,
+    squeezed: bool = False,
+    batch: int = BATCH,
 ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield this rank's images of a split: uint8 [b, C, S, S] on the device, labels and ids [b]."""
-    rows = distributed.share_of(context, index.n, BATCH)
+    """Yield this rank's images of a split: uint8 [b, C, S, S] on the device, labels and ids [b].
+
+    Args:
+        resize: shorter side before the centre crop; none: 256/224 of the image size.
+        squeezed: whole images are squeezed into a square instead.
+        batch: images at once.
+    """
+    rows = distributed.share_of(context, index.n, batch)
     for images, labels, ids in evaluation_parts(
         index,
         image_size=image_size,
         resize=resize,
-        parts=[rows[start : start + BATCH] for start in range(0, len(rows), BATCH)],
+        parts=[rows[start : start + batch] for start in range(0, len(rows), batch)],
         threads=max(1, context.cpus),
+        squeezed=squeezed,
     ):
         yield distributed.to_device_async(images, device), labels, ids
+
+
+def encode_share(
+    context: Context,
+    index: Index,
+    device: torch.device,
+    image_size: int,
+    resize: int | None,
+    encode: Callable[[Tensor], Tensor],
+    *,
+    squeezed: bool = False,
+    batch: int = BATCH,
+) -> Tensor:
+    """Return what `encode` gives of this rank's share of a split, [m, ...]; see `share`.
+
+    As many rows on every rank, with zeros behind the last image.
+
+    Args:
+        encode: takes uint8 [b, C, S, S] on the device; its rows are one for each image.
+    """
+    rows = -(-index.n // (context.world_size * batch)) * batch
+    out: Tensor | None = None
+    done = 0
+    for images, _, _ in share(
+        context, index, device, image_size, resize, squeezed=squeezed, batch=batch
+    ):
+        values = encode(images)
+        if out is None:
+            out = values.new_zeros(rows, *values.shape[1:])
+        out[done : done + len(values)] = values
+        done += len(values)
+    if out is None:  # a rank without images still takes part
+        blank = torch.zeros(1, index.channels, image_size, image_size, dtype=torch.uint8)
+        values = encode(blank.to(device))
+        out = values.new_zeros(rows, *values.shape[1:])
+    return out
 
 
 def predicted(
@@ -43,23 +93,12 @@ def predicted(
     image_size: int,
     resize: int | None,
     predict: Callable[[Tensor], Tensor],
-    columns: tuple[int, ...] = (),
 ) -> NDArray[np.int64]:
-    """Return the class of every image of a split, int64 [n, *columns], on every rank.
+    """Return the class of every image of a split, int64 [n, ...], on every rank.
 
-    Each rank predicts its share.
-
-    Args:
-        resize: shorter side before the centre crop; none: 256/224 of the image size.
-        predict: class of each image, uint8 [b, C, S, S] on the device: int64 [b, *columns].
-        columns: none, or the number of classifiers.
+    Each rank predicts its share; see `encode_share`.
     """
-    each = -(-index.n // (context.world_size * BATCH)) * BATCH
-    mine = torch.zeros(each, *columns, dtype=torch.int64, device=device)
-    start = 0
-    for images, _, _ in share(context, index, device, image_size, resize):
-        mine[start : start + len(images)] = predict(images)
-        start += len(images)
+    mine = encode_share(context, index, device, image_size, resize, predict)
     classes: NDArray[np.int64] = distributed.gather_rows(mine)[: index.n].cpu().numpy()
     return classes
 
