@@ -1,6 +1,5 @@
 """Accuracy of fine-tuned encoders on the test split (paper, B and E)."""
 
-import hashlib
 import json
 import statistics
 from pathlib import Path
@@ -72,7 +71,7 @@ def evaluate(settings: Accuracy, context: Context, job: EvaluationJob) -> dict[s
             by_real = [result["real"] for result in group]
             metrics |= _mean(settings, f"{of_last}_real", by_real)
         metrics |= _mean(settings, metric, scored)
-    keys = ["losses", "weights_sha256"]
+    keys = ["losses"]
     if settings.epoch == "best":
         keys.append("accuracies")
     if settings.held_out:
@@ -117,11 +116,6 @@ class FineTuned:
         classifier, metadata = load_tensors(folder / "head.safetensors")
         if tuple(json.loads(metadata["classes"])) != test.class_names:
             raise UserError(f"{folder} and {test.directory}: their classes differ")
-        # All weights under the names that they have in training.
-        self.weights = {
-            name if name.startswith("fc_norm.") else f"encoder.{name}": value.cpu()
-            for name, value in self.encoding.encoder.state_dict().items()
-        } | {f"head.{name}": value for name, value in classifier.items()}
         self.classifier = {name: value.to(device) for name, value in classifier.items()}
 
     def predict(self, images: Tensor) -> Tensor:
@@ -148,14 +142,10 @@ class FineTuned:
     def result(
         self, context: Context, test: Index, resize: int | None, settings: RealLabels
     ) -> dict[str, Any]:
-        """Accuracy, losses of the epochs, the labelled images, and sha256 of the weights.
+        """Accuracy, losses of the epochs, and the labelled images.
 
         With ReaL's labels the accuracy by those, too, as `real`.
         """
-        hashed = hashlib.sha256()
-        for name, value in sorted(self.weights.items()):
-            hashed.update(name.encode())
-            hashed.update(value.contiguous().numpy().data)
         found = self.predicted(context, test, resize)
         real = real_labels_of(settings, test.keys, test.class_names, test.labels)
         return {
@@ -163,5 +153,4 @@ class FineTuned:
             "accuracy": 100 * int((found == test.labels).sum()) / test.n,
             "losses": list(self.record.losses or ()),
             "subset": self.record.subset and self.record.subset.model_dump(),
-            "weights_sha256": hashed.hexdigest(),
         }

@@ -33,37 +33,6 @@ from maect.recipes.settings import (
     visible_patches,
 )
 
-__all__ = [
-    "AUGMENTATIONS",
-    "FOLDER",
-    "IMAGENET",
-    "KNN_K",
-    "KNN_TEMPERATURE",
-    "LOCAL",
-    "MOST_CHANNELS",
-    "OTHERS",
-    "WHITE",
-    "Contrastive",
-    "Encoder",
-    "HeadSettings",
-    "InWeights",
-    "OnlineEvaluation",
-    "Pixels",
-    "Refiner",
-    "View",
-    "is_own",
-    "like",
-    "load_encoder",
-    "merge",
-    "recipe_names",
-    "recipe_values",
-    "sizes",
-    "variant_names",
-    "variant_values",
-    "views_by_size",
-    "visible_patches",
-]
-
 FOLDER = Path(__file__).parent
 OTHERS = ("encoders", "evaluations", "flops", "views")
 """YAML files of this folder that are no recipes."""
