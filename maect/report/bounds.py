@@ -230,6 +230,8 @@ class Comparison:
     """Whether nothing in it is random."""
     of_sets: tuple[float, ...] = ()
     """The difference with each set of few labels alone, where these are known."""
+    seeds: int = 1
+    """Seeds that the numbers are means of: those that all models have in common."""
     epochs: tuple[float, ...] = ()
     """Epochs of the models' pre-trainings, if they differ: then the comparison is not fair."""
 
@@ -269,7 +271,7 @@ def compare(
         sets: the tables of each set of few labels alone.
         images: number of evaluated images of each split.
     """
-    values = {key: _look_up(tables, key, suffix) for key in asked.keys}
+    values = {key: look_up(tables, key, suffix) for key in asked.keys}
     missing = tuple(key for key, number in values.items() if math.isnan(number))
     left, right = asked.sides(values)
     if missing:
@@ -314,11 +316,12 @@ def compare(
         chance=chance,
         exact=math.isnan(std) and all(key.table == COST for key in values),
         of_sets=of_sets,
+        seeds=max(1, len(of_seeds)),
         epochs=() if suffix else _epochs(tables, values),
     )
 
 
-def _look_up(tables: Tables, key: Key, suffix: str) -> float:
+def look_up(tables: Tables, key: Key, suffix: str = "") -> float:
     """Return a number of a table; NaN if the table has no such line or column."""
     if key.table not in tables or f"{key.metric}{suffix}" not in tables[key.table]:
         return math.nan
@@ -339,7 +342,7 @@ def _varying(tables: Tables, keys: Iterable[Key]) -> dict[Key, float]:
     """
     found: dict[Key, float] = {}
     for key in keys:
-        own = _look_up(tables, key, "_std")
+        own = look_up(tables, key, "_std")
         if not math.isnan(own):
             found[key] = own
         elif _is_trained(tables, key):
@@ -368,7 +371,7 @@ def _is_trained(tables: Tables, key: Key) -> bool:
 
 def _in_common(varying: Collection[Key], seeds: Seeds) -> list[dict[Key, float]]:
     """Return these values of each seed, or set of labels, that has all of them."""
-    of_each = ({key: _look_up(tables, key, "") for key in varying} for tables in seeds.values())
+    of_each = ({key: look_up(tables, key) for key in varying} for tables in seeds.values())
     return [own for own in of_each if own and not any(map(math.isnan, own.values()))]
 
 
@@ -377,7 +380,7 @@ def _of_sets(asked: Bound, values: Mapping[Key, float], sets: Seeds) -> tuple[fl
     few = [
         key
         for key in values
-        if any(not math.isnan(_look_up(tables, key, "")) for tables in sets.values())
+        if any(not math.isnan(look_up(tables, key)) for tables in sets.values())
     ]
     both = (asked.sides({**values, **own}) for own in _in_common(few, sets))
     return tuple(left - right for left, right in both)
@@ -443,7 +446,7 @@ def _epochs(tables: Tables, keys: Iterable[Key]) -> tuple[float, ...]:
     if frame is None or "pretraining_epochs" not in frame:
         return ()
     places = (Key(TRAINED, key.architecture, key.method, "pretraining_epochs") for key in keys)
-    known = (_look_up(tables, place, "") for place in places)
+    known = (look_up(tables, place) for place in places)
     found = sorted({epochs for epochs in known if not math.isnan(epochs)})
     return tuple(found) if len(found) > 1 else ()
 

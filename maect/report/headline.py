@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from maect.core.yaml_files import read_yaml
 from maect.report.bounds import (
     LEVEL,
@@ -18,6 +16,7 @@ from maect.report.bounds import (
     bound,
     compare,
     error_of_images,
+    look_up,
     value,
 )
 from maect.report.claims import evidence
@@ -44,8 +43,6 @@ class GainOverMae:
     model: Model
     before: Model
     comparison: Comparison
-    seeds: int
-    """Seeds that both models have in common."""
 
     @property
     def errors(self) -> float:
@@ -119,8 +116,8 @@ def table_of_measures(
         name = next((name for name, frame in asked.items() if measure in frame), None)
         if name is None:
             continue
-        known = {model: _number(asked[name], model, measure) for model in models}
-        numbers = {model: number for model, number in known.items() if number is not None}
+        known = {model: look_up(asked, Key(name, model[0], model[1], measure)) for model in models}
+        numbers = {model: number for model, number in known.items() if not math.isnan(number)}
         if not numbers:
             continue
         title = next(one.title for one in TABLES[name].metrics if one.name == measure)
@@ -130,9 +127,9 @@ def table_of_measures(
             if model not in numbers:
                 cells[model].append(("", False))
                 continue
-            error = _number(asked[name], model, f"{measure}_std")
-            if error is None:
-                key = Key(name, model[0], model[1], measure)
+            key = Key(name, model[0], model[1], measure)
+            error = look_up(asked, key, "_std")
+            if math.isnan(error):
                 error = error_of_images(key, numbers[model], more["images"])
             spread = "" if math.isnan(error) else f" ± {error:.1f}"
             cells[model].append((f"{numbers[model]:.1f}{spread}", model in equal))
@@ -185,20 +182,7 @@ def _findings(asked: Tables, tables: Tables, more: Mapping[str, Any]) -> Iterato
                 comparison = compare(bound(later, ">", earlier), tables, **more)
                 if comparison.holds is None:
                     continue
-                common = sum(
-                    _number(one.get(name), model, measure) is not None
-                    and _number(one.get(name), before, measure) is not None
-                    for one in more["seeds"].values()
-                )
-                yield GainOverMae(measure, model, before, comparison, max(common, 1))
-
-
-def _number(frame: pd.DataFrame | None, model: Model, measure: str) -> float | None:
-    """Return a number of a model in a table; None if it is not there."""
-    if frame is None or measure not in frame:
-        return None
-    row = frame[(frame[KEYS[0]] == model[0]) & (frame[KEYS[1]] == model[1])]
-    return None if row.empty or row[measure].isna().all() else float(row[measure].iloc[0])
+                yield GainOverMae(measure, model, before, comparison)
 
 
 def _sentence(one: GainOverMae, asked: Tables, images: int | None) -> str:
@@ -211,7 +195,7 @@ def _sentence(one: GainOverMae, asked: Tables, images: int | None) -> str:
     text = (
         f"{begin} {verb} from {found.right:.1f} % "
         f"({_title(one.before, asked)}) to {found.left:.1f} % ({_title(one.model, asked)}): "
-        f"{change:+.1f}{error} points ({_basis(one.seeds, images)})"
+        f"{change:+.1f}{error} points ({_basis(found.seeds, images)})"
     )
     return text + ("." if one.comparison.significant is not False else "; this may be chance.")
 
@@ -227,14 +211,17 @@ def _basis(seeds: int, images: int | None) -> str:
 def _value(asked: Tables, drawn: Collection[Model], images: int | None) -> str:
     """Return a sentence on the last model that has a number, without a comparison."""
     for measure, title in MEASURES.items():
-        for frame in asked.values():
-            models = list(frame[KEYS].itertuples(index=False, name=None))
-            known = [one for one in models if _number(frame, one, measure) is not None]
+        for name, frame in asked.items():
+            models = frame[KEYS].itertuples(index=False, name=None)
+            numbers = {
+                model: look_up(asked, Key(name, model[0], model[1], measure)) for model in models
+            }
+            known = [model for model, number in numbers.items() if not math.isnan(number)]
             known = [one for one in known if one in drawn] or known
             if known:
-                value = _number(frame, known[-1], measure) or 0.0
-                error = f" ± {math.sqrt(value * (100 - value) / images):.1f}" if images else ""
-                return f"{_title(known[-1], asked)}: {title} {value:.1f}{error} %."
+                number = numbers[known[-1]]
+                error = f" ± {math.sqrt(number * (100 - number) / images):.1f}" if images else ""
+                return f"{_title(known[-1], asked)}: {title} {number:.1f}{error} %."
     return ""
 
 

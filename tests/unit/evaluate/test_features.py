@@ -60,9 +60,9 @@ def test_features_before_the_final_norm(images: Path, tmp_path: Path, rank: Rank
         expected = means[-1], module.norm(raw[-1])[:, 1:].mean(1)
     assert len(means) == 3
     both = torch.cat(means[-2:], dim=1)
-    np.testing.assert_allclose(several.rows(0, 8), both, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(before.rows(0, 8), expected[0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(after.rows(0, 8), expected[1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(several.values[:8], both, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(before.values[:8], expected[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(after.values[:8], expected[1], rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match="norm differs"):
         check_same_encoder(after, before)
     with pytest.raises(UserError, match="blocks differs"):
