@@ -36,6 +36,7 @@ QUERIES = 0.2  # part of the images
 BLOCK = 250  # images encoded together, whatever the number of ranks
 SEED = 0  # the same images and views for every run
 PICTURED = 8  # images in pictures
+GREY = 128
 NEAREST = 5  # neighbours of each in pictures
 SIDE = 96  # pixels of an image in a picture, at most
 
@@ -207,13 +208,16 @@ class OnlineEvaluator:
 def sheet(images: Tensor, columns: int) -> NDArray[np.uint8]:
     """Return images uint8 [n, C, S, S] as one picture, uint8 [H, W, 3]; large ones are reduced.
 
-    Unless there are three channels, the first is shown in grey.
+    Grey lines are between them. Unless there are three channels, the first is shown in grey.
     """
     if images.shape[1] != 3:
         images = images[:, :1]  # make_grid repeats it three times
     shrink = -(-images.shape[-1] // SIDE)
     small = F.avg_pool2d(images.float(), shrink).round().to(torch.uint8)
-    page: NDArray[np.uint8] = make_grid(small, columns, padding=0).permute(1, 2, 0).numpy()
+    width = max(1, small.shape[-1] // 12)
+    page: NDArray[np.uint8] = (
+        make_grid(small, columns, width, pad_value=GREY).permute(1, 2, 0).numpy()
+    )
     return page
 
 

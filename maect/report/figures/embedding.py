@@ -36,12 +36,7 @@ DENSE = 5000  # points above which a PDF holds a picture of them instead of each
 def read_points(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Read `points` (float [n, 2]) and `labels` (int [n], -1 unlabelled)."""
     tensors = read_tensors(path, ["points", "labels"])
-    points, labels = tensors["points"], tensors["labels"]
-    if points.ndim != 2 or points.shape[1] != 2 or labels.shape != points.shape[:1]:
-        raise UserError(f"{path}: points {points.shape} and labels {labels.shape} do not fit")
-    if not np.isfinite(points).all():
-        raise UserError(f"{path}: points that are not finite numbers; run umap again")
-    return points.astype(np.float64), labels.astype(np.int64)
+    return tensors["points"].astype(np.float64), tensors["labels"].astype(np.int64)
 
 
 def _scatter(axes: Axes, points: np.ndarray, labels: np.ndarray, known: Sequence[int]) -> None:

@@ -34,8 +34,6 @@ NAMED_CLASSES = 20  # with more, names would overlap
 WRONG = "#D55E00"
 RECONSTRUCTED = ("visible", "predicted", "original")
 """Rows of a picture of reconstructions."""
-NEAREST = 5
-"""Neighbours of each image in a picture of an online evaluation."""
 NOT_EVALUATED = "No run was evaluated while it trained: add `online_evaluation` to the experiment."
 # Light enough for black letters; told apart in gray as well.
 FILLS = ("#56B4E9", "#F0E442", "#F3B6A0", "#A6D9C8", "#D9C2E6", "#C9B27C", "#B7D97A", "#8FA3C7")
@@ -122,8 +120,8 @@ def _tiled(images: np.ndarray) -> tuple[np.ndarray, int]:
     return canvas, step
 
 
-def _label_rows(axes: Axes, names: Sequence[str], step: int) -> None:
-    """Name the rows of a picture of `_tiled`."""
+def _label_rows(axes: Axes, names: Sequence[str], step: float) -> None:
+    """Name the rows of a picture, each of which takes `step` pixels."""
     axes.set_yticks([(row + 0.45) * step for row in range(len(names))], names)
     axes.tick_params(axis="y", length=0)
 
@@ -212,43 +210,24 @@ def online_pictures(shown: ShownConfig) -> Figure:
         axes[0].text(0.5, 0.5, NOT_EVALUATED, ha="center", va="center")
         return figure
     is_mae = name == "reconstructions"
-    sheets = [_tiled(_tiles(np.asarray(Image.open(path)), is_mae)) for _, path in drawn]
+    sheets = [np.asarray(Image.open(path)) for _, path in drawn]
     columns = 1 if is_mae else min(2, len(drawn))
-    tallest = max(len(sheet) / sheet.shape[1] for sheet, _ in sheets)
+    tallest = max(len(sheet) / sheet.shape[1] for sheet in sheets)
     rows = -(-len(drawn) // columns)
     figure, axes = panels(rows, columns, height=WIDTH / columns * tallest + 0.3)
     blank(axes)
-    for ax, (title, _), (sheet, step) in zip(axes, drawn, sheets, strict=False):
+    for ax, (title, _), sheet in zip(axes, drawn, sheets, strict=False):
         ax.imshow(sheet, interpolation="auto")
         ax.set_title(title)
         if is_mae:
-            _label_rows(ax, RECONSTRUCTED, step)
-        else:
-            count = -(-sheet.shape[1] // step)
-            places = [0.45 * step, (0.45 + count / 2) * step]
-            ax.set_xticks(places, ["image", "its nearest others"])
-            ax.tick_params(axis="x", length=0)
+            _label_rows(ax, RECONSTRUCTED, len(sheet) / len(RECONSTRUCTED))
     return figure
 
 
-def _tiles(sheet: np.ndarray, is_mae: bool) -> np.ndarray:
-    """Return the square images of an online evaluation's picture, [rows, columns, S, S, 3].
-
-    Rows are those of `RECONSTRUCTED`; or images, each followed by its `NEAREST` others.
-    """
-    height, width = sheet.shape[:2]
-    size = height // len(RECONSTRUCTED) if is_mae else width // (1 + NEAREST)
-    rows, columns = height // size, width // size
-    whole = sheet[: rows * size, : columns * size]
-    return whole.reshape(rows, size, columns, size, 3).swapaxes(1, 2)
-
-
 def columns_of(nodes: Sequence[RunRecord]) -> dict[str, int]:
-    """Return each run's column: one further right than the run it starts from."""
+    """Return each run's column: one right of the run that it starts from; sources first."""
     depth: dict[str, int] = {}
     for node in nodes:
-        if node.source is not None and node.source not in depth:
-            raise UserError(f"pipeline figure: {node.run} starts from unknown run {node.source!r}")
         depth[node.run] = 0 if node.source is None else depth[node.source] + 1
     return depth
 

@@ -132,6 +132,3 @@ def test_wrong_records_are_named(runs):
         UserError, match=r"head/run.json: damaged \(it has no checksum\); delete it and"
     ):
         chain("ct", runs)
-    record(runs, "circle", "tune", 1.0, "circle")
-    with pytest.raises(UserError, match="starts from itself"):
-        chain("circle", runs)

@@ -310,16 +310,11 @@ def test_damaged_results_are_named(results, out):
         assert not out[0].exists() and not out[1].exists()
 
     points = results / "mae_tiny/umap.safetensors"
-    zeros, labels = np.zeros((3, 2), np.float32), np.zeros(3, np.int64)
+    labels = np.zeros(3, np.int64)
     points.write_bytes(b"not safetensors")
     refused("umap", "not a safetensors file")
-    for tensors, words in (
-        ({"points": zeros}, "has no `labels`; run the umap evaluation again"),
-        ({"points": zeros, "labels": labels[:2]}, "do not fit"),
-        ({"points": zeros * np.nan, "labels": labels}, "not finite"),
-    ):
-        save_file(tensors, points)
-        refused("umap", words)
+    save_file({"points": np.zeros((3, 2), np.float32)}, points)
+    refused("umap", "has no `labels`; run the umap evaluation again")
     points.unlink()
     with pytest.raises(UserError, match="no such file"):
         read_points(points)
@@ -425,8 +420,6 @@ def test_a_schematic_places_sources_left_and_between_what_follows():
     assert columns_of(nodes) == {"mae": 0, "head": 1, "a": 2, "b": 2, "other": 0}
     rows, total = rows_of(nodes)
     assert total == 3 and rows == {"a": 0, "b": 1, "head": 0.5, "mae": 0.5, "other": 2}
-    with pytest.raises(UserError, match="ct starts from unknown run 'gone'"):
-        columns_of([RunRecord(run="ct", stage="tune", source="gone")])
 
 
 def test_many_classes_and_missing_labels(evaluations, out):
