@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maect.answers.alike import BITS, Found, Pair, SearchedImages, find_pairs, linked_names
-from maect.answers.vectors import Vectors, is_index, jpeg_uri, open_images, thumbnail, write_rows
+from maect.answers.groups import SIDE, thumbnail
+from maect.answers.vectors import Vectors, is_index, open_images, write_rows
 from maect.core.errors import UserError, counted, reason
 from maect.core.files import seek_record, write_json, write_text
 from maect.core.settings import validated
@@ -32,7 +33,7 @@ from maect.evaluate.base import encoder_checksum
 from maect.evaluate.clusters import comparable, scale_of
 from maect.evaluate.store import FeatureFile, open_features
 from maect.recipes import Pixels
-from maect.report.render import render_page
+from maect.report.render import render_page, small_jpeg
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,6 @@ SHOWN = 200
 COPIES = "copies.txt"
 TRAIN = "train"
 """Split that images are left out of which another split has, too."""
-_THUMBNAIL = 128
 _SIDE = 32
 _FLAT = 2
 _AT_ONCE = 256
@@ -337,8 +337,8 @@ def search_splits(run: Path, out: Path, dataset: str | None = None) -> tuple[Fou
 
     def picture(split: str, name: str) -> str:
         row = np.array([rows_of[split][name]])
-        (square,) = pictures(index_of[split], row, _THUMBNAIL, _THUMBNAIL)
-        return jpeg_uri(Image.fromarray(square))
+        (square,) = pictures(index_of[split], row, SIDE, SIDE)
+        return small_jpeg(Image.fromarray(square), SIDE)
 
     excluded = _excluded(found.pairs)
     write_pairs(

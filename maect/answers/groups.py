@@ -8,14 +8,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from maect.answers.vectors import Vectors, thumbnail, write_rows
+from maect.answers.vectors import Vectors, write_rows
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, write_text
+from maect.data.convert import picture_of
+from maect.data.decode import UnreadableError
+from maect.data.sources.base import Entry, ImageSource
 from maect.evaluate.clusters import Clusters
-from maect.report.render import render_page
+from maect.recipes import Pixels
+from maect.report.render import render_page, small_jpeg
 
 SHOWN = 12
 """Pictures of a cluster on the page."""
+SIDE = 128
+"""Pixels of the longer side of a picture on a page."""
 COLUMNS = ("cluster", "class")
 """Columns that a table may be sorted by, of `clusters.csv` and of `maect predict`."""
 NONE = "none"
@@ -60,6 +66,17 @@ def write_clusters(
         "clusters.html", grains=shown, files=vectors.files, pictures=pictures, about=about
     )
     write_text(out / "index.html", page)
+
+
+def thumbnail(source: ImageSource, entry: Entry | None, pixels: Pixels, side: int = SIDE) -> str:
+    """Return a small picture as a data URI; "" if the file can no longer be read."""
+    if entry is None:
+        return ""
+    try:
+        picture = picture_of(source.read(entry), pixels.as_seen)
+    except (UnreadableError, OSError):
+        return ""
+    return small_jpeg(picture, side)
 
 
 def around(clusters: Clusters) -> list[Clusters]:

@@ -1,9 +1,7 @@
 """Vectors of a folder's images with the files' own names: made, written, read, and searched."""
 
-import base64
 import csv
 import hashlib
-import io
 import json
 import logging
 import shutil
@@ -17,15 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.core.settings import digest
-from maect.data.convert import picture_of
-from maect.data.decode import UnreadableError
 from maect.data.sources import kind_of, open_source
-from maect.data.sources.base import Entry, ImageSource, is_there, is_utf8
+from maect.data.sources.base import ImageSource, is_there, is_utf8
 from maect.data.sources.image_files import Unlabelled
 from maect.evaluate.clusters import comparable, scale_of
 from maect.recipes import Pixels
@@ -211,25 +206,6 @@ def is_index(path: Path) -> bool:
     except (pa.ArrowException, OSError) as error:
         why = " ".join(str(error).split())
         raise UserError(f"{path}: damaged, or no parquet file ({why})") from None
-
-
-def thumbnail(source: ImageSource, entry: Entry | None, pixels: Pixels, side: int = 128) -> str:
-    """Return a small picture as a data URI; "" if the file can no longer be read."""
-    if entry is None:
-        return ""
-    try:
-        picture = picture_of(source.read(entry), pixels.as_seen)
-    except (UnreadableError, OSError):
-        return ""
-    picture.thumbnail((side, side))
-    return jpeg_uri(picture)
-
-
-def jpeg_uri(picture: Image.Image) -> str:
-    """Return a picture as a data URI."""
-    stream = io.BytesIO()
-    picture.save(stream, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def open_images(

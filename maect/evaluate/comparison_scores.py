@@ -23,9 +23,9 @@ from maect.evaluate.clusters import unit
 from maect.evaluate.geometry import RAW, FeatureTask, corrections
 from maect.evaluate.knn import sweep_settings
 from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
-from maect.evaluate.low_shot import center_and_scale, classify
+from maect.evaluate.low_shot import center_and_scale, right_by_few_labels
 from maect.evaluate.outcomes import held_out_by_content, held_out_for
-from maect.evaluate.protocols.stored_features import REMOVED, SHRINKAGES, Knn, Logistic, LowShot
+from maect.evaluate.protocols.stored_features import REMOVED, SHRINKAGES, Knn, Logistic
 from maect.evaluate.real import Real
 from maect.evaluate.store import Array
 from maect.measures import rank_me, uniformity
@@ -130,11 +130,14 @@ def measure_with_labels(
         if pair is not None:
             scores[name] = Score(outer[pair], f"k {pair[0]}, T {pair[1]:g}")
     counts = np.bincount(labels)
+    queries = center_and_scale(test)
     # A weak penalty may not converge, nor need to.
     with threadpool_limits(1), warnings.catch_warnings(action="ignore"):
         for shots in SHOTS:
             if shots <= counts[counts > 0].min():
-                scores[f"shots_{shots}"] = _shots(train, labels, test, test_labels, shots)
+                known = [(train[ids], labels[ids]) for ids in _label_sets(labels, shots)]
+                right = right_by_few_labels(known, len(counts), queries, test_labels)
+                scores[f"shots_{shots}"] = _score_of_sets(right)
         c = best_penalty(try_penalties(train, labels, held_for_logistic, threads=threads))
         classes = fit_logistic(train, labels, c)(test)
     scores[LOGISTIC] = Score(_percent(classes, test_labels), f"C {c:.3g}")
@@ -156,21 +159,14 @@ def measure_corrections(
     Raises:
         UserError: features or labels that can be neither classified nor clustered.
     """
-    present, dense = np.unique(labels, return_inverse=True)
-    names = [str(x) for x in present]
-    sets = [balanced_rows(dense, 1, number, names) for number in range(1, LABEL_SETS + 1)]
-    task = FeatureTask(labels, test_labels, {1: sets})
-    try:
-        task.check(test)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    task = FeatureTask(labels, test_labels, {1: _label_sets(labels, 1)})
+    task.check(test)
     scores: dict[str, Score] = {}
     for name, correct in corrections(train).items():
         right = task.measure(train, test, correct, threads).right
-        for measure, key in (("knn", "knn"), ("shots_1", "low_shot_1"), ("clusters", "accuracy")):
-            percent = 100.0 * right[key]
-            means = tuple(percent.mean(axis=1).tolist()) if measure == "shots_1" else ()
-            scores[f"{measure}_{name}"] = Score(percent.mean(axis=0), sets=means)
+        scores[f"knn_{name}"] = Score(100.0 * right["knn"][0])
+        scores[f"shots_1_{name}"] = _score_of_sets(right["low_shot_1"])
+        scores[f"clusters_{name}"] = Score((100.0 * right["accuracy"]).mean(axis=0))
     return scores
 
 
@@ -187,22 +183,14 @@ def _percent(classes: NDArray[np.int64], labels: NDArray[np.int64]) -> NDArray[n
     return 100.0 * (classes == labels)
 
 
-def _shots(
-    train: Array,
-    labels: NDArray[np.int64],
-    test: Array,
-    test_labels: NDArray[np.int64],
-    shots: int,
-) -> Score:
-    """Score logistic regression on few labels, as the protocol `low_shot`, over label sets."""
+def _label_sets(labels: NDArray[np.int64], shots: int) -> list[NDArray[np.int64]]:
+    """Return the ids of `LABEL_SETS` sets with this many training images of each class."""
     present, dense = np.unique(labels, return_inverse=True)
     names = [str(x) for x in present]
-    queries = center_and_scale(test)
-    classes = int(labels.max()) + 1
-    correct = []
-    for number in range(1, LABEL_SETS + 1):
-        ids = balanced_rows(dense, shots, number, names)
-        found, _ = classify(train[ids], labels[ids], classes, queries, LowShot().l2)
-        correct.append(_percent(found, test_labels))
-    means = tuple(float(one.mean()) for one in correct)
-    return Score(np.mean(correct, axis=0), sets=means)
+    return [balanced_rows(dense, shots, number, names) for number in range(1, LABEL_SETS + 1)]
+
+
+def _score_of_sets(right: NDArray[np.bool_]) -> Score:
+    """Return the score of what is right by each set of labels, bool [sets, n]."""
+    percent = 100.0 * right
+    return Score(percent.mean(axis=0), sets=tuple(percent.mean(axis=1).tolist()))

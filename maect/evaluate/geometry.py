@@ -4,7 +4,6 @@ A correction is an affine map, fitted on the training images without their label
 and clusters then read directions: rows have length 1 behind it.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.utils.parallel import Parallel, delayed
-from threadpoolctl import threadpool_limits
 
 from maect.core.context import Context
 from maect.core.errors import UserError
@@ -20,7 +18,7 @@ from maect.evaluate.base import EvaluationJob, idle_cpus
 from maect.evaluate.clustering import SCORES, SMALL, is_right, one_run
 from maect.evaluate.clusters import unit
 from maect.evaluate.knn import votes_by_setting
-from maect.evaluate.low_shot import center_and_scale, choose_samples, classify
+from maect.evaluate.low_shot import center_and_scale, choose_samples, right_by_few_labels
 from maect.evaluate.protocols.stored_features import (
     REMOVED,
     SHRINKAGES,
@@ -55,10 +53,7 @@ def evaluate(settings: Geometry, context: Context, job: EvaluationJob) -> dict[s
     task = FeatureTask(
         train.labels, test.labels, subsets, settings.k, settings.temperature, settings.runs
     )
-    try:
-        task.check(test.values)
-    except ValueError as error:
-        raise UserError(f"{test.path}: {error}") from None
+    task.check(test.values, f"{test.path}: ")
     metrics: dict[str, Any] = {}
     right: dict[str, NDArray[np.bool_]] = {}
     for name, correct in corrections(train.values, settings.shrinkages, settings.removed).items():
@@ -106,13 +101,15 @@ class FeatureTask:
     temperature: float = KNN_TEMPERATURE
     runs: int = 10
 
-    def check(self, test: Array) -> None:
-        """Raise ValueError if features or labels can be neither classified nor clustered."""
+    def check(self, test: Array, where: str = "") -> None:
+        """Raise UserError if features or labels can be neither classified nor clustered."""
         classes = len(np.unique(self.test_labels))
         if classes < 2 or len(np.unique(self.labels)) < 2:
-            raise ValueError("geometry needs at least two classes")
+            raise UserError(f"{where}geometry needs at least two classes")
         if len(np.unique(test, axis=0)) < classes:
-            raise ValueError(f"fewer distinct features than {classes} classes; it has collapsed")
+            raise UserError(
+                f"{where}fewer distinct features than {classes} classes; it has collapsed"
+            )
 
     def measure(
         self, train: Array, test: Array, correct: Correction, threads: int = 1
@@ -127,26 +124,14 @@ class FeatureTask:
         pair = self.k, self.temperature
         votes = votes_by_setting(train, self.labels, test, [pair], correct, threads)[pair]
         right = {"knn": (votes == self.test_labels)[None]}
-        right |= self._few_labels(train, queries, correct)
+        prepared = center_and_scale(queries)
+        for shots, subsets in self.subsets.items():
+            known = [(correct(train[ids]), self.labels[ids]) for ids in subsets]
+            classes = int(self.labels.max()) + 1
+            found = right_by_few_labels(known, classes, prepared, self.test_labels)
+            right[f"low_shot_{shots}"] = found
         right["accuracy"], scores = self._clustered(unit(queries), threads)
         return CorrectedScores(right, scores)
-
-    def _few_labels(
-        self, train: Array, queries: Array, correct: Correction
-    ) -> dict[str, NDArray[np.bool_]]:
-        """Run the protocol `low_shot` on corrected features."""
-        rows = center_and_scale(queries)
-        classes = int(self.labels.max()) + 1
-        found: dict[str, NDArray[np.bool_]] = {}
-        with threadpool_limits(1, user_api="blas"), warnings.catch_warnings(action="ignore"):
-            for shots, subsets in self.subsets.items():
-                right = []
-                for ids in subsets:
-                    known = correct(train[ids])
-                    classified, _ = classify(known, self.labels[ids], classes, rows, LowShot().l2)
-                    right.append(classified == self.test_labels)
-                found[f"low_shot_{shots}"] = np.stack(right)
-        return found
 
     def _clustered(
         self, rows: Array, threads: int

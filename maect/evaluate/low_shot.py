@@ -9,6 +9,7 @@ A strictly convex problem: every solver has the same answer, to its tolerance.
 """
 
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -145,6 +146,26 @@ def classify(
     """
     weights, converged = fit(center_and_scale(known), labels, classes, l2 / len(labels))
     return predict(queries, weights), converged
+
+
+def right_by_few_labels(
+    known: Iterable[tuple[Array, NDArray[np.int64]]],
+    classes: int,
+    queries: NDArray[np.float64],
+    truth: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Return whether each query is classified rightly by each set of labels, bool [sets, q].
+
+    Args:
+        known: features and labels of each set, as `classify` takes them.
+        classes: number of classes.
+        queries: prepared by `center_and_scale`, [q, d].
+        truth: class of each query, int64 [q].
+    """
+    l2 = LowShot().l2
+    # A solver that gives up is as low as rounding lets it be.
+    with threadpool_limits(1, user_api="blas"), warnings.catch_warnings(action="ignore"):
+        return np.stack([classify(*one, classes, queries, l2)[0] == truth for one in known])
 
 
 def fit(

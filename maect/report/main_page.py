@@ -3,7 +3,6 @@
 Also the page of several data sets, which has every encoder on each, by every evaluation.
 """
 
-import base64
 import io
 import itertools
 import math
@@ -30,9 +29,11 @@ from maect.report.render import (
     INTERVALS,
     MINUS,
     Printed,
+    data_uri,
     matrices,
     printed,
     render_page,
+    small_jpeg,
     verdicts,
 )
 from maect.report.tables import read_metrics, read_table, result_file, write_table
@@ -195,13 +196,9 @@ def _thumbnail(image: bytes) -> str | None:
         with Image.open(io.BytesIO(image)) as opened:
             if opened.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
                 return None
-            small = opened.convert("RGB")
-            small.thumbnail((SIDE, SIDE))
-            stream = io.BytesIO()
-            small.save(stream, "JPEG", quality=85)
+            return small_jpeg(opened.convert("RGB"), SIDE)
     except (OSError, ValueError):
         return None
-    return data_uri(stream.getvalue(), "jpeg")
 
 
 def _groups(path: Path) -> list[dict[str, Any]]:
@@ -219,11 +216,6 @@ def _groups(path: Path) -> list[dict[str, Any]]:
         }
         for number, size in enumerate(sizes[:GROUPS].tolist())
     ]
-
-
-def data_uri(image: bytes, kind: str) -> str:
-    """Return an image as the source of an `img`."""
-    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
 
 
 def build_datasets(config: DatasetsConfig) -> pd.DataFrame:

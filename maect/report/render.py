@@ -4,6 +4,8 @@ Each cell: what was measured, ± standard deviation over seeds, then the paper's
 difference. Pages read on a phone, in print and in the dark, and need no network.
 """
 
+import base64
+import io
 import itertools
 import math
 import sys
@@ -11,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
@@ -26,6 +28,9 @@ from maect.evaluate.outcomes import LEVEL, RESAMPLES
 from maect.report.configs import Row, ShownConfig
 from maect.report.registry import GLOSSARY, TABLES, Detail, Metric, architecture_title, method_title
 from maect.report.tables import build_table, read_table, result_of, write_table
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Column = TypeVar("Column", Metric, Detail)
 MINUS = "\N{MINUS SIGN}"
@@ -335,3 +340,16 @@ def show(root: Path) -> None:
         print(path)
     if not others and not any(root.glob("tables/*.csv")):
         raise UserError(f"{root}: no table or figure; name the folder of an experiment's results")
+
+
+def data_uri(image: bytes, kind: str) -> str:
+    """Return an image as the source of an `img`."""
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+
+
+def small_jpeg(picture: "Image.Image", side: int) -> str:
+    """Make a picture small, at most `side` pixels; return it as the source of an `img`."""
+    picture.thumbnail((side, side))
+    stream = io.BytesIO()
+    picture.save(stream, "JPEG", quality=85)
+    return data_uri(stream.getvalue(), "jpeg")

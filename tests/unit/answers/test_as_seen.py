@@ -14,7 +14,8 @@ from PIL import Image, ImageOps
 
 import maect
 from maect.answers import duplicates
-from maect.answers.vectors import Vectors, thumbnail
+from maect.answers.groups import thumbnail
+from maect.answers.vectors import Vectors
 from maect.cli import main
 from maect.data.convert import picture_of
 from maect.data.decode import resample
