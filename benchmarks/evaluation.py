@@ -189,8 +189,7 @@ def features(full: bool, folder: Path) -> None:
     from maect.data.index import open_index
     from maect.data.loader import evaluation_parts
     from maect.data.shards import shard
-    from maect.evaluate.encoding import Encoding
-    from maect.evaluate.features import extract, part_ranges
+    from maect.evaluate.features import Encoding, extract, part_ranges
     from maect.models.vit import build_encoder
     from maect.models.weights import save_encoder
     from maect.recipes import load_encoder

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from maect.data import transforms
 from maect.data.loader import Batch
-from maect.models import attention, precision, vit
+from maect.models import kernels, vit
 from maect.recipes import Encoder, views_by_size
 from maect.recipes.settings import PLAIN, Computing
 from maect.stages.base import WithoutLabels
@@ -102,8 +102,8 @@ def flash_attention(qkv: Tensor) -> Tensor:
 def pretended() -> Iterator[Counting]:
     """Tensors made in this block have no data, and are counted as a GPU's."""
     with (
-        patch.object(attention, "fused_attention", flash_attention),
-        patch.object(precision, "bfloat16_on", lambda device_type: "cuda"),
+        patch.object(kernels, "fused_attention", flash_attention),
+        patch.object(kernels, "bfloat16_on", lambda device_type: "cuda"),
         # Made on the CPU and copied.
         patch.object(transforms, "_blur_table", lambda sigma: torch.empty(len(sigma), 52)),
         FakeTensorMode(allow_non_fake_inputs=True),

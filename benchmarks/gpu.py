@@ -602,7 +602,7 @@ def features(machine: Machine) -> None:
     """Report images a second of ViT-L's features in each precision."""
     import torch
 
-    from maect.evaluate.encoding import Encoding
+    from maect.evaluate.features import Encoding
 
     stage, encoder = stage_and_encoder(machine, "ct_min", "large", 128)
     build(machine, stage, encoder)

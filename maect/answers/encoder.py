@@ -31,9 +31,9 @@ from maect.data.image_facts import Facts, merged, warning
 from maect.data.sources.base import Entry, ImageSource
 from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
-from maect.evaluate.encoding import ON_CPU, Encoding, check_finite
+from maect.evaluate.features import ON_CPU, Encoding, check_finite
 from maect.models.export import read_export
-from maect.models.precision import Precision
+from maect.models.kernels import Precision
 from maect.recipes import Pixels
 from maect.stages.run import resize_of
 from maect.train.scores import BATCH

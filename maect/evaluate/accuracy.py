@@ -16,7 +16,7 @@ from maect.core.distributed import device_of, process_group
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.evaluate.base import EvaluationJob, RealLabels
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.protocols.encoders import TWIN, Accuracy
 from maect.evaluate.real import real_labels_of
 from maect.models.weights import load_tensors

@@ -25,7 +25,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.data.index import ID, Index
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.probe_training import (
     HELD_OUT,
     HeadGroup,

@@ -15,7 +15,7 @@ from maect.core import distributed
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.probe_training import HeadGroup, Probe, ProbeBatch, ProbeTask, train_probe
 from maect.evaluate.protocols.probes import ColorHistogram
 

@@ -20,7 +20,7 @@ from maect.core.errors import UserError
 from maect.data.decode import UnreadableError, open_image
 from maect.data.index import HEIGHT, WIDTH, Index
 from maect.data.shard_plan import image_names
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.store import Array
 from maect.train.scores import encode_share
 

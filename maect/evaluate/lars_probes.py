@@ -18,7 +18,7 @@ from maect.core import distributed
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob, encoder_settings
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.probe_training import (
     HELD_OUT,
     HeadGroup,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from maect.core import distributed
 from maect.core.context import Context
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.encoding import Encoding, LastBlocks
+from maect.evaluate.features import Encoding, LastBlocks
 from maect.evaluate.probe_training import (
     HELD_OUT,
     HeadGroup,

@@ -32,7 +32,7 @@ from maect.evaluate.base import (
     idle_cpus,
 )
 from maect.evaluate.dense import MaskSplit, encode_patches, miou
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.knn import nearest
 from maect.evaluate.protocols.probes import PatchClassifier, PatchKnn, PatchLogistic
 from maect.evaluate.store import Array, moments, standardize

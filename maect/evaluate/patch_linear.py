@@ -32,7 +32,7 @@ from maect.data.order import Order
 from maect.data.transforms import hue, normalize
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.dense import CLASSES, MaskSplit, confusion_counts, iou_from_counts
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.probe_training import (
     HELD_OUT,
     HeadGroup,

@@ -29,7 +29,7 @@ from maect.data.loader import train_batches
 from maect.data.subsets import held_out_mask
 from maect.data.transforms import augment
 from maect.evaluate.base import EvaluationJob, Interrupted, RealLabels, encoder_checksum
-from maect.evaluate.encoding import Encoding, check_finite
+from maect.evaluate.features import Encoding, check_finite
 from maect.evaluate.protocols.probes import OnCrops, TrainsProbe, UpdateSchedule
 from maect.evaluate.real import Real, real_labels_of, real_sha256
 from maect.models.weights import save_tensors

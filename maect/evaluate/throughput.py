@@ -26,7 +26,7 @@ from maect.core.distributed import memory_fault
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.protocols.encoders import Throughput
-from maect.models.precision import mixed_precision
+from maect.models.kernels import mixed_precision
 from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights
 from maect.paper import read_paper

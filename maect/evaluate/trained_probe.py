@@ -26,10 +26,10 @@ from maect.data import random
 from maect.data.index import Index, open_index
 from maect.data.transforms import jitter, normalize
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.linear_probe import BN_EPS
 from maect.evaluate.protocols.encoders import EffectiveInvariance, Robustness
-from maect.models.precision import Precision
+from maect.models.kernels import Precision
 from maect.models.weights import load_tensors
 from maect.recipes import Pixels
 from maect.train.scores import accuracy, share

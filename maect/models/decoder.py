@@ -6,7 +6,7 @@ import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from maect.models.attention import use_attention
+from maect.models.kernels import use_attention
 from maect.models.vit import initialize, run_block, sincos_2d, take_tokens
 from maect.recipes import Encoder
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maect.core.distributed import gather_rows, rank_and_size
-from maect.models.precision import mixed_precision
+from maect.models.kernels import mixed_precision
 from maect.recipes import Contrastive, HeadSettings
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from maect.core.distributed import gather_rows, rank_and_size
 from maect.models.heads import GlobalBatchNorm, HeadOutput, QueueHead, exact, topk_nn
-from maect.models.precision import mixed_precision
+from maect.models.kernels import mixed_precision
 from maect.recipes import Refiner
 
 GLOBAL = 2

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from maect.core.errors import UserError
-from maect.models.attention import use_attention
+from maect.models.kernels import use_attention
 from maect.recipes import Encoder
 
 Pooling = Literal["cls", "mean", "mean_cls", "fc_norm", "head"]

@@ -396,7 +396,7 @@ class Computing(Settings):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass, for less memory."""
     attention: Literal["sdpa", "flash_attn"] = "sdpa"
-    """Kernel of attention (`maect.models.attention`)."""
+    """Kernel of attention (`maect.models.kernels`)."""
     deterministic: bool = False
     """Use deterministic kernels, for the same bits at every start also on GPUs."""
 

@@ -22,7 +22,7 @@ from maect.evaluate.clusters import Clusters
 from maect.evaluate.protocols.stored_features import columns_of
 from maect.records import EvaluationRecord
 from maect.report.configs import ImagesConfig
-from maect.report.figures.data import read_tensors
+from maect.report.figures import read_tensors
 from maect.report.render import render_page
 from maect.report.tables import result_file
 

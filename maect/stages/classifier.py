@@ -20,7 +20,7 @@ from maect.data.transforms import (
     normalize,
     partners,
 )
-from maect.models.precision import mixed_precision
+from maect.models.kernels import mixed_precision
 from maect.models.vit import Pooling, VisionEncoder, seeded
 from maect.stages.base import Supervised
 from maect.train.objective import Objective

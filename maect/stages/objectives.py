@@ -16,7 +16,7 @@ from maect.data.transforms import apply_changes, draw_changes
 from maect.measures import effective_rank, uniformity
 from maect.models.decoder import Decoder, patchify, reconstruction_loss, unpatchify
 from maect.models.heads import NNCLRHead, QueueHead
-from maect.models.precision import mixed_precision
+from maect.models.kernels import mixed_precision
 from maect.models.refiner import RefinerHeads, head_weights
 from maect.models.vit import Pooling, VisionEncoder
 from maect.recipes import views_by_size, visible_patches

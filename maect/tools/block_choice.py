@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from maect.answers.encoder import ImageEncoder
 from maect.core.errors import counted
-from maect.evaluate.encoding import LastBlocks
+from maect.evaluate.features import LastBlocks
 from maect.evaluate.knn import votes_by_setting
 from maect.evaluate.outcomes import Difference, difference, held_out_for
 from maect.evaluate.store import moments, standardize

@@ -20,7 +20,7 @@ from maect.core.errors import counted
 from maect.core.settings import Settings, validated
 from maect.data import native
 from maect.data.decode import decoder_name
-from maect.models.attention import flash_kernel
+from maect.models.kernels import flash_kernel
 from maect.recipes.settings import Computing
 from maect.train.engine import Engine
 from maect.train.run_folder import origin, read_notes, write_notes

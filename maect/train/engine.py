@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from maect.core.context import Context
 from maect.core.distributed import STEP_TIMEOUT, device_of, join, keep_freed_memory
 from maect.data.loader import Batch
-from maect.models.attention import use_attention
 from maect.models.decoder import Decoder
+from maect.models.kernels import use_attention
 from maect.models.vit import VisionEncoder
 from maect.recipes import Encoder, views_by_size
 from maect.recipes.cost import BUCKET

@@ -179,7 +179,7 @@ def origin() -> dict[str, Any]:
     # Imported here, since the launcher reads this module without torch.
     import torch
 
-    from maect.models.precision import bfloat16_on
+    from maect.models.kernels import bfloat16_on
 
     versions = {
         "python": platform.python_version(),

@@ -14,8 +14,19 @@ from matplotlib.textpath import TextPath
 
 from maect.core.errors import UserError, entry
 from maect.report.configs import Row, ShownConfig
-from maect.report.figures import WIDTH, blank, class_style, panels, paper, soft
-from maect.report.figures.data import Classes, read_tensors, result_files, row_title, setting
+from maect.report.figures import (
+    WIDTH,
+    Classes,
+    blank,
+    class_style,
+    panels,
+    paper,
+    read_tensors,
+    result_files,
+    row_title,
+    setting,
+    soft,
+)
 from maect.report.registry import FIGURES
 from maect.report.tables import measured, paper_value
 

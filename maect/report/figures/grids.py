@@ -18,13 +18,17 @@ from PIL import Image
 from maect.core.errors import UserError
 from maect.records import RunRecord
 from maect.report.configs import ShownConfig
-from maect.report.figures import WIDTH, blank, panels, paper, soft
-from maect.report.figures.data import (
+from maect.report.figures import (
+    WIDTH,
     Classes,
+    blank,
     finished_runs,
+    panels,
+    paper,
     read_tensors,
     result_files,
     setting,
+    soft,
     stage_title,
 )
 from maect.stages import STAGES

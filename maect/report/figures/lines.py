@@ -19,8 +19,19 @@ from maect.core.files import seek_record
 from maect.records import is_finished
 from maect.report import tables
 from maect.report.configs import Row, ShownConfig
-from maect.report.figures import COLORS, LINES, WIDTH, ink, method_style, panels, soft, themed
-from maect.report.figures.data import finished_runs, row_title, stage_title
+from maect.report.figures import (
+    COLORS,
+    LINES,
+    WIDTH,
+    finished_runs,
+    ink,
+    method_style,
+    panels,
+    row_title,
+    soft,
+    stage_title,
+    themed,
+)
 from maect.report.registry import FIGURES, TABLES, architecture_title, method_title
 from maect.report.tables import KEYS, build_table, chain
 from maect.stages import STAGES

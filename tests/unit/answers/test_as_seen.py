@@ -23,7 +23,7 @@ from maect.data.image_facts import full_scale, merged, warning
 from maect.data.index import open_index
 from maect.data.sources import open_source
 from maect.data.transforms import center_crops
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.pictures import pictures
 from maect.recipes import Pixels
 from maect.tools.own_images import inspect_images

@@ -6,7 +6,7 @@ from evaluate.by_hand import blocks_of
 
 from maect import load
 from maect.cli import main
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.models.weights import load_encoder_weights
 from maect.tools.block_choice import OUTPUT, choose, readings, recommend
 from maect.tools.compare import open_folder
@@ -34,7 +34,7 @@ def test_columns_are_the_readings_that_they_are_called(run, folders, tmp_path):
     module, settings, _ = load_encoder_weights(run / "encoder.safetensors")
     assert found.blocks == settings.depth
     images = torch.randint(0, 256, (2, 3, settings.image_size, settings.image_size))
-    from maect.evaluate.encoding import LastBlocks
+    from maect.evaluate.features import LastBlocks
 
     every = LastBlocks(run / "encoder.safetensors", torch.device("cpu"), "fp32", 10**9)
     columns = every(images.to(torch.uint8)).unflatten(1, (-1, settings.width))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from maect.core.errors import UserError
 from maect.data.index import ID, open_index
 from maect.evaluate.attentive_probe import Classifiers, Probes
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.probe_training import ProbeBatch, ProbeTask
 from maect.evaluate.protocols.probes import AttentiveProbe
 

@@ -9,7 +9,7 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.transforms import PAPER, augment
 from maect.evaluate.color_histogram import HistogramHeads, histograms
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.protocols.probes import ColorHistogram
 from maect.recipes import View
 from maect.train.stage import schedule

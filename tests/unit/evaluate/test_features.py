@@ -10,8 +10,7 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.transforms import normalize
 from maect.evaluate import features
-from maect.evaluate.encoding import Encoding
-from maect.evaluate.features import extract, part_ranges
+from maect.evaluate.features import Encoding, extract, part_ranges
 from maect.evaluate.linear_probe import representations
 from maect.evaluate.store import check_same_encoder, open_features
 from maect.models.vit import build_encoder

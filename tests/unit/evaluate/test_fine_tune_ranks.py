@@ -20,8 +20,8 @@ from maect.core.files import read_record, sha256_file, write_json, write_record
 from maect.data.index import open_index
 from maect.evaluate.accuracy import FineTuned
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
+from maect.evaluate.features import Encoding
 from maect.evaluate.protocols.encoders import Accuracy
 from maect.models.weights import load_encoder_weights
 from maect.records import RunRecord

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from maect.data.index import ID, open_index
 from maect.data.transforms import normalize
 from maect.evaluate import probe_training
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.lars_probes import LarsHead, LarsProbe
 from maect.evaluate.probe_training import HELD_OUT, ProbeBatch, ProbeTask
 from maect.evaluate.protocols.probes import EfficientProbe, LarsLinearProbe

@@ -13,8 +13,8 @@ from maect.data.index import ID, open_index
 from maect.data.transforms import normalize
 from maect.evaluate import load_evaluation, probe_training
 from maect.evaluate.base import EvaluationJob, Interrupted
-from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
+from maect.evaluate.features import Encoding
 from maect.evaluate.linear_probe import Heads, refiner_forms, representations
 from maect.evaluate.probe_training import ProbeTask
 from maect.evaluate.protocols.probes import LinearProbe, epoch_ends

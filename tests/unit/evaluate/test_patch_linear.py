@@ -16,7 +16,7 @@ from maect.core.errors import UserError
 from maect.data.index import ID, open_index
 from maect.data.transforms import normalize
 from maect.evaluate.dense import MaskSplit, miou
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.patch_linear import (
     IGNORED,
     PatchHead,

@@ -7,7 +7,7 @@ import torch
 
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob, Interrupted
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.probe_training import STATE
 from maect.evaluate.protocols.probes import TrainsProbe
 

@@ -18,7 +18,7 @@ from maect.data import random
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.protocols.encoders import EffectiveInvariance, Robustness
 from maect.models.weights import load_tensors, save_tensors
 

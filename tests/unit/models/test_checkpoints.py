@@ -23,7 +23,7 @@ from maect import experiment, recipes
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.experiment.resolve import run_config
 from maect.models.checkpoints import convert, find_layout, read_checkpoint
 from maect.models.layouts import LAYOUTS

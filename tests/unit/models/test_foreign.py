@@ -7,7 +7,7 @@ import torch
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_record
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.models.checkpoints import convert
 from maect.models.export import export_run
 from maect.models.timm_encoder import TimmEncoder

@@ -268,7 +268,7 @@ def test_the_oracle_does_not_leave_the_class(others):
 def test_lookup_and_loss_are_float32_in_mixed_precision(precision, monkeypatch):
     """Their products in bfloat16, as in the authors' autocast, are a setting."""
     seen = []
-    monkeypatch.setattr("maect.models.precision.bfloat16_on", lambda kind: kind)
+    monkeypatch.setattr("maect.models.kernels.bfloat16_on", lambda kind: kind)
     monkeypatch.setattr(
         heads,
         "topk_nn",

@@ -19,7 +19,7 @@ from maect import experiment
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_record
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.experiment.resolve import run_config
 from maect.models.checkpoints import convert_timm
 from maect.models.timm_encoder import create, create_for

@@ -13,7 +13,7 @@ import torch
 from test_timm import imported, random_model, second_writing
 from torch import Tensor, nn
 
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.models import checkpoints, timm_encoder
 from maect.models.weights import load_any_encoder
 from maect.recipes.timm_encoders import find_timm

@@ -15,8 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import ENCODER, losses, metrics
 
 from maect.core.errors import UserError
-from maect.models.attention import flash_kernel, use_attention
-from maect.models.precision import mixed_precision
+from maect.models.kernels import flash_kernel, mixed_precision, use_attention
 from maect.models.vit import build_encoder, seeded
 from maect.recipes import load_encoder
 from maect.recipes.settings import Computing

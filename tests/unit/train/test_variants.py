@@ -11,7 +11,7 @@ from tiny_runs import job_maker, losses, metrics, noise_shards
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.data.subsets import class_view
-from maect.models.precision import bfloat16_on
+from maect.models.kernels import bfloat16_on
 from maect.recipes import Encoder
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Tune
