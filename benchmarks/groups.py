@@ -48,7 +48,7 @@ def silhouette_groups(rows: Array) -> NDArray[np.int64]:
     """K-means with the number of largest silhouette coefficient."""
     from sklearn.metrics import silhouette_score
 
-    from maect.evaluate.clusters import _kmeans
+    from maect.evaluate.clustering import _kmeans
 
     found = [_kmeans(rows, count) for count in range(2, 31)]
     return max(found, key=lambda labels: silhouette_score(rows, labels))
@@ -56,7 +56,7 @@ def silhouette_groups(rows: Array) -> NDArray[np.int64]:
 
 def graph(rows: Array) -> NDArray[np.int64]:
     """What `maect cluster` does."""
-    from maect.evaluate.clusters import choose_resolution, graph_groups
+    from maect.evaluate.clustering import choose_resolution, graph_groups
 
     found = graph_groups(rows)
     return found[choose_resolution(found)]
@@ -66,8 +66,7 @@ def compare(path: Path, images: int) -> None:
     """Print the lines of one set."""
     from sklearn.metrics import adjusted_rand_score
 
-    from maect.evaluate.clustering import standardized
-    from maect.evaluate.clusters import unit
+    from maect.evaluate.clustering import standardized, unit
 
     values, labels = read(path)
     chosen = np.random.default_rng(0).permutation(len(values))[:images]

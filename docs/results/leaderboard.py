@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError
-from maect.core.files import write_text
-from maect.core.templates import fill_template
+from maect.core.files import fill_template, write_text
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import encoder_checksum, encoder_settings
 from maect.records import EvaluationRecord

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.templates import fill_template
+from maect.core.files import fill_template
 from maect.core.yaml_files import read_yaml
 from maect.data.config import index_digest, made_by
 from maect.data.index import open_index

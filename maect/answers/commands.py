@@ -97,7 +97,7 @@ def cluster(
     """
     from maect.answers.groups import write_clusters
     from maect.answers.vectors import Vectors
-    from maect.evaluate.clusters import cluster as group
+    from maect.evaluate.clustering import cluster as group
 
     vectors = Vectors.read(index)
     vectors.source(images)  # before the work

@@ -30,7 +30,7 @@ from maect.data.index import SIZE, Index, open_index
 from maect.data.shard_plan import image_names
 from maect.data.sources.base import Entry, ImageSource, as_utf8, is_utf8
 from maect.evaluate.base import encoder_checksum
-from maect.evaluate.clusters import comparable, scale_of
+from maect.evaluate.clustering import comparable, scale_of
 from maect.evaluate.store import FeatureFile, open_features
 from maect.recipes import Pixels
 from maect.report.render import render_page, small_jpeg

@@ -14,7 +14,7 @@ from maect.core.files import atomic_write, write_text
 from maect.data.convert import picture_of
 from maect.data.decode import UnreadableError
 from maect.data.sources.base import Entry, ImageSource
-from maect.evaluate.clusters import Clusters
+from maect.evaluate.clustering import Clusters
 from maect.recipes import Pixels
 from maect.report.render import render_page, small_jpeg
 

@@ -22,7 +22,7 @@ from maect.core.settings import digest
 from maect.data.sources import kind_of, open_source
 from maect.data.sources.base import ImageSource, is_there, is_utf8
 from maect.data.sources.image_files import Unlabelled
-from maect.evaluate.clusters import comparable, scale_of
+from maect.evaluate.clustering import comparable, scale_of
 from maect.recipes import Pixels
 
 if TYPE_CHECKING:  # it imports torch

@@ -33,7 +33,7 @@ from maect.data.index import Index, open_index
 from maect.data.loader import view_parts
 from maect.data.transforms import augment
 from maect.evaluate.base import EvaluationJob, idle_cpus
-from maect.evaluate.clusters import unit
+from maect.evaluate.clustering import unit
 from maect.evaluate.features import Encoding, check_finite
 from maect.evaluate.outcomes import held_out_for
 from maect.evaluate.probe_training import check_splits

@@ -28,8 +28,16 @@ from maect.data.shard_plan import image_names
 from maect.data.sources.base import UNLABELLED
 from maect.data.transforms import center_crops
 from maect.evaluate.base import EvaluationJob, idle_cpus
-from maect.evaluate.clustering import assign, contingency, members, origin, standardized
-from maect.evaluate.clusters import cluster, comparable, scale_of
+from maect.evaluate.clustering import (
+    assign,
+    cluster,
+    comparable,
+    contingency,
+    members,
+    origin,
+    scale_of,
+    standardized,
+)
 from maect.evaluate.knn import nearest
 from maect.evaluate.protocols.stored_features import Explore, Retrieval, Umap, columns_of
 from maect.evaluate.store import Array, FeatureFile, check_images

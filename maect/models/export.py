@@ -14,6 +14,7 @@ import yaml
 from maect.core.errors import UserError
 from maect.core.files import (
     atomic_write,
+    fill_template,
     read_json,
     sealed,
     sha256_file,
@@ -21,7 +22,6 @@ from maect.core.files import (
     write_json,
     write_text,
 )
-from maect.core.templates import fill_template
 from maect.models.vit import timm_arguments
 from maect.models.weights import HEAD, load_encoder_weights, load_tensors, save_tensors
 from maect.recipes import IMAGENET, Encoder

@@ -18,7 +18,7 @@ from PIL import Image
 
 from maect.core.errors import UserError
 from maect.core.files import read_record, seek_record, write_text
-from maect.evaluate.clusters import Clusters
+from maect.evaluate.clustering import Clusters
 from maect.evaluate.protocols.stored_features import columns_of
 from maect.records import EvaluationRecord
 from maect.report.configs import ImagesConfig

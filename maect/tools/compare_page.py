@@ -9,7 +9,9 @@ import pandas as pd
 
 from maect.core.errors import counted
 from maect.core.files import write_table_text, write_text
-from maect.evaluate.comparison_scores import (
+from maect.evaluate.outcomes import accuracy_intervals, intervals
+from maect.report.render import INTERVALS, matrices, render_page
+from maect.tools.compare import (
     GEOMETRY,
     KNN_HELD_OUT,
     LABEL_SETS,
@@ -17,10 +19,8 @@ from maect.evaluate.comparison_scores import (
     MEASURES,
     RANK_ME,
     WITHOUT_LABELS,
+    Matrix,
 )
-from maect.evaluate.outcomes import accuracy_intervals, intervals
-from maect.report.render import INTERVALS, matrices, render_page
-from maect.tools.compare import Matrix
 
 COLUMNS = (
     "encoder", "folder", "measure", "value", "low", "high", "deviation", "chosen", "difference",

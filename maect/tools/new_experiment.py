@@ -13,8 +13,7 @@ from typing import Any, cast
 import yaml
 
 from maect.core.errors import UserError, counted
-from maect.core.files import write_text
-from maect.core.templates import fill_template
+from maect.core.files import fill_template, write_text
 from maect.data.retrieve import CATALOGUE
 from maect.data.sources.base import UNLABELLED
 from maect.evaluate.protocols.probes import LinearProbe

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from maect.core.errors import UserError, counted
-from maect.core.templates import fill_template
+from maect.core.files import fill_template
 from maect.data.sources.base import UNLABELLED
 from maect.evaluate.protocols.encoders import Agreement
 from maect.evaluate.protocols.stored_features import Geometry

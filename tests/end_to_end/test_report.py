@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from maect.answers.groups import write_clusters
 from maect.answers.vectors import Vectors
 from maect.core.files import write_record
-from maect.evaluate.clusters import cluster
+from maect.evaluate.clustering import cluster
 from maect.evaluate.pictures import atlas
 from maect.experiment import Experiment, load
 from maect.experiment.pages import make_page, pages

@@ -19,7 +19,7 @@ from maect.answers.vectors import Vectors, nearest, write_vectors
 from maect.cli import main
 from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError
-from maect.evaluate.clusters import (
+from maect.evaluate.clustering import (
     GRAINS,
     choose_resolution,
     cluster,
@@ -200,7 +200,7 @@ def test_more_images_than_a_graph_holds_follow_the_nearest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     vectors = blobs((60, 50, 40))
-    monkeypatch.setattr("maect.evaluate.clusters.LARGEST", 90)
+    monkeypatch.setattr("maect.evaluate.clustering.LARGEST", 90)
     found = graph_groups(comparable(vectors.values, scale_of(vectors.values)))
     pairs = {(file[0], group) for file, group in zip(vectors.files, found[0.15], strict=True)}
     assert len(pairs) == len({group for _, group in pairs}) == 3

@@ -16,13 +16,12 @@ from maect.cli import main
 from maect.core.arrays import read_arrays, write_arrays
 from maect.core.context import Context
 from maect.data.shards import shard
-from maect.evaluate import comparison_scores
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.comparison_scores import GEOMETRY
 from maect.evaluate.knn import Sweep, sweep_settings
 from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.store import open_features
-from maect.tools.compare import measured, named, open_folder, vectors
+from maect.tools import compare
+from maect.tools.compare import GEOMETRY, measured, named, open_folder, vectors
 
 from .conftest import photograph, rewritten
 
@@ -116,7 +115,7 @@ def test_knn_is_that_of_the_protocol_on_the_same_images(
         sweeps.append(sweep_settings(*given))
         return sweeps[-1]
 
-    monkeypatch.setattr(comparison_scores, "sweep_settings", recorded)
+    monkeypatch.setattr(compare, "sweep_settings", recorded)
     features = vectors(maect.load(run), folder, tmp_path / "kept")
     score = measured(folder, features, np.ones(260, bool), threads=1)
     plain = {(r["k"], r["temperature"]): r for r in metrics["sweep"] if not r["standardized"]}

@@ -21,8 +21,8 @@ from maect.data.transforms import normalize
 from maect.evaluate import dense, patch_classifiers
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.dense import MaskSplit, miou
-from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
+from maect.evaluate.features import Encoding
 from maect.evaluate.knn import nearest
 from maect.evaluate.patch_classifiers import (
     Patches,

@@ -8,11 +8,11 @@ from sklearn.preprocessing import StandardScaler
 from maect.core.errors import UserError
 from maect.evaluate import knn
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.comparison_scores import measure_with_labels
 from maect.evaluate.outcomes import held_out_by_content, intervals
 from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.store import moments, open_features, standardize
 from maect.measures import vote
+from maect.tools.compare import measure_with_labels
 
 from .conftest import Rank, blobs, given, store
 from .margins import clear

@@ -130,7 +130,7 @@ def finished(tmp_path_factory, write_result, write_embedding) -> Path:
         (folder / "online").mkdir()
         for step in (10, 20, 30, 39):
             for name in ("neighbors", "reconstructions")[: 1 + (recipe == "mae")]:
-                high = 36 if name == "neighbors" else 18
+                high = 32 if name == "neighbors" else 18
                 sheet = np.linspace(0, 255, 48 * high).reshape(high, 48).astype(np.uint8)
                 Image.fromarray(sheet).convert("RGB").save(folder / f"online/{name}-{step:08d}.jpg")
     for number, run in enumerate(("mae_tiny", "ct_tiny")):
