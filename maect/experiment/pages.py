@@ -331,7 +331,7 @@ def pages(experiment: Experiment) -> Iterator[tuple[Path, configs.PageConfig]]:
 def make_page(path: Path) -> None:
     """Make the page of a resolved file, which is known by its folder or its name, and its stamp."""
     if path.stem == "report":
-        from maect.report.main_page import make_report
+        from maect.report.pages import make_report
 
         with stamped(path, configs.ReportConfig.read(path)):
             make_report(path)
@@ -373,13 +373,13 @@ PAGES = {
             endings=("csv",),
         ),
         Page(
-            "datasets", "Data sets", "maect.report.main_page:make_datasets",
+            "datasets", "Data sets", "maect.report.pages:make_datasets",
             configs.DatasetsConfig,
             lambda e: ["datasets"] if _several(e) else [], _datasets_config, _datasets_inputs,
             endings=("md", "csv"),
         ),
         Page(
-            "images", "Page of images", "maect.report.images:make_images",
+            "images", "Page of images", "maect.report.pages:make_images",
             configs.ImagesConfig,
             lambda e: ["images"] if explored(e) else [], _images_config, _images_inputs,
         ),

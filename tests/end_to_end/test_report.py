@@ -26,8 +26,7 @@ from maect.experiment.pages import make_page, pages
 from maect.experiment.resolve import evaluation_config, run_config
 from maect.records import EvaluationRecord, RunRecord
 from maect.report.configs import ImagesConfig, ReportConfig
-from maect.report.images import make_images
-from maect.report.main_page import make_report
+from maect.report.pages import make_images, make_report
 
 ASKED: dict[str, Any] = {
     "evaluate": [

@@ -22,7 +22,7 @@ from maect.data.shards import shard
 from maect.evaluate.store import write_features
 from maect.experiment.chosen_shards import note_taken
 from maect.records import EvaluationRecord
-from maect.report.images import pairs_of
+from maect.report.pages import pairs_of
 
 from .conftest import photograph
 

@@ -8,7 +8,7 @@ from PIL import Image
 from maect.report.claims import claims_table
 from maect.report.configs import ReportConfig, ShownConfig
 from maect.report.figures import class_titles
-from maect.report.main_page import make_report, report_page
+from maect.report.pages import make_report, report_page
 from maect.report.registry import FIGURES, TABLES, architecture_title
 from maect.report.statements import STATEMENTS
 from maect.report.tables import printed_tables, write_table

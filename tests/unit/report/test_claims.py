@@ -12,7 +12,7 @@ from maect.records import RunRecord
 from maect.report.bounds import Bound, MeasuredModels, Model, Quantity, bound, compare, value
 from maect.report.claims import claims_table, judge, tables_of_runs, tables_of_seeds, tables_of_sets
 from maect.report.configs import ReportConfig, ShownConfig
-from maect.report.main_page import report_page
+from maect.report.pages import report_page
 from maect.report.render import verdicts
 from maect.report.statements import STATEMENTS, Statement
 from maect.report.tables import Row, build_table, printed_tables, trained_table, write_table

@@ -8,7 +8,7 @@ from maect.core.files import write_record
 from maect.evaluate import PROTOCOLS
 from maect.experiment.pages import make_page
 from maect.report.configs import DatasetsConfig, ReportConfig
-from maect.report.main_page import report_page
+from maect.report.pages import report_page
 
 BIRDS = {"knn": 81.26, "knn_low": 70.04, "knn_high": 90.0, "k": 3, "sweep": []}
 

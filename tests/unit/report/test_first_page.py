@@ -17,7 +17,7 @@ from maect.experiment.pages import pages, report_config
 from maect.records import RunRecord
 from maect.report.configs import ReportConfig, Row, ShownConfig
 from maect.report.headline import main_result_of
-from maect.report.main_page import SAMPLES, about, report_page, samples
+from maect.report.pages import SAMPLES, about, report_page, samples
 from maect.report.tables import build_table, write_table
 
 MODELS = {

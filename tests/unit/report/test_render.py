@@ -9,7 +9,7 @@ from maect.cli import main
 from maect.core.files import write_record
 from maect.records import RunRecord
 from maect.report.configs import ReportConfig, Row, ShownConfig
-from maect.report.main_page import report_page
+from maect.report.pages import report_page
 from maect.report.render import printed, render
 from maect.report.tables import build_table, paper_table, printed_tables, write_table
 
