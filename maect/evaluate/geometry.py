@@ -124,9 +124,9 @@ class FeatureTask:
         votes = votes_by_setting(train, self.labels, test, [pair], correct, threads)[pair]
         right = {"knn": (votes == self.test_labels)[None]}
         prepared = center_and_scale(queries)
+        classes = int(self.labels.max()) + 1
         for shots, subsets in self.subsets.items():
-            known = [(correct(train[ids]), self.labels[ids]) for ids in subsets]
-            classes = int(self.labels.max()) + 1
+            known = ((correct(train[ids]), self.labels[ids]) for ids in subsets)
             found = right_by_few_labels(known, classes, prepared, self.test_labels)
             right[f"low_shot_{shots}"] = found
         right["accuracy"], scores = self._clustered(unit(queries), threads)

@@ -157,7 +157,7 @@ def right_by_few_labels(
     """Return whether each query is classified rightly by each set of labels, bool [sets, q].
 
     Args:
-        known: features and labels of each set, as `classify` takes them.
+        known: features and labels of each set, as `classify` takes them; made under one thread.
         classes: number of classes.
         queries: prepared by `center_and_scale`, [q, d].
         truth: class of each query, int64 [q].
