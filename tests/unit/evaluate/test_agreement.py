@@ -12,9 +12,8 @@ from maect.data.loader import view_parts
 from maect.data.transforms import augment
 from maect.evaluate import knn
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.encoding import Encoding
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.features import extract
+from maect.evaluate.features import Encoding, extract
 from maect.evaluate.knn import shared_neighbors
 from maect.evaluate.outcomes import difference, outcomes_of, unpack
 from maect.evaluate.protocols.encoders import Agreement
