@@ -1,66 +1,36 @@
-"""Masks, lookup numbers and drop path: what they depend on, and their distributions."""
-
-import math
+"""Masks, lookup numbers and drop path: made of each sample's own numbers, and pinned."""
 
 import numpy as np
 import torch
 
+from maect.data import random
 from maect.data.random import drop_path_factors, ids_shuffle, lookup_numbers, wrong_lookups
 
 
-def test_masks_depend_on_seed_epoch_id_and_view_alone() -> None:
-    ids, epochs = np.arange(40, dtype=np.int64), np.zeros(40, np.int64)
-    order = ids_shuffle(16, 1, epochs, ids, range(2))
-    assert order.shape == (2, 40, 16)
-    assert torch.equal(order.sort(2).values, torch.arange(16).expand(2, 40, 16))
-    part = ids_shuffle(16, 1, epochs[30:33], ids[30:33], range(2))
-    assert torch.equal(part, order[:, 30:33])
-    for other in (
-        ids_shuffle(16, 2, epochs, ids, range(2)),
-        ids_shuffle(16, 1, epochs + 1, ids, range(2)),
-        ids_shuffle(16, 1, epochs, ids + 40, range(2)),
-        order.flip(0),
-    ):
-        assert (other == order).all(2).float().mean() < 0.05
-
-
-def test_every_patch_is_equally_often_visible() -> None:
-    ids = np.arange(20_000, dtype=np.int64)
-    visible = ids_shuffle(16, 0, ids * 0, ids, range(1))[0, :, :4]
-    counts = torch.bincount(visible.flatten(), minlength=16) / len(ids)
-    assert (counts - 0.25).abs().max() < 5 * math.sqrt(0.25 * 0.75 / len(ids))
-
-
-def test_lookup_numbers_are_uniform_and_independent_of_rank() -> None:
-    ids = np.arange(30_000, dtype=np.int64)
-    numbers = lookup_numbers(5, 0, ids * 0, ids, 2)
-    assert numbers.min() == 0 and numbers.max() == 4
-    counts = torch.bincount(numbers[0], minlength=5) / len(ids)
-    assert (counts - 0.2).abs().max() < 5 * math.sqrt(0.2 * 0.8 / len(ids))
-    assert abs((numbers[0] == numbers[1]).float().mean() - 0.2) < 0.02
-    assert torch.equal(lookup_numbers(5, 0, ids[:9] * 0, ids[100:109], 2), numbers[:, 100:109])
-
-
-def test_an_oracle_errs_as_often_as_it_is_told() -> None:
-    ids = np.arange(4000)
-    wrong = wrong_lookups(0.75, 0, ids * 0, ids, 2)
-    assert wrong.shape == (2, 4000) and (wrong[0] != wrong[1]).any()
-    np.testing.assert_allclose(wrong.double().mean(dim=1), 0.25, atol=0.03)
-    assert torch.equal(wrong_lookups(0.75, 0, ids[:9] * 0, ids[100:109], 2), wrong[:, 100:109])
-    # What is right at a lower part is right at a higher one; at 0 and 1 nothing is drawn.
-    assert (wrong <= wrong_lookups(0.5, 0, ids * 0, ids, 2)).all()
-    assert wrong_lookups(0.0, 0, ids * 0, ids, 2).all()
-    assert not wrong_lookups(1.0, 0, ids * 0, ids, 2).any()
-
-
-def test_drop_path_keeps_the_mean_and_depends_on_the_sample_alone() -> None:
-    ids, rates = np.arange(20_000, dtype=np.int64), np.array([0.0, 0.1, 0.4])
-    factors = drop_path_factors(rates, 0, ids * 0, ids)
-    assert factors.shape == (3, 20_000) and factors.dtype == torch.float32
-    dropped = (factors == 0).float().mean(1)
-    assert dropped[0] == 0 and (dropped - torch.tensor(rates)).abs().max() < 0.015
-    assert (factors.mean(1) - 1).abs().max() < 0.02
-    assert torch.equal(drop_path_factors(rates, 0, ids[:9] * 0, ids[50:59]), factors[:, 50:59])
+def test_each_draw_is_made_of_the_samples_own_numbers() -> None:
+    """What these depend on, and that they are uniform, is tested with the generator."""
+    ids, epochs, rates = np.arange(40) + 5, np.arange(40) % 3, np.array([0.0, 0.1, 0.4])
+    order = ids_shuffle(16, 1, epochs, ids, [0, 2])
+    for row, view in zip(order.tolist(), (0, 2), strict=True):
+        words = random.bits(1, epochs, ids, view, random.MASK, 16).tolist()
+        assert row == [sorted(range(16), key=each.__getitem__) for each in words]
+    numbers, wrong = (
+        draw(part, 1, epochs, ids, 2).tolist()
+        for draw, part in ((lookup_numbers, 5), (wrong_lookups, 0.75))
+    )
+    for view in range(2):
+        u = random.uniform(1, epochs, ids, view, random.LOOKUP, 1)[:, 0].tolist()
+        assert numbers[view] == [int(5 * each) for each in u]
+        u = random.uniform(1, epochs, ids, view, random.WRONG, 1)[:, 0].tolist()
+        assert wrong[view] == [not each < 0.75 for each in u]
+    # Of an oracle that is never or always right nothing depends on the draw.
+    assert wrong_lookups(0.0, 1, epochs, ids, 2).all()
+    assert not wrong_lookups(1.0, 1, epochs, ids, 2).any()
+    factors = drop_path_factors(rates, 1, epochs, ids)
+    u = random.uniform(1, epochs, ids, 0, random.DROP_PATH, 3).T
+    kept = np.where(u < rates[:, None], 0, 1 / (1 - rates[:, None]))
+    assert 0 < np.mean(kept[2] == 0) < 0.7
+    torch.testing.assert_close(factors, torch.from_numpy(kept).float())
 
 
 def test_draws_are_pinned() -> None:

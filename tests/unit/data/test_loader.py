@@ -205,12 +205,6 @@ def test_views_of_several_sizes_come_from_one_decode(
                     assert np.array_equal(out[0], images[row].numpy())
 
 
-def test_views_of_one_size_are_the_same_beside_others(index: Index) -> None:
-    alone = batches(index, 3)
-    for one, other in zip(alone, batches(index, 3, views=(*VIEWS, LOCAL)), strict=True):
-        assert same(one, other) and len(one.images) == 1 and len(other.images) == 2
-
-
 def test_ranks_restarts_and_packed_memory_of_several_sizes(index: Index) -> None:
     views = (*VIEWS, LOCAL, LOCAL, LOCAL)
     whole = batches(index, 3, views=views)

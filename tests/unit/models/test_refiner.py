@@ -299,12 +299,6 @@ def test_similarities_in_bfloat16_are_asked_for():
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
 
 
-def test_a_queue_that_batches_do_not_fill_is_refused():
-    heads = heads_of(queue_size=20)
-    with pytest.raises(ValueError, match="global batch 6 does not divide queue_size 20"):
-        heads(*batch())
-
-
 def test_blocks():
     last = Refiner(**SHAPE, blocks=8)
     assert last.read(24) == tuple(range(16, 24)) and last.count == 8
