@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError
-from maect.core.files import RUN, open_file, parsed, sha256_file
+from maect.core.files import RUN, open_file, sha256_file
 
 LOGGED_EVERY_STEP = 10_000
 """Runs longer than this many steps log every 50th."""
@@ -55,7 +55,7 @@ def entries(path: Path, tail: int | None = None, sha256: str | None = None) -> l
 def _entry_of(line: bytes) -> dict[str, Any] | None:
     """Return the entry in a line; None if it has none."""
     try:
-        entry: dict[str, Any] = parsed(line)
+        entry: dict[str, Any] = json.loads(line)
         timing = entry["timing"]
         timing.pop("crc32", None)  # of logs of earlier versions
         is_entry = type(entry["step"]) is int and isinstance(timing["device_seconds"], float | int)

@@ -188,14 +188,6 @@ def checksum(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def parsed(data: str | bytes) -> Any:
-    """Parse JSON; ValueError if it is none, or nested too deeply."""
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
 def read_json(path: str | Path, missing: Any = None) -> Any:
     """Read a JSON file that is no record; `missing`, unless None, stands for one that is not there.
 
@@ -203,7 +195,7 @@ def read_json(path: str | Path, missing: Any = None) -> Any:
         UserError: the file is missing (MissingFileError), or not JSON.
     """
     try:
-        return parsed(read_text(path))
+        return json.loads(read_text(path))
     except FileNotFoundError:
         if missing is None:
             raise MissingFileError(f"{path}: no such file") from None
@@ -212,7 +204,7 @@ def read_json(path: str | Path, missing: Any = None) -> Any:
         if error.errno not in FINAL:
             raise
         raise UserError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
 
 
@@ -238,7 +230,7 @@ def read_record(path: str | Path, cure: str = "") -> dict[str, Any]:
 def seek_record(path: Path) -> dict[str, Any]:
     """Read a record that others may be writing or removing; {} if it is missing or damaged."""
     try:
-        return verified(parsed(read_text(path)))
+        return verified(json.loads(read_text(path)))
     except (OSError, ValueError):
         return {}
 

@@ -8,6 +8,7 @@ what is asked for and with the inputs as they are: checksums decide, whatever th
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from maect.core.files import CHECKSUM, parsed, read_text, seek_record, sha256_file, write_record
+from maect.core.files import CHECKSUM, read_text, seek_record, sha256_file, write_record
 from maect.core.settings import SettingsFile
 
 STAMP = "done"
@@ -96,7 +97,7 @@ def known_record(path: Path) -> dict[str, Any]:
 
 @cache
 def _read_record(path: Path, changed: int, size: int) -> dict[str, Any]:
-    value = parsed(read_text(path))
+    value = json.loads(read_text(path))
     return value if isinstance(value, dict) else {}
 
 

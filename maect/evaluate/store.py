@@ -21,7 +21,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from maect.core.errors import MissingFileError, UserError
-from maect.core.files import atomic_write, check_file, parsed, sealed, verified
+from maect.core.files import atomic_write, check_file, sealed, verified
 
 if TYPE_CHECKING:
     from maect.data.index import Index
@@ -136,7 +136,7 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
     try:
         check_file(path)
         with safetensors.safe_open(path, framework="numpy") as file:
-            yield verified(parsed((file.metadata() or {})["maect"])), file
+            yield verified(json.loads((file.metadata() or {})["maect"])), file
     except (safetensors.SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         kind = MissingFileError if isinstance(error, FileNotFoundError) else UserError
         raise kind(f"{path}: not a features file ({error}); extract it again") from None

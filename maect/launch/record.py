@@ -14,6 +14,7 @@ Only its owner can enter `jobs`: SLURM runs the script there, and rank 0 writes 
 ranks of several nodes know each other.
 """
 
+import json
 import os
 import shutil
 import uuid
@@ -24,7 +25,6 @@ from typing import Any, Self
 
 from maect.core.files import (
     make_folder,
-    parsed,
     read_text,
     seek_record,
     verified,
@@ -168,7 +168,7 @@ def read_job(folder: Path) -> Job | None:
     """
     path = folder / "job.json"
     try:
-        value = verified(parsed(with_retries(read_text, path)))
+        value = verified(json.loads(with_retries(read_text, path)))
         value = value.get("request", {}) | value  # of version 0.2.0
         job = Job(**{one.name: value[one.name] for one in fields(Job) if one.name in value})
         if not (isinstance(job.name, str) and job.state in STATES and isinstance(job.step, int)):

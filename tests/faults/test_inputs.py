@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_json, read_text, seek_record, with_retries
+from maect.core.files import read_json, read_text, with_retries
 from maect.core.settings import SettingsFile
 from maect.core.yaml_files import parse_yaml, shortened
 from maect.data.sources.columns import Columns
@@ -90,12 +90,14 @@ def test_runs_are_named_as_their_values_are_written(tmp_path: Path) -> None:
     assert [*load(str(file)).runs] == ["m_no", "m_1.10", "m_0.5", "m_10"]
 
 
-def test_records_that_are_nested_deeply_and_long_values(tmp_path: Path) -> None:
-    """`RecursionError` in a reader of JSON; a message of a megabyte."""
-    (tmp_path / "x.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(UserError, match="nested too deeply"):
+def test_files_that_are_nested_deeply_and_long_values(tmp_path: Path) -> None:
+    """`RecursionError` in a reader of others' JSON and YAML; a message of a megabyte."""
+    deep = "[" * 100_000 + "]" * 100_000
+    (tmp_path / "x.json").write_text(deep)
+    with pytest.raises(UserError, match=r"x\.json: not valid JSON \(maximum recursion depth"):
         read_json(tmp_path / "x.json")
-    assert seek_record(tmp_path / "x.json") == {}
+    with pytest.raises(UserError, match="nested too deeply"):
+        parse_yaml("[" * 5_000 + "]" * 5_000, "x.yaml")
     assert len(shortened({"a": ["x" * 10_000] * 1_000})) < 10_000
 
 
