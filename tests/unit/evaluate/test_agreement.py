@@ -72,7 +72,7 @@ def test_metrics_are_of_two_views_of_evenly_spaced_images(seen, rank, monkeypatc
     )
     given = settings.seed, batch.epochs, batch.ids, encoding.settings.pixels
     pairs = torch.stack([encoding(augment(batch.images[0][n], view, n, *given)) for n in range(2)])
-    bank = open_features(seen.path("train")).all()[[int(x) for x in np.linspace(0, 149, 30)]]
+    bank = open_features(seen.path("train")).values[np.linspace(0, 149, 30).astype(int)]
     unit = [torch.nn.functional.normalize(rows, dim=-1) for rows in (pairs, torch.tensor(bank))]
     clear((unit[0] @ unit[1].T).flatten(0, 1).numpy(), 1e-6, chosen=4)
     shares = by_hand(pairs.numpy(), bank, 4)
