@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import tifffile
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
@@ -15,9 +16,19 @@ def photographs() -> list[Image.Image]:
     return [Image.fromarray(image) for image in load_sample_images().images]
 
 
-def jpeg(image: Image.Image, quality: int = 90, **options: object) -> bytes:
+def encode(image: Image.Image, kind: str, **options: object) -> bytes:
     stream = io.BytesIO()
-    image.save(stream, "JPEG", quality=quality, **options)
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def jpeg(image: Image.Image, quality: int = 90, **options: object) -> bytes:
+    return encode(image, "JPEG", quality=quality, **options)
+
+
+def tiff(values: np.ndarray, **options: object) -> bytes:
+    stream = io.BytesIO()
+    tifffile.imwrite(stream, values, **options)
     return stream.getvalue()
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pydicom
 import pytest
-import tifffile
 import torch
 from PIL import Image, ImageOps
 from pydicom.uid import ExplicitVRLittleEndian
-from sample_images import deep_png, jpeg, photographs
+from sample_images import deep_png, encode, jpeg, photographs, tiff
 from torch.nn import functional as F
 
 import maect
@@ -49,12 +48,6 @@ DEEP = Pixels(channels=1, mean=(0.4,), std=(0.2,), range=(100, 4095))
 
 def levels_of(facts: Facts) -> int:
     return int(facts["deep"]["levels"], 16).bit_count()
-
-
-def encode(image: Image.Image, kind: str, **options: object) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
 
 
 def turned(code: int, kind: str = "JPEG", size: tuple[int, int] = (90, 61)) -> bytes:
@@ -206,12 +199,6 @@ def dicom(values: np.ndarray, photometric: str = "MONOCHROME2") -> bytes:
 def npy(values: np.ndarray) -> bytes:
     stream = io.BytesIO()
     np.save(stream, values)
-    return stream.getvalue()
-
-
-def tiff(values: np.ndarray, **options: object) -> bytes:
-    stream = io.BytesIO()
-    tifffile.imwrite(stream, values, **options)
     return stream.getvalue()
 
 

@@ -31,6 +31,12 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(member, io.BytesIO(data))
 
 
+def write_all(root: Path, images: dict[str, bytes]) -> None:
+    for name, data in images.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+
+
 def train_tar(path: Path, classes: tuple[str, ...] = WNIDS) -> dict[str, bytes]:
     images = {}
     with tarfile.open(path, "w") as outer:
@@ -63,20 +69,12 @@ def test_classes_are_the_thousand() -> None:
 
 
 def test_train_as_distributed_and_unpacked(tmp_path: Path) -> None:
-    images = train_tar(tmp_path / "ILSVRC2012_img_train.tar")
+    packed = tmp_path / "ILSVRC2012_img_train.tar"
+    images = train_tar(packed)
     labels = {name: PLACES[name.split("/")[0]] for name in images}
-    shard(
-        tmp_path / "ILSVRC2012_img_train.tar",
-        tmp_path / "a",
-        "imagenet_train_tar",
-        2,
-        split="train",
-    )
+    shard(packed, tmp_path / "a", "imagenet_train_tar", 2, split="train")
     check(tmp_path / "a", images, labels)
-    for name, data in images.items():
-        path = tmp_path / "unpacked" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+    write_all(tmp_path / "unpacked", images)
     shard(tmp_path / "unpacked", tmp_path / "b", "imagenet", 2, split="train")
     check(tmp_path / "b", images, labels)
     assert open_index(tmp_path / "a").digest == open_index(tmp_path / "b").digest
@@ -151,9 +149,7 @@ def test_val(labels: str, packed: bool, tmp_path: Path) -> None:
             for name in reversed(images):
                 add(tar, name, images[name])
     else:
-        source.mkdir()
-        for name, data in images.items():
-            (source / name).write_bytes(data)
+        write_all(source, images)
     path = tmp_path / "labels.txt"
     if labels == "devkit":
         path = devkit(tmp_path)
@@ -185,9 +181,7 @@ def test_val(labels: str, packed: bool, tmp_path: Path) -> None:
 def test_refusals(
     kind: str, names: list[str], labels: str | None, message: str, tmp_path: Path
 ) -> None:
-    for name in names:
-        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in" / name).write_bytes(picture(0))
+    write_all(tmp_path / "in", dict.fromkeys(names, picture(0)))
     file = tmp_path / "labels.txt"
     file.write_text(f"{labels}\n")
     given = {"labels": file if labels else None}
@@ -196,14 +190,11 @@ def test_refusals(
 
 
 def test_v2_folders_are_numbers(tmp_path: Path) -> None:
-    images, labels = {}, {}
-    for number in (0, 2, 10, 100, 999):
-        name = f"{number}/0a1b2c{number}.jpeg"
-        images[name], labels[name] = picture(number), number
-        path = tmp_path / "imagenetv2-matched-frequency-format-val" / name
-        path.parent.mkdir(parents=True)
-        path.write_bytes(images[name])
-    shard(path.parent.parent, tmp_path / "out", "imagenet_v2", 1)
+    labels = {f"{number}/0a1b2c{number}.jpeg": number for number in (0, 2, 10, 100, 999)}
+    images = {name: picture(number) for name, number in labels.items()}
+    root = tmp_path / "imagenetv2-matched-frequency-format-val"
+    write_all(root, images)
+    shard(root, tmp_path / "out", "imagenet_v2", 1)
     check(tmp_path / "out", images, labels)
 
 
@@ -215,14 +206,9 @@ def test_v2_folders_are_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_renditions_and_adversarial(root: str, names: list[str], tmp_path: Path) -> None:
-    images, labels = {}, {}
-    for wnid in WNIDS:
-        for name in names:
-            images[f"{wnid}/{name}"] = picture(len(images))
-            labels[f"{wnid}/{name}"] = PLACES[wnid]
-            path = tmp_path / root / wnid / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(images[f"{wnid}/{name}"])
+    labels = {f"{wnid}/{name}": PLACES[wnid] for wnid in WNIDS for name in names}
+    images = {name: picture(number) for number, name in enumerate(labels)}
+    write_all(tmp_path / root, images)
     (tmp_path / root / "README.txt").write_text("classes ...")
     shard(tmp_path / root, tmp_path / "out", "imagenet", 1)
     check(tmp_path / "out", images, labels)

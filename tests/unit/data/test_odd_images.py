@@ -13,7 +13,7 @@ import pillow_heif
 import pytest
 import tifffile
 from PIL import Image
-from sample_images import jpeg, photographs
+from sample_images import encode, jpeg, photographs, tiff
 
 from maect.core.errors import UserError
 from maect.data import decode
@@ -22,12 +22,6 @@ from maect.data.index import open_index
 from maect.data.loader import evaluation_parts
 from maect.data.shards import shard
 from maect.data.transforms import center_crops
-
-
-def encode(image: Image.Image, kind: str, **options: object) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
 
 
 def photo(size: tuple[int, int] = (96, 64)) -> Image.Image:
@@ -166,9 +160,7 @@ def test_window_of_an_elongated_image_is_that_of_the_whole(tmp_path: Path) -> No
 
 def test_one_number_of_bits_for_all_channels() -> None:
     """As some programs write it, and Pillow reads it."""
-    stream = io.BytesIO()
-    tifffile.imwrite(stream, np.full((4, 5, 3), 7, np.uint8), photometric="rgb")
-    data = bytearray(stream.getvalue())
+    data = bytearray(tiff(np.full((4, 5, 3), 7, np.uint8), photometric="rgb"))
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         place = file.pages[0].tags[258].offset
     data[place + 4 : place + 12] = struct.pack("<IHH", 1, 8, 0)
@@ -179,15 +171,14 @@ def test_deep_colours_in_planes_are_refused() -> None:
     """Pillow took each byte of an uncompressed one for a value: stripes, and nothing said so."""
     colors = np.random.default_rng(0).integers(0, 1 << 16, (3, 20, 30)).astype(np.uint16)
     for how, compression in (("contig", None), ("separate", "zlib"), ("separate", None)):
-        stream = io.BytesIO()
         values = colors if how == "separate" else colors.transpose(1, 2, 0)
         options = {"photometric": "rgb", "planarconfig": how, "compression": compression}
-        tifffile.imwrite(stream, values, **options)
+        data = tiff(values, **options)
         if (how, compression) == ("separate", None):
             with pytest.raises(UnreadableError, match=r"16-bit colours in planes, .*`range`"):
-                read_rgb(stream.getvalue())
+                read_rgb(data)
         else:
-            shown = np.asarray(read_rgb(stream.getvalue()))
+            shown = np.asarray(read_rgb(data))
             assert np.array_equal(shown, (colors >> 8).transpose(1, 2, 0))
 
 

@@ -1,6 +1,5 @@
 """Images in archives, webdatasets and tables: what their folder would give, from where they lie."""
 
-import io
 import json
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from sample_images import image_folder
+from test_imagenet import add
 
 from maect.core.errors import UserError
 from maect.data.changes import advice, changes
@@ -121,9 +121,7 @@ def test_samples_of_a_webdataset(tmp_path: Path, images: Path) -> None:
                 ("0.jpg", whole), ("0.cls", label.encode()), ("0.json", b"{}"), ("1.json", b"{}"),
                 ("0.mask.png", b"no image of its own"),
             ):  # fmt: skip
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+                add(tar, name, data)
     listing = open_source("webdataset", tmp_path / "x-*.tar").listing()
     assert [(e.name, e.label) for e in listing.entries] == [("x-0/0.jpg", 0), ("x-1/0.jpg", 1)]
     assert listing.class_names == ["owl", "tit"]
@@ -147,9 +145,7 @@ def test_one_image_and_one_class_of_a_sample(names: list[str], found: str, tmp_p
     """Sorted, a depth map comes before the photograph."""
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         for number, name in enumerate(names):
-            info = tarfile.TarInfo(name)
-            info.size = 1
-            tar.addfile(info, io.BytesIO(b"%d" % number))
+            add(tar, name, b"%d" % number)
     source = open_source("webdataset", tmp_path / "x.tar")
     if found not in names:
         with pytest.raises(UserError, match=rf"x\.tar: .*{found}"):

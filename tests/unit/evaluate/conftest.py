@@ -84,12 +84,19 @@ def blobs(n: int, width: int, classes: int, seed: int, spread: float = 1.0):
     return (centers[labels] + spread * rng.normal(size=(n, width))).astype(np.float32), labels
 
 
+def features_job(folder: Path, train: Any, test: Any, **record: Any) -> EvaluationJob:
+    """Of features and labels (and keys) of `train` and `test`."""
+    inputs = {
+        name: store(folder / f"{name}.safetensors", *values, **record)
+        for name, values in (("train", train), ("test", test))
+    }
+    return EvaluationJob(folder / "run", folder / "out.json", inputs)
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> EvaluationJob:
     """300 train and 90 test samples of 6 overlapping classes."""
-    train = store(tmp_path / "train.safetensors", *blobs(300, 12, 6, 0))
-    test = store(tmp_path / "test.safetensors", *blobs(90, 12, 6, 1))
-    return EvaluationJob(tmp_path / "run", tmp_path / "out.json", {"train": train, "test": test})
+    return features_job(tmp_path, blobs(300, 12, 6, 0), blobs(90, 12, 6, 1))
 
 
 def given(job: EvaluationJob, **inputs: Path | None) -> EvaluationJob:
@@ -108,6 +115,24 @@ def resolved(job: EvaluationJob, settings: Protocol) -> Path:
     return path
 
 
+def write_run(root: Path, **shape: Any) -> None:
+    """Write `runs/mae` with a small untrained encoder, changed by `shape`."""
+    from maect.models.vit import build_encoder, seeded
+    from maect.models.weights import save_encoder
+    from maect.recipes import Encoder
+
+    small = {
+        "image_size": 16, "patch_size": 4, "width": 16, "depth": 3, "heads": 2, "decoder_width": 8,
+        "decoder_depth": 1, "decoder_heads": 1, "mae_pooling": "mean", "ct_pooling": "mean",
+    }  # fmt: skip
+    settings = Encoder.model_validate(small | shape)
+    with seeded(0):
+        encoder = build_encoder(settings)
+    path = root / "runs" / "mae" / "encoder.safetensors"
+    path.parent.mkdir(parents=True)
+    save_encoder(path, encoder.state_dict(), settings, "mean")
+
+
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards `train` (150) and `val` (70) of digits, and a run with a small untrained encoder."""
@@ -115,9 +140,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from sklearn.datasets import load_digits
 
     from maect.data.shards import shard
-    from maect.models.vit import build_encoder, seeded
-    from maect.models.weights import save_encoder
-    from maect.recipes import Encoder, Pixels
+    from maect.recipes import Pixels
 
     root = tmp_path_factory.mktemp("images")
     digits = load_digits()
@@ -129,25 +152,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(grey).convert("RGB").resize((16, 16)).save(path)
     for split in ("train", "val"):
         shard(root / "images" / split, root / "shards" / split, "folder", 2)
-    settings = Encoder(
-        image_size=16,
-        patch_size=4,
-        width=16,
-        depth=3,
-        heads=2,
-        decoder_width=8,
-        decoder_depth=1,
-        decoder_heads=1,
-        mae_pooling="mean",
-        ct_pooling="mean",
-        # Not ImageNet's, so that whoever forgets them is found.
-        pixels=Pixels(mean=(0.5, 0.3, 0.4), std=(0.3, 0.2, 0.25)),
-    )
-    with seeded(0):
-        encoder = build_encoder(settings)
-    path = root / "runs" / "mae" / "encoder.safetensors"
-    path.parent.mkdir(parents=True)
-    save_encoder(path, encoder.state_dict(), settings, "mean")
+    # Not ImageNet's mean and deviation, so that whoever forgets them is found.
+    write_run(root, pixels=Pixels(mean=(0.5, 0.3, 0.4), std=(0.3, 0.2, 0.25)))
     return root
 
 

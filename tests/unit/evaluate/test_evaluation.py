@@ -15,7 +15,7 @@ from maect.evaluate.protocols.probes import LinearProbe
 from maect.evaluate.protocols.stored_features import Clustering, Knn
 from maect.records import RunRecord
 
-from .conftest import Rank, blobs, given, resolved, store
+from .conftest import Rank, blobs, features_job, given, resolved, store
 
 
 def finished_run(images: Path, folder: Path) -> tuple[Path, str]:
@@ -120,15 +120,6 @@ def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank
     assert not job.out.exists() and not (tmp_path / "val.safetensors").exists()
 
 
-def made_before_the_norm(folder: Path) -> dict[str, Path]:
-    """Features of one block."""
-    numbers, how = blobs(60, 12, 6, 0), {"norm": False, "blocks": 1}
-    return {
-        split: store(folder / f"{split}.safetensors", *numbers, **how)
-        for split in ("train", "test")
-    }
-
-
 def test_features_of_another_encoder_leave_what_was_there(
     job: EvaluationJob, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,12 +135,11 @@ def test_features_of_another_encoder_leave_what_was_there(
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"none\.safetensors: no such features file; make it with"):
         evaluate(rank, config=resolved(given(job, test=missing), Clustering()))
+    both = blobs(60, 12, 6, 0), blobs(60, 12, 6, 0)
+    raw = features_job(missing.parent / "raw", *both, norm=False, blocks=1)
     blocks = Knn(norm=False, blocks=4)
     with pytest.raises(UserError, match=r"train\.safetensors: made of 1 blocks, not 4"):
-        evaluate(
-            rank,
-            config=resolved(given(job, **made_before_the_norm(missing.parent / "raw")), blocks),
-        )
+        evaluate(rank, config=resolved(given(job, **raw.inputs), blocks))
     other = store(missing.with_name("o.safetensors"), *blobs(9, 12, 6, 1), encoder_sha256="f" * 64)
     with pytest.raises(UserError, match=r"o\.safetensors: encoder_sha256 differs; extract"):
         evaluate(rank, config=resolved(given(job, test=other), Knn()))

@@ -15,7 +15,7 @@ from maect.evaluate.low_shot import choose_samples
 from maect.evaluate.protocols.stored_features import Geometry, Knn, LowShot
 from maect.evaluate.store import open_features
 
-from .conftest import Rank, given, store
+from .conftest import Rank, features_job, given, store
 from .margins import clear
 
 WIDTH, CLASSES = 10, 4
@@ -40,9 +40,7 @@ def hidden_classes(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture
 def digits(tmp_path: Path) -> EvaluationJob:
-    train = store(tmp_path / "train.safetensors", *hidden_classes(240, 0))
-    test = store(tmp_path / "test.safetensors", *hidden_classes(80, 1))
-    return EvaluationJob(tmp_path / "run", tmp_path / "out.json", {"train": train, "test": test})
+    return features_job(tmp_path, hidden_classes(240, 0), hidden_classes(80, 1))
 
 
 def by_hand(train: np.ndarray, rows: np.ndarray, name: str) -> np.ndarray:
@@ -153,17 +151,22 @@ def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(whole[1], np.cov(rows.astype(np.float64), rowvar=False, bias=True))
 
 
-@pytest.mark.parametrize("case", ["few", "one class", "collapsed"])
-def test_what_cannot_be_measured(digits: EvaluationJob, rank: Rank, tmp_path: Path, case) -> None:
-    rows, labels = hidden_classes(40, 3)
-    if case == "few":
-        other = given(digits, train=store(tmp_path / "a.safetensors", rows[:8], labels[:8]))
-        match = "geometry: k 10 is more than the 8 of .*a.safetensors"
-    elif case == "one class":
-        other = given(digits, test=store(tmp_path / "b.safetensors", rows, 0 * labels))
-        match = "b.safetensors: geometry needs at least two classes"
-    else:
-        other = given(digits, test=store(tmp_path / "c.safetensors", 0 * rows + 1, labels))
-        match = "c.safetensors: fewer distinct features than 4 classes; it has collapsed"
+ROWS, LABELS = hidden_classes(40, 3)
+
+
+@pytest.mark.parametrize(
+    ("split", "values", "match"),
+    [
+        ("train", (ROWS[:8], LABELS[:8]), "geometry: k 10 is more than the 8 of .*a.safetensors"),
+        ("test", (ROWS, 0 * LABELS), "a.safetensors: geometry needs at least two classes"),
+        ("test", (0 * ROWS + 1, LABELS),
+         "a.safetensors: fewer distinct features than 4 classes; it has collapsed"),
+    ],
+    ids=["few", "one class", "collapsed"],
+)  # fmt: skip
+def test_what_cannot_be_measured(
+    digits: EvaluationJob, rank: Rank, tmp_path: Path, split: str, values, match: str
+) -> None:
+    other = given(digits, **{split: store(tmp_path / "a.safetensors", *values)})
     with pytest.raises(UserError, match=match):
         Geometry(runs=1).evaluate(rank, other)

@@ -26,7 +26,7 @@ from maect.evaluate.outcomes import (
 from maect.evaluate.protocols.stored_features import Clustering, Knn, Logistic, LowShot
 from maect.records import EvaluationRecord, Outcome
 
-from .conftest import Rank, blobs, given, resolved, store
+from .conftest import Rank, blobs, features_job, given, resolved, store
 
 
 @pytest.mark.parametrize("trials", [1, 3, 300])
@@ -36,7 +36,7 @@ def test_outcomes_are_read_back(trials: int) -> None:
     assert (kept.images, kept.trials) == (57, trials)
     assert np.array_equal(unpack(kept), right.sum(axis=0) / trials)
     with pytest.raises(ValueError, match="not the outcomes"):
-        unpack(replace_right(kept, kept.right[:-4]))
+        unpack(kept.model_copy(update={"right": kept.right[:-4]}))
     with pytest.raises(ValueError, match="of 57 images in 0 trials"):
         unpack(Outcome(images=57, trials=0, right=kept.right))
     with pytest.raises(ValueError, match="of 56 images"):
@@ -49,10 +49,6 @@ def test_outcomes_are_kept_of_up_to_65535_trials() -> None:
         pack(np.ones((65536, 2), bool))
 
 
-def replace_right(kept: Outcome, right: str) -> Outcome:
-    return Outcome(images=kept.images, trials=kept.trials, right=right)
-
-
 @pytest.mark.parametrize("protocol, metrics", [
     (Knn(sweep=(1,)), ["knn", "knn_standardized", "knn_held_out", "knn_standardized_held_out"]),
     (LowShot(shots=(1, 5), fractions=(0.1,)), ["low_shot_1", "low_shot_5", "low_shot_10pct"]),
@@ -63,12 +59,9 @@ def test_a_result_keeps_which_images_were_right(
     tmp_path: Path, rank: Rank, protocol, metrics: list[str]
 ) -> None:
     """Their mean is the metric, and their interval the result's."""
-    named = {"class_names": list("abcdef")}
-    train = store(tmp_path / "train.safetensors", *blobs(300, 12, 6, 0), **named)
-    test = store(tmp_path / "test.safetensors", *blobs(90, 12, 6, 1), **named)
-    inputs = {"train": train, "test": test}
-    job = EvaluationJob(tmp_path / "run", tmp_path / "out.json", inputs)
-    job = given(job, **{n: inputs[n] if n in protocol.inputs() else None for n in inputs})
+    both = blobs(300, 12, 6, 0), blobs(90, 12, 6, 1)
+    job = features_job(tmp_path, *both, class_names=list("abcdef"))
+    job = given(job, **{n: job.path(n) if n in protocol.inputs() else None for n in job.inputs})
     assert evaluate(rank, config=resolved(job, protocol)) == "done"
     record = EvaluationRecord.read(job.out)
     assert record.outcomes is not None and sorted(record.outcomes) == sorted(metrics)

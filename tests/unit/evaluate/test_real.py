@@ -8,12 +8,12 @@ import pytest
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.evaluate.base import EvaluationJob, Interrupted, Protocol, RealLabels
+from maect.evaluate.base import Interrupted, Protocol, RealLabels
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.protocols.stored_features import Knn, Logistic, LowShot
 from maect.evaluate.real import read_real, real_labels_of, real_sha256
 
-from .conftest import Rank, blobs, given, resolved, store
+from .conftest import Rank, blobs, features_job, given, resolved
 from .test_attentive_probe import SETTINGS as ATTENTIVE
 from .test_lars_linear_probe import SETTINGS as LARS
 from .test_linear_probe import SETTINGS as LINEAR
@@ -65,12 +65,8 @@ def test_what_does_not_fit_is_said(tmp_path):
 @pytest.mark.parametrize("protocol", [Knn, Logistic, LowShot])
 def test_with_the_labels_themselves_it_is_the_accuracy(tmp_path, rank, protocol):
     test, labels = blobs(90, 12, 6, 1)
-    named = {"class_names": list("abcdef")}
-    inputs = {
-        "train": store(tmp_path / "train.safetensors", *blobs(300, 12, 6, 0), **named),
-        "test": store(tmp_path / "test.safetensors", test, labels, KEYS, **named),
-    }
-    job = EvaluationJob(tmp_path / "run", tmp_path / "out.json", inputs)
+    both = blobs(300, 12, 6, 0), (test, labels, KEYS)
+    job = features_job(tmp_path, *both, class_names=list("abcdef"))
     same = write(tmp_path / "same.json", [[int(label)] for label in labels]).real_labels
     metrics = protocol(real_labels=same).evaluate(rank, job)
     names = {

@@ -59,14 +59,13 @@ def test_empty_or_unlabelled_is_named(tmp_path: Path) -> None:
         check_labelled(found)
 
 
-def test_features_of_two_encoders_do_not_mix(tmp_path: Path) -> None:
-    a = open_features(store(tmp_path / "a.safetensors", *blobs(20, 3, 2, 0)))
-    b = open_features(
-        store(tmp_path / "b.safetensors", *blobs(20, 3, 2, 0), encoder_sha256="f" * 64)
-    )
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("encoder_sha256", "f" * 64), ("resize", 99), ("norm", False), ("blocks", 2)],
+)
+def test_features_of_two_encoders_do_not_mix(field: str, value: object, tmp_path: Path) -> None:
+    a = open_features(store(tmp_path / "a.safetensors", *blobs(20, 3, 2, 0), norm=True, blocks=1))
     check_same_encoder(a, a)
-    with pytest.raises(UserError, match="encoder_sha256 differs"):
-        check_same_encoder(a, b)
-    other = store(tmp_path / "c.safetensors", *blobs(20, 3, 2, 0), resize=99)
-    with pytest.raises(UserError, match="resize differs"):
-        check_same_encoder(a, open_features(other))
+    b = store(tmp_path / "b.safetensors", *blobs(20, 3, 2, 0), **(a.record | {field: value}))
+    with pytest.raises(UserError, match=f"{field} differs"):
+        check_same_encoder(a, open_features(b))

@@ -84,14 +84,17 @@ def test_world_size_changes_nothing(images: Path, drawn: Path, tmp_path: Path, r
     def job(out: Path) -> EvaluationJob:
         return EvaluationJob(run, out, inputs, resize=16)
 
+    def every_config(folder: Path) -> list[Path]:
+        found = [resolved(job(folder / f"{p.name}.json"), p) for p in PROTOCOLS]
+        masked = [resolved(masked_job(drawn, folder / f"{p.name}.json"), p) for p in MASKED]
+        return found + masked
+
     features = {split: together / f"{split}.safetensors" for split in ("train", "val")}
     nearest = EvaluationJob(
         run, together / "knn.json", {"train": features["train"], "test": features["val"]}
     )
     evaluate(rank, config=resolved(job(tmp_path / "probe.json"), SETTINGS))
-    configs = [resolved(job(together / f"{p.name}.json"), p) for p in PROTOCOLS]
-    configs += [resolved(masked_job(drawn, together / f"{p.name}.json"), p) for p in MASKED]
-    configs.append(resolved(nearest, Knn()))
+    configs = [*every_config(together), resolved(nearest, Knn())]
     arguments = [Path(__file__).parent.parent, images, together, *configs]
     words = [sys.executable, "-c", SCRIPT]
     ranks = [
@@ -104,10 +107,7 @@ def test_world_size_changes_nothing(images: Path, drawn: Path, tmp_path: Path, r
                 rank, encoder=run / "encoder.safetensors", shards=shards / split,
                 out=alone / f"{split}.safetensors", resize=16,
             )  # fmt: skip
-        for protocol in PROTOCOLS:
-            evaluate(rank, config=resolved(job(alone / f"{protocol.name}.json"), protocol))
-        for masked in MASKED:
-            config = resolved(masked_job(drawn, alone / f"{masked.name}.json"), masked)
+        for config in every_config(alone):
             evaluate(rank, config=config)
         assert [process.wait(480) for process in ranks] == [0, 0]
     finally:

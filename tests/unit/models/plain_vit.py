@@ -139,27 +139,16 @@ def mae():
 def mae_full():
     """mae_pretrain_vit_*_full.pth, and a training checkpoint of that code."""
     weights = fixed()
-    decoder = {
-        "mask_token": torch.ones(1, 1, 8),
-        "decoder_pos_embed": torch.ones(1, 17, 8),
-        "decoder_embed.weight": torch.ones(8, WIDTH),
-        "decoder_blocks.0.attn.qkv.weight": torch.ones(24, 8),
-        "decoder_norm.weight": torch.ones(8),
-        "decoder_pred.bias": torch.ones(48),
-    }
+    decoder = mlp("decoder_", "pos_embed", "embed.weight", "norm.weight", "pred.bias")
+    decoder |= mlp("", "mask_token", "decoder_blocks.0.attn.qkv.weight")
     return {"model": weights | decoder, "scaler": {}} | training_state(), weights
 
 
 def dbot():
     """86.6_dbot_large_pre.pth: MAE's names, and a decoder that predicts features."""
     weights = fixed(7)
-    decoder = {
-        "mask_token": torch.ones(1, 1, 8),
-        "decoder_pos_embed": torch.ones(1, 17, 8),
-        "decoder_embed.weight": torch.ones(8, WIDTH),
-        "decoder_blocks.0.mlp.fc1.bias": torch.ones(8),
-        "decoder_predp.weight": torch.ones(WIDTH, 8),
-    }
+    decoder = mlp("decoder_", "pos_embed", "embed.weight", "blocks.0.mlp.fc1.bias", "predp.weight")
+    decoder |= mlp("", "mask_token")
     return {"model": weights | decoder, "scaler": {}} | training_state(), weights
 
 
@@ -168,15 +157,9 @@ def crossmae():
     weights = fixed(8)
     weights |= {"norm.weight": torch.ones(WIDTH), "norm.bias": torch.zeros(WIDTH)}
     state = {name: value for name, value in weights.items() if not name.startswith("norm.")}
-    state |= {
-        "mask_token": torch.ones(1, 1, 8),
-        "decoder_pos_embed": torch.ones(1, 17, 8),
-        "decoder_blocks.0.cross_attn.kv.weight": torch.ones(16, WIDTH),
-        "decoder_norm.weight": torch.ones(8),
-        "decoder_pred.bias": torch.ones(48),
-        "dec_norms.0.weight": torch.ones(WIDTH),
-        "wfm.linear.weight": torch.ones(12, 5),
-    }
+    state |= mlp("decoder_", "pos_embed", "norm.weight", "pred.bias")
+    state |= mlp("", "mask_token", "decoder_blocks.0.cross_attn.kv.weight")
+    state |= mlp("", "dec_norms.0.weight", "wfm.linear.weight")
     return {"model": state} | training_state(), weights
 
 
