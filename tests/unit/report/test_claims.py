@@ -10,7 +10,14 @@ from scipy import stats
 from maect.core.files import write_record
 from maect.records import RunRecord
 from maect.report.bounds import Bound, MeasuredModels, Model, Quantity, bound, compare, value
-from maect.report.claims import claims_table, judge, tables_of_runs, tables_of_seeds, tables_of_sets
+from maect.report.claims import (
+    claims_table,
+    evidence,
+    judge,
+    tables_of_runs,
+    tables_of_seeds,
+    tables_of_sets,
+)
 from maect.report.configs import ReportConfig, ShownConfig
 from maect.report.pages import report_page
 from maect.report.render import verdicts
@@ -340,6 +347,39 @@ def test_every_seed_is_read_by_the_evaluation_that_the_table_shows(result, evalu
         of_seeds[n]["low_shot"].set_index("method").at["ct", "low_shot_1pct"] for n in range(3)
     ]
     assert of_ct[0] == 60.0 and math.isnan(of_ct[1]) and math.isnan(of_ct[2])
+
+
+def test_what_claims_are_decided_by(result, evaluations, tmp_path):
+    """Tables, those of each seed and each set of labels, and how many images a split has."""
+    for run, first in (("mae", 40.0), ("mae-s1", 44.0)):
+        result(run, "low_shot", low_shot_1=first, low_shot_1_splits=[first, first + 1])
+        RunRecord(run=run, stage="pretrain", device_hours=first).write(
+            RunRecord.path(tmp_path / "runs" / run)
+        )
+    rows = [Row("large", "mae", ["mae", "mae-s1"])]
+    folders = {"evaluations": evaluations, "runs": tmp_path / "runs"}
+    shown = ShownConfig(name="low_shot", rows=rows, **folders)
+    shown.write(tmp_path / "tables/low_shot.yaml")
+    csv, index = tmp_path / "tables/low_shot.csv", tmp_path / "val/index.json"
+    write_table(build_table("low_shot", rows, evaluations), csv)
+    write_record(index, {"n": 500})
+    indices = {"val": index, "gone": tmp_path / "gone/index.json"}
+    tables, more = evidence([csv], rows, folders["runs"], indices)
+    internal = {"cost", "trained", "pretraining"}
+    assert tables.keys() == {"low_shot"} | internal and more["images"] == {"val": 500}
+    assert tables["low_shot"].low_shot_1.tolist() == [42.0] == tables["cost"].hours.tolist()
+    assert tables["trained"].hours.tolist() == [42.0] and "nnclr_loss" in tables["pretraining"]
+    for seed, found in enumerate((40.0, 44.0)):
+        of_seed = more["seeds"][seed]
+        assert of_seed.keys() == tables.keys() and of_seed["cost"].hours.tolist() == [found]
+        assert of_seed["low_shot"].low_shot_1.tolist() == [found]
+        assert more["sets"][seed]["low_shot"].low_shot_1.tolist() == [42.0 + seed]
+        assert more["sets"][seed].keys() == {"low_shot"}
+        for one in (of_seed, more["sets"][seed]):
+            assert one["low_shot"].filter(like="_paper").isna().all(axis=None)
+    assert more.keys() == {"seeds", "sets", "images"} and {*more["sets"]} == {0, 1}
+    alone = [row.of_seed(0) for row in rows]
+    assert tables_of_seeds([shown], alone, folders["runs"]) == {}
 
 
 def test_models_of_other_pretrainings_are_not_compared(tables, result, evaluations, tmp_path):
