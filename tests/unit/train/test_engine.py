@@ -14,6 +14,7 @@ from ranks import Place, alone, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import ENCODER, losses, metrics
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.models.kernels import flash_kernel, mixed_precision, use_attention
 from maect.models.vit import build_encoder, seeded
@@ -31,7 +32,7 @@ from maect.train.checkpoint import (
     snapshot,
     state_record,
 )
-from maect.train.engine import cast_parts
+from maect.train.engine import Engine, cast_parts, random_batch, single_rank_group
 from maect.train.objective import Objective
 from maect.train.passes import compile_blocks, is_to_be_compiled
 from maect.train.run_lock import RunLock
@@ -181,6 +182,50 @@ def test_contrastive_stages_refuse_accumulation_with_the_reason():
         with pytest.raises(ValueError, match="batch statistics and negatives"):
             stage.check_computing(twice)
     load_recipe("mae", "base").check_computing(twice)
+
+
+def test_updates_are_those_of_adamw():
+    stage = load_recipe("mae", "tiny", {"batch_size": 4, "precision": "fp32"})
+    shape, cpu = load_encoder("tiny"), torch.device("cpu")
+    ours, plain = (stage.objective(shape, 0) for _ in range(2))
+    names = {id(p): name for name, p in ours.named_parameters()}
+    groups = stage.parameter_groups(plain)
+    settings = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups]
+    adam = torch.optim.AdamW(settings, betas=(stage.beta1, stage.beta2))
+
+    def passes(seed):
+        batch = random_batch(stage, shape, 4, seed)
+        loss, _ = engine(ours.prepare(batch, cpu))
+        engine.backward(loss)
+        plain(plain.prepare(batch, cpu))[0].backward()
+
+    with single_rank_group(Context()):
+        engine = Engine(ours, stage, stage.parameter_groups(ours), cpu)
+        assert not engine.captures and not engine.compiled
+        engine.start_average("encoder.")
+        for number, rate in enumerate((0.5, 1.0, 0.25)):
+            adam.zero_grad()
+            passes(number)
+            norm = sum(p.grad.square().sum().item() for g in groups for p in g["params"])
+            assert engine.squared_norm().item() == pytest.approx(norm, rel=1e-4)
+            for group, given in zip(adam.param_groups, groups, strict=True):
+                group["lr"] = rate * given["peak_lr"]
+            adam.step()
+            engine.step(rate)
+        peaks = [0.25 * group["peak_lr"] for group in groups]
+        assert engine.learning_rates() == (min(peaks), max(peaks))
+        for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6, msg=name)
+        # A slice is the parameter itself, whole on one rank, with AdamW's moments.
+        trained = {names[id(p)]: p for g in stage.parameter_groups(ours) for p in g["params"]}
+        assert {piece.name for piece in engine.slices} == {*trained}
+        moments = {"param", "exp_avg", "exp_avg_sq"}
+        for piece in engine.slices:
+            own = {"ema"} if piece.name.startswith("encoder.") else set()
+            assert piece.start == 0 and piece.values.keys() == moments | own
+            assert piece.values["param"].data_ptr() == trained[piece.name].data_ptr()
+            assert piece.values["exp_avg_sq"].count_nonzero() > 0
+        engine.close()
 
 
 def test_what_a_run_records(job):
