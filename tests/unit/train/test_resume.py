@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 from ranks import alone, refused, run, train
+from safetensors.torch import load_file
 from tiny_runs import losses, metrics
 
 from maect.core.entries import entries
-from maect.core.files import RUN, sha256_file
+from maect.core.files import RUN, read_record, sha256_file
 from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune
+from maect.train.checkpoint import StateReader, complete_states
 
 ALWAYS = {"save_every_minutes": 0.0}
 
@@ -136,8 +138,17 @@ def test_a_run_on_one_rank_goes_on_with_the_same_bits(job, tmp_path):
         assert alone(broken | ALWAYS | {"stop_at": step}) == ["requeue"]
         assert steps_saved(broken["folder"])[-1] == step
         assert not RunRecord.path(Path(broken["folder"])).exists()
-    assert alone(broken) == ["done"]
+    (tmp_path / "node").mkdir()
+    assert alone(broken | {"stage_to": str(tmp_path / "node")}) == ["done"]
+    assert len([*(tmp_path / "node").iterdir()]) == 1
     identical(whole["folder"], broken["folder"])
+    state = complete_states(Path(broken["folder"]) / "state")[0]
+    reader = StateReader(state, read_record(state / "state.json"))
+    exported = load_file(tmp_path / "runs/broken/encoder.safetensors")
+    for name in reader.names("ema"):
+        value = exported.pop(name.removeprefix("encoder."))
+        assert torch.equal(value, reader.full("ema", name, value.shape))
+    assert not [name for name in exported if name.startswith(("blocks.2.", "blocks.3.", "norm."))]
     records = [RunRecord.of(Path(each["folder"])) for each in (whole, broken)]
     for name, record in zip(("whole", "broken"), records, strict=True):
         # Two and a half steps an epoch: its loss counts where a step begins.
@@ -175,7 +186,7 @@ def test_epochs_of_a_classifier_are_scored_over_a_break(job, shards, caplog):
     assert alone(broken) == ["done"] and not (folder / "state").exists()
     assert "epochs are scored no more" not in caplog.text
     assert alone(late | {"test": None, "stop_at": 4}, late) == ["requeue", "done"]
-    assert "epochs are scored no more" in caplog.text
+    assert f"{late['folder']}: epochs are scored no more" in caplog.text
     assert RunRecord.of(Path(late["folder"])).scores is None
 
 

@@ -214,13 +214,24 @@ def test_an_update_in_parts_has_the_mean_of_their_losses():
     assert [update.values for update in seen.updates] == [{"loss": 3.0, "double": 6.0}] * 2
 
 
-def test_a_training_that_is_asked_to_stop_saves_its_step():
-    training = trainer()
+@pytest.mark.parametrize("reads", [(), (3,)])
+def test_a_training_that_is_asked_to_stop_saves_its_step(reads):
+    training = trainer(reads=reads)
     training.save_seconds = 0.0
     training.context.stop_requested = lambda: training.engine.updates == 2
     assert not training.run(batches(4)) and training.step == 3
     assert [state[:2] for state in training.saver.states[-1:]] == [(3, [3, 3])]
     assert [state[0] for state in training.saver.states] == [1, 2, 3]
+
+
+def test_passes_are_captured_for_the_images_of_a_rank():
+    training, captured = trainer(), []
+    training.context.world_size, training.stage.batch_size = 2, 6
+    training.stage.view_settings = tuple
+    training.encoder = SimpleNamespace(image_size=8, pixels=SimpleNamespace(channels=3))
+    training.engine.captures = True
+    training.engine.capture = lambda inputs: captured.append(inputs.tolist())
+    assert training.run(batches(4)) and captured == [[0, 1, 2]]
 
 
 def test_a_last_state_that_is_not_saved_is_an_error():
