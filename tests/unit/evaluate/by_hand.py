@@ -3,12 +3,16 @@
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from sklearn.neighbors import KNeighborsClassifier
 
 from maect.data.index import Index
 from maect.data.loader import Batch, evaluation_parts, train_batches
 from maect.data.transforms import augment
 from maect.recipes import Pixels, View
+
+from .margins import clear
 
 
 def all_images(index: Index) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,6 +46,20 @@ def blocks_of(encoder, pictures):
         x = block(x)
         raw.append(x)
     return raw
+
+
+def scikit_knn(train, labels, test, k: int, temperature: float, least: float = 1e-5):
+    """Classes by scikit-learn's neighbours in cosine distances, with DINO's weights.
+
+    Votes must be ahead of the next by `least`.
+    """
+    model = KNeighborsClassifier(
+        k, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / temperature)
+    )
+    model.fit(train.astype(np.float64), labels)
+    votes = model.predict_proba(test.astype(np.float64))
+    clear(votes, least)
+    return model.classes_[votes.argmax(1)]
 
 
 class Plain:

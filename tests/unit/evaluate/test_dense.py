@@ -36,16 +36,12 @@ from maect.evaluate.patch_linear import picture
 from maect.evaluate.protocols.probes import PatchKnn, PatchLogistic
 from maect.recipes import Pixels
 
-from .conftest import Rank, resolved
+from .conftest import Rank, resolved, write_run
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     """Shards of 40 and 20 shapes with masks, and an encoder whose patch tokens keep colours."""
-    from maect.models.vit import build_encoder, seeded
-    from maect.models.weights import save_encoder
-    from maect.recipes import Encoder
-
     root = tmp_path_factory.mktemp("shapes")
     for split, numbers in {"train": range(40), "val": range(40, 60)}.items():
         for folder, place in ((split, 0), (f"{split}_masks", 1)):
@@ -55,15 +51,7 @@ def drawn(tmp_path_factory):
                 Image.fromarray(draw(number)[place]).save(path)
             kind = "masks" if place else "unlabelled"
             shard(root / "images" / folder, root / "shards" / folder, kind, 1)
-    settings = Encoder(
-        image_size=32, patch_size=4, width=32, depth=2, heads=2, decoder_width=8, decoder_depth=1,
-        decoder_heads=1, mae_pooling="mean", ct_pooling="mean",
-    )  # fmt: skip
-    with seeded(0):
-        encoder = build_encoder(settings)
-    path = root / "runs" / "mae" / "encoder.safetensors"
-    path.parent.mkdir(parents=True)
-    save_encoder(path, encoder.state_dict(), settings, "mean")
+    write_run(root, image_size=32, width=32, depth=2)
     return root
 
 

@@ -15,6 +15,7 @@ from maect.evaluate.low_shot import choose_samples
 from maect.evaluate.protocols.stored_features import Geometry, Knn, LowShot
 from maect.evaluate.store import open_features
 
+from .by_hand import scikit_knn
 from .conftest import Rank, features_job, given, store
 from .margins import clear
 
@@ -69,20 +70,6 @@ def unit(rows: np.ndarray) -> np.ndarray:
     return rows / np.sqrt((rows * rows).sum(1, keepdims=True))
 
 
-def neighbours(train, labels, rows, k: int = 10, temperature: float = 0.07) -> np.ndarray:
-    """The class with the largest sum of exp(s / T) among the k nearest, image by image."""
-    cosine = unit(rows) @ unit(train).T
-    clear(cosine, 1e-7, chosen=k)
-    found, votes = [], []
-    for row in cosine:
-        near = sorted(range(len(row)), key=lambda i: -row[i])[:k]
-        sums = [sum(np.exp(row[i] / temperature) for i in near if labels[i] == c) for c in range(4)]
-        votes.append([one / sum(sums) for one in sums])
-        found.append(int(np.argmax(sums)))
-    clear(np.array(votes), 1e-6)
-    return np.array(found)
-
-
 def test_corrections_agree(digits: EvaluationJob) -> None:
     train, test = open_features(digits.path("train")), open_features(digits.path("test"))
     made = corrections(train.values, removed=REMOVED)
@@ -106,7 +93,8 @@ def test_every_measure_agrees(digits: EvaluationJob, rank: Rank) -> None:
         assert metrics[f"knn_standardized{end}"] == knn[f"knn_standardized{end}"]
     for name in NAMES:
         x, y = (by_hand(train.values, part.values, name) for part in (train, test))
-        right = neighbours(x, train.labels, y) == test.labels
+        clear(unit(y) @ unit(x).T, 1e-7, chosen=10)
+        right = scikit_knn(x, train.labels, y, 10, 0.07, least=1e-6) == test.labels
         assert metrics[f"knn_{name}"] == pytest.approx(100 * right.mean(), abs=1e-9), name
         for shots in (1, 2, 5):
             found = []

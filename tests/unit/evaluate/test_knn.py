@@ -2,7 +2,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
@@ -14,19 +13,9 @@ from maect.evaluate.store import moments, open_features, standardize
 from maect.measures import vote
 from maect.tools.compare import measure_with_labels
 
-from .conftest import Rank, blobs, given, store
+from .by_hand import scikit_knn
+from .conftest import Rank, blobs, features_job, given, store
 from .margins import clear
-
-
-def reference(train, labels, test, k: int, temperature: float):
-    """scikit-learn's brute-force classifier on cosine distances with DINO's weights."""
-    model = KNeighborsClassifier(
-        k, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / temperature)
-    )
-    model.fit(train.astype(np.float64), labels)
-    votes = model.predict_proba(test.astype(np.float64))
-    clear(votes, 1e-5)
-    return model.classes_[votes.argmax(1)]
 
 
 @pytest.fixture
@@ -53,7 +42,7 @@ def test_agrees_with_scikit_learn(
         if row["k"] < train.n and row["temperature"] == 0.07:
             ordered = -np.sort(-cosines(x, y), axis=1)
             clear(ordered[:, row["k"] - 1 : row["k"] + 1], 1e-6)
-        predicted = reference(x, train.labels, y, row["k"], row["temperature"])
+        predicted = scikit_knn(x, train.labels, y, row["k"], row["temperature"])
         right = 100.0 * (predicted == test.labels)
         assert row["accuracy"] == pytest.approx(np.mean(right), abs=1e-9)
         if (row["k"], row["temperature"]) == (10, 0.07):
@@ -64,7 +53,7 @@ def test_agrees_with_scikit_learn(
         k, inner = row["k"], x[~held]
         ordered = -np.sort(-cosines(inner, x[held]), axis=1)
         clear(ordered[:, k - 1 : k + 1], 1e-6)
-        predicted = reference(inner, train.labels[~held], x[held], k, row["temperature"])
+        predicted = scikit_knn(inner, train.labels[~held], x[held], k, row["temperature"])
         assert row["held_out"] == pytest.approx(100 * np.mean(predicted == train.labels[held]))
     name = "knn_standardized" if standardized else "knn"
     first = max(rows, key=lambda row: row["held_out"])
@@ -156,12 +145,10 @@ def test_constant_and_zero_features_are_defined(tmp_path: Path, rank: Rank) -> N
     labels = np.repeat([2, 1, 0], [12, 10, 18])
     for value in (0.0, 0.1):
         rows = np.full((40, 5), value)
-        train = store(tmp_path / f"{value}.safetensors", rows, labels)
-        test = store(tmp_path / f"{value}-test.safetensors", rows[:4], [2, 1, 0, 2])
-        job = EvaluationJob(tmp_path, tmp_path / "out.json", {"train": train, "test": test})
+        job = features_job(tmp_path / f"{value}", (rows, labels), (rows[:4], [2, 1, 0, 2]))
         metrics = Knn(k=40, sweep=(1, 10)).evaluate(rank, job)
         assert metrics["knn"] == metrics["knn_standardized"] == 25.0  # the largest class
-        scale = moments(open_features(train).values)
+        scale = moments(open_features(job.path("train")).values)
         assert not standardize(rows.astype(np.float32), scale).any()
 
 
@@ -210,9 +197,7 @@ def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path: Path, ra
 
 def test_without_a_second_image_of_a_class_nothing_is_held_out(tmp_path: Path, rank: Rank) -> None:
     features, _ = blobs(12, 4, 6, 0)
-    train = store(tmp_path / "train.safetensors", features, range(12))
-    test = store(tmp_path / "test.safetensors", features, range(12))
-    job = EvaluationJob(tmp_path / "run", tmp_path / "out.json", {"train": train, "test": test})
-    metrics = Knn().evaluate(rank, job)
+    both = features, range(12)
+    metrics = Knn().evaluate(rank, features_job(tmp_path, both, both))
     assert "knn_held_out" not in metrics
     assert metrics["knn"] <= 100

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from maect.models import heads
-from maect.models.heads import GlobalBatchNorm, NNCLRHead, as_buffers, info_nce, topk_nn
+from maect.models.heads import GlobalBatchNorm, NNCLRHead, info_nce, topk_nn
 from maect.models.vit import seeded
 from maect.recipes import Contrastive
 
@@ -369,12 +369,3 @@ def test_without_lookup_the_positive_has_a_gradient(ema, stop):
         head._positives = lambda *_: (held, {})
     assert torch.autograd.gradcheck(lambda x: head(x, ids, labels, numbers).loss, (features,))
     assert head.settings.stop_gradient == stop
-
-
-def test_buffers_instead_of_parameters():
-    module = nn.Sequential(nn.Linear(3, 3, bias=False), GlobalBatchNorm(3))
-    copy = as_buffers(module)
-    x = torch.randn(2, 4, 3)
-    assert torch.equal(copy(x), module(x))
-    assert not list(copy.parameters()) and len(list(module.parameters())) == 3
-    assert set(copy.state_dict()) == set(module.state_dict())
