@@ -1,6 +1,7 @@
 import shutil
 import threading
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from maect.recipes import AUGMENTATIONS, View
 VIEWS = AUGMENTATIONS["min"]
 
 
-def batches(index: Index, steps: int, start: int = 0, **changes) -> list[Batch]:  # type: ignore[no-untyped-def]
+def stream(index: Index, steps: int, start: int = 0, **changes) -> Iterator[Batch]:  # type: ignore[no-untyped-def]
     arguments = {
         "global_batch": 20,
         "rank": 0,
@@ -37,7 +38,11 @@ def batches(index: Index, steps: int, start: int = 0, **changes) -> list[Batch]:
         "image_size": 32,
         "threads": 2,
     }
-    return list(train_batches(index, start_step=start, steps=steps, **(arguments | changes)))
+    return train_batches(index, start_step=start, steps=steps, **(arguments | changes))
+
+
+def batches(index: Index, steps: int, start: int = 0, **changes) -> list[Batch]:  # type: ignore[no-untyped-def]
+    return list(stream(index, steps, start, **changes))
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -154,18 +159,7 @@ def test_damage_after_sharding_names_the_sample(shards: Path, tmp_path: Path) ->
 
 def test_abandoned_loader_leaves_no_threads(index: Index) -> None:
     before = threading.active_count()
-    loader = train_batches(
-        index,
-        global_batch=8,
-        rank=0,
-        world_size=1,
-        seed=0,
-        views=VIEWS,
-        image_size=16,
-        start_step=0,
-        steps=1000,
-        threads=3,
-    )
+    loader = stream(index, 1000, global_batch=8, seed=0, image_size=16, threads=3)
     next(iter(loader))
     assert threading.active_count() > before
     loader.close()  # type: ignore[attr-defined]
