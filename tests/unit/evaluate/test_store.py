@@ -61,8 +61,11 @@ def test_empty_or_unlabelled_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("encoder_sha256", "f" * 64), ("resize", 99), ("norm", False), ("blocks", 2)],
-)
+    [
+        ("encoder_sha256", "f" * 64), ("pooling", "mean"), ("precision", "bf16"), ("norm", False),
+        ("blocks", 2), ("class_names", ["a", "b"]), ("image_size", 32), ("resize", 99),
+    ],
+)  # fmt: skip
 def test_features_of_two_encoders_do_not_mix(field: str, value: object, tmp_path: Path) -> None:
     a = open_features(store(tmp_path / "a.safetensors", *blobs(20, 3, 2, 0), norm=True, blocks=1))
     check_same_encoder(a, a)
