@@ -26,11 +26,6 @@ from maect.records import RunRecord
 ENCODERS = ("mae_tiny", "head_min_tiny", "ct_min_tiny")
 
 
-def bits(pipeline: Pipeline) -> dict[str, bytes]:
-    runs = pipeline.results / "runs"
-    return {run: (runs / run / "encoder.safetensors").read_bytes() for run in ENCODERS}
-
-
 def metric_lines(pipeline: Pipeline, run: str) -> list[dict[str, Any]]:
     """Logged values without those that depend on the clock."""
     text = (pipeline.results / "runs" / run / "metrics.jsonl").read_text()
@@ -213,24 +208,6 @@ def test_a_second_data_set_is_a_column_of_the_page_of_data_sets(
     assert re.findall(r"(?m)^## (.*)$", text) == ["digits", "larger"]
 
 
-@pytest.mark.slow
-def test_deleted_outputs_come_back_from_the_state(undisturbed: Pipeline) -> None:
-    before = bits(undisturbed)
-    RunRecord.path(undisturbed.results / "runs/ct_min_tiny").unlink()
-    undisturbed.complete("evaluations")
-    assert bits(undisturbed) == before
-
-
-def one_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.startswith("maect")]
-    assert len(lines) == 1, text[-2000:]
-    return lines[0]
-
-
-def mistake(folder: Path, **changes: Any) -> Pipeline:
-    return Pipeline(folder, MINI | changes)
-
-
 def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     from PIL import Image
     from sklearn.datasets import load_sample_image
@@ -242,36 +219,10 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
             Image.fromarray(load_sample_image("flower.jpg")[:64, :64]).save(folder / "good.jpg")
     (tmp_path / "images/train/b/broken.jpg").write_bytes(b"\xff\xd8\xff but no picture")
     splits = {s: {"images": str(tmp_path / "images" / s)} for s in ("train", "val")}
-    done = mistake(tmp_path / "m", datasets={"mine": {"splits": splits}}).run("shards")
+    done = Pipeline(tmp_path / "m", MINI | {"datasets": {"mine": {"splits": splits}}}).run("shards")
     assert done.returncode != 0
     assert "broken.jpg" in done.stderr + done.stdout
 
 
 def maect(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-m", "maect", *words], capture_output=True, text=True)
-
-
-@pytest.mark.slow
-def test_the_command_by_hand(undisturbed: Pipeline, tmp_path: Path) -> None:
-    """A resolved file gives the same job by hand, and another one with changes, elsewhere."""
-    runs, evaluations = undisturbed.results / "runs", undisturbed.results / "evaluations"
-    before = bits(undisturbed)
-    again = maect("train", str(runs / "ct_min_tiny/config.yaml"), "--devices", "1")
-    assert again.returncode == 0 and bits(undisturbed) == before, again.stderr
-
-    config, out = str(runs / "mae_tiny/config.yaml"), tmp_path / "mae/config.yaml"
-    changed = ["settings.epochs=1", "--out", str(out), "--devices", "1"]
-    done = maect("train", config, *changed)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "mae/encoder.safetensors").exists() and bits(undisturbed) == before
-    record = json.loads(RunRecord.path(tmp_path / "mae").read_text())
-    assert (record["run"], record["settings"]["epochs"]) == ("mae", 1)
-
-    refused = maect("train", config, "settings.epochs=1", "--devices", "1")
-    assert refused.returncode == 2 and "name its file with --out" in one_line(refused.stderr)
-    assert bits(undisturbed) == before
-
-    knn = str(evaluations / "ct_min_tiny/knn.yaml")
-    done = maect("evaluate", knn, "settings.k=3", "--out", str(tmp_path / "knn3.yaml"))
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "knn3.json").read_text())["settings"]["k"] == 3

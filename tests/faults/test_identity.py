@@ -210,6 +210,7 @@ def test_a_result_that_is_gone_is_made_again(place: Path) -> None:
     """Its stamp alone is no result."""
     stamps = {
         "runs/head_tiny/head.safetensors": "runs/head_tiny/done",
+        "runs/ct_tiny/run.json": "runs/ct_tiny/done",
         "evaluations/mae_tiny/knn.json": "evaluations/mae_tiny/knn.done",
         "features/mae_tiny/digits-val.safetensors": "features/mae_tiny/digits-val.done",
     }

@@ -207,6 +207,8 @@ def test_what_a_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ):  # fmt: skip
         assert main([*map(str, words)]) == 2
         assert said in capsys.readouterr().err and not words[-1].exists()
+    assert main(["train", str(run), "settings.epochs=3"]) == 2
+    assert "makes this another job; name its file with --out" in capsys.readouterr().err
     assert run.read_text().splitlines()[1] == "format: 1"
     edit(run, "format: 1", "format: 2")
     assert main(["train", str(run)]) == 2

@@ -36,6 +36,10 @@ def test_a_run_is_trained_and_evaluated(shards: Path, tmp_path: Path) -> None:
     metrics = maect.run_evaluation(str(asked), devices=1)
     assert len(metrics["knn"]) == ENCODER.depth
     assert metrics == read_record(asked.with_suffix(".json"))["metrics"]
+    other = asked.with_name("k5.yaml")
+    maect.run_evaluation(asked, ["settings.k=5"], other, devices=1)
+    assert read_record(other.with_suffix(".json"))["settings"]["k"] == 5
+    assert read_record(asked.with_suffix(".json"))["settings"]["k"] == 3
 
 
 def test_mistakes_are_user_errors(tmp_path: Path) -> None:
