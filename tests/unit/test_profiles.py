@@ -49,6 +49,7 @@ def test_a_kill_costs_no_more_than_its_work(name: str) -> None:
     """Nor does a login node much at once: jobs of several cores, or gigabytes for an encoder."""
     profile = read_profile(name)
     assert profile["rerun-incomplete"] and profile["nolock"]
+    assert profile["scheduler"] == "greedy"  # Snakemake slept on after its solver had died
     assert "code" not in profile["rerun-triggers"]
     if name in SITES:
         most = {rule: profile["cores"] // profile["set-threads"][rule] for rule in HERE}

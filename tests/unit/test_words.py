@@ -1,7 +1,6 @@
 """Length of pages and of sentences: docs stay readable."""
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -77,13 +76,3 @@ def test_all_pages_together_can_be_read() -> None:
     total = sum(map(length, PAGES))
     assert total <= MOST_WORDS_OF_ALL, f"{total} words; cut what nobody has to know"
     assert len(PAGES) <= 50
-
-
-def test_no_test_module_hides_another() -> None:
-    """pytest imports those of folders that are no packages by their names alone."""
-    names = Counter(
-        path.name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if not (path.parent / "__init__.py").exists()
-    )
-    assert max(names.values()) == 1, names.most_common(3)
