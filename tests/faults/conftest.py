@@ -46,3 +46,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
     job = job_maker(root, noise_shards(root, 40))
     assert run(1, job("mae", "mae"), log=root / "log", stop_at=3) == ["requeue"]
     return root, job
+
+
+@pytest.fixture
+def half(stopped: tuple[Path, Job], tmp_path: Path) -> dict[str, Any]:
+    """Arguments of that run, in a copy: it saved at step 3 of 10, with one thread a rank."""
+    shutil.copytree(stopped[0] / "runs", tmp_path / "runs")
+    return stopped[1]("mae", "mae", folder=tmp_path / "runs")

@@ -1,7 +1,5 @@
 """What a run is computed by is on record, compared when it resumes, and said in the terminal."""
 
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +9,6 @@ import pytest
 import torch
 from ranks import run
 
-from maect.core import distributed
-from maect.core.errors import UserError
 from maect.core.files import read_record, write_record
 from maect.launch import record
 from maect.launch.launcher import _Launch
@@ -68,13 +64,6 @@ def test_another_machine_between_kill_and_resume(tmp_path: Path) -> None:
         # What was computed after a state that the run goes back to counts no more.
         assert note_attempt(folder, attempt(step=4)) == []
         assert [e["step"] for e in read_record(folder / "recipe.json")["attempts"]] == [0]
-
-
-@pytest.fixture
-def half(stopped: tuple[Path, Any], tmp_path: Path) -> dict[str, Any]:
-    """A run that saved and stopped at step 3 of 10, with one thread a rank."""
-    shutil.copytree(stopped[0] / "runs", tmp_path / "runs")
-    return stopped[1]("mae", "mae", folder=tmp_path / "runs")
 
 
 def resume(told: dict[str, Any], log: Path, **options: Any) -> str:
@@ -172,23 +161,3 @@ def test_the_terminal_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     launcher.show_job_messages(job)
     launcher.show_job_messages(job)
     assert caplog.messages[2:] == ["train: resumes with device H200, it was A100"]
-
-
-@pytest.mark.parametrize("value", ["1", "0", None])
-def test_tf32_by_the_environment(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    """Audit, unclear: `NVIDIA_TF32_OVERRIDE=1` is refused where GPUs are to be deterministic."""
-    monkeypatch.setattr(distributed, "uses_gpus", lambda: True)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    asked = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVIDIA_TF32_OVERRIDE")
-    for name in (*asked, "TORCHINDUCTOR_DETERMINISTIC"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    if value is not None:
-        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", value)
-    if value == "1":
-        with pytest.raises(UserError, match="NVIDIA_TF32_OVERRIDE=1"):
-            distributed.be_deterministic()
-    else:
-        distributed.be_deterministic()
-        assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"

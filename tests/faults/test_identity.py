@@ -12,12 +12,12 @@ import pytest
 import yaml
 from make_results import EXPERIMENT, asked
 from stamping import outdated, stamp_finished
+from test_checksums import exchange, train_otherwise
 
-from maect.core.files import read_record, sha256_file, write_record
+from maect.core.files import read_record, write_record
 from maect.core.stamps import stamped
 from maect.experiment import Experiment, load
 from maect.experiment.pages import pages
-from maect.records import RunRecord
 from maect.tools.dry_run import jobs_to_run
 
 ROOT = Path(__file__).parents[2]
@@ -83,35 +83,24 @@ def found_in(folder: Path, **changes: Any) -> set[str]:
     return {str(path.relative_to(found.root)) for path in outdated(found)}
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, set()),
-        ({"online_evaluation": {"every_epochs": 7}}, set()),
-        ({"mae": {"crop_scale": [0.25, 1.0]}}, {"runs/mae_tiny/done"}),
-        ({"mae": {"zero_stage": 2}}, set()),
-        ({"features": "bf16"}, COMPUTED - OF_IMAGES),
-        (
-            {"protocols": EXPERIMENT["protocols"] | {"knn": {"k": 7}}},
-            evaluations(*BOTH, protocols=["knn"]),
-        ),
-        ({"digits": {"resize": 20}}, COMPUTED | RUNS),
-        # Finished shards are refused, and made again by hand alone.
-        ({"val": {"shards": 2}}, set()),
-        ({"tables": []}, {"report.done"}),  # nor are there claims
-    ],
-    ids=[
-        "nothing",
-        "online_evaluation",
-        "crop_scale",
-        "zero_stage",
-        "precision",
-        "k of k-NN",
-        "resize",
-        "number of shards",
-        "tables",
-    ],
-)
+CHANGED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "nothing": ({}, set()),
+    "online_evaluation": ({"online_evaluation": {"every_epochs": 7}}, set()),
+    "crop_scale": ({"mae": {"crop_scale": [0.25, 1.0]}}, {"runs/mae_tiny/done"}),
+    "zero_stage": ({"mae": {"zero_stage": 2}}, set()),
+    "precision": ({"features": "bf16"}, COMPUTED - OF_IMAGES),
+    "k of k-NN": (
+        {"protocols": EXPERIMENT["protocols"] | {"knn": {"k": 7}}},
+        evaluations(*BOTH, protocols=["knn"]),
+    ),
+    "resize": ({"digits": {"resize": 20}}, COMPUTED | RUNS),
+    # Finished shards are refused, and made again by hand alone.
+    "number of shards": ({"val": {"shards": 2}}, set()),
+    "tables": ({"tables": []}, {"report.done"}),  # nor are there claims
+}
+
+
+@pytest.mark.parametrize(("changes", "expected"), CHANGED.values(), ids=CHANGED)
 def test_settings_were_changed(place: Path, changes: dict[str, Any], expected: set[str]) -> None:
     """Audit 4: after a change of the file, exactly what it changes is found, in a copy as well."""
     assert found_in(place, **changes) == expected
@@ -120,10 +109,7 @@ def test_settings_were_changed(place: Path, changes: dict[str, Any], expected: s
 def test_an_encoder_was_replaced(place: Path) -> None:
     """Audit 11: features and evaluations of the encoder before, and what started from it."""
     run = place / "results/runs/mae_tiny"
-    shutil.copy(run.parent / "ct_tiny/encoder.safetensors", run)
-    record = read_record(RunRecord.path(run))
-    record["sha256"]["encoder.safetensors"] = sha256_file(run / "encoder.safetensors")
-    write_record(RunRecord.path(run), record)
+    train_otherwise(run, "ct_tiny")
     # The run's own job finds that it is what is asked for.
     made_of_it = features("mae_tiny") | evaluations("mae_tiny")
     assert found_in(place) >= made_of_it | {"runs/mae_tiny/done", "runs/head_tiny/done"}
@@ -132,9 +118,7 @@ def test_an_encoder_was_replaced(place: Path) -> None:
 def test_features_were_exchanged(place: Path) -> None:
     """Audit 11: features of train and val under each other's name, made of the same encoder."""
     folder = place / "results/features/mae_tiny"
-    (folder / "digits-train.safetensors").rename(folder / "aside")
-    (folder / "digits-val.safetensors").rename(folder / "digits-train.safetensors")
-    (folder / "aside").rename(folder / "digits-val.safetensors")
+    exchange(folder / "digits-train.safetensors", folder / "digits-val.safetensors")
     # They are made again, and then what is made of them.
     assert found_in(place) == features("mae_tiny")
 

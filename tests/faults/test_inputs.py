@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-import yte
 from pyarrow import parquet
 
 from maect.cli import main
@@ -101,22 +100,6 @@ def test_files_that_are_nested_deeply_and_long_values(tmp_path: Path) -> None:
     assert len(shortened({"a": ["x" * 10_000] * 1_000})) < 10_000
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def folder(path: Path) -> None:
-    path.mkdir()
-
-
 READERS = {
     "runs/ct_tiny/run.json": ("status {}", "page {}/tables/low_shot.yaml", "clean {}"),
     "runs/ct_tiny/metrics.jsonl": ("status {}", "page {}/figures/training_curves.yaml"),
@@ -129,7 +112,7 @@ READERS = {
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("record", "make"), [*product(READERS, (pipe,)), ("runs/ct_tiny/run.json", folder)]
+    ("record", "make"), [*product(READERS, (os.mkfifo,)), ("runs/ct_tiny/run.json", os.mkdir)]
 )
 def test_something_else_in_place_of_a_record(
     pristine: Path, tmp_path: Path, record: str, make, capsys: pytest.CaptureFixture[str]
@@ -158,9 +141,12 @@ def linked(results: Path, to: Path) -> Path:
 @pytest.mark.timeout(60)
 def test_a_library_opens_no_pipe(tmp_path: Path) -> None:
     """safetensors would wait for somebody who writes; nobody waits for a loop of links."""
-    for number, make in enumerate((pipe, loop, device)):
-        path = tmp_path / f"{number}.safetensors"
-        make(path)
+    names = ("pipe", "loop", "device")
+    pipe, loop, device = (tmp_path / f"{name}.safetensors" for name in names)
+    os.mkfifo(pipe)
+    loop.symlink_to(loop.name)
+    device.symlink_to("/dev/zero")
+    for path in (pipe, loop, device):
         with pytest.raises(UserError):
             open_record(path)
         with pytest.raises(UserError):
@@ -169,22 +155,6 @@ def test_a_library_opens_no_pipe(tmp_path: Path) -> None:
             open_features(path)
         with pytest.raises(OSError):
             with_retries(read_text, path)
-
-
-@pytest.mark.parametrize("words", ["clean x --rem", "clean x --remov", "train x --det"])
-def test_an_option_is_written_out(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--rem` deleted."""
-    assert main(words.split()) == 2
-    assert "Unknown option: --" in capsys.readouterr().err
-
-
-def test_no_solver_decides_what_runs() -> None:
-    """Snakemake slept on after its solver had died."""
-    profiles = sorted((ROOT / "cluster_profiles").glob("*/config.yaml"))
-    assert len(profiles) > 5
-    for profile in profiles:
-        told = yte.process_yaml(profile.read_text(), require_use_yte=True)
-        assert told["scheduler"] == "greedy", profile
 
 
 SIZE, COUNT = 256 << 10, 400

@@ -1,6 +1,5 @@
 """A run whose states are gone ends in a line, and keeps what says so."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,12 @@ from maect.train.run_folder import check_not_lost, read_notes, remove_states
 
 
 @pytest.fixture
-def purged(stopped: tuple[Path, Any], tmp_path: Path) -> dict[str, Any]:
-    """Arguments of that run, in a copy without the files of its states."""
-    root, job = stopped
-    shutil.copytree(root / "runs", tmp_path / "runs")
-    told = job("mae", "mae", folder=tmp_path / "runs")
-    for path in (tmp_path / "runs/mae/state").rglob("*"):
+def purged(half: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of that run, without the files of its states."""
+    for path in (Path(half["folder"]) / "state").rglob("*"):
         if path.is_file():
             path.unlink()
-    return told
+    return half
 
 
 def entries(folder: Path) -> int:
@@ -40,17 +36,16 @@ def test_a_purge_took_the_states(purged: dict[str, Any], tmp_path: Path) -> None
     assert entries(folder) == 3 and read_notes(folder)["saved"] == 3
 
 
-def test_a_damaged_recipe(stopped: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_damaged_recipe(half: dict[str, Any], tmp_path: Path) -> None:
     """Its cure was to delete it, which was refused next, and then to delete the log."""
-    shutil.copytree(stopped[0] / "runs", tmp_path / "runs")
-    told, folder = stopped[1]("mae", "mae", folder=tmp_path / "runs"), tmp_path / "runs/mae"
+    folder = Path(half["folder"])
     recipe = folder / "recipe.json"
     recipe.write_text(recipe.read_text().replace('"stage"', '"stags"'))
-    said = run(1, told, log=tmp_path / "log")
+    said = run(1, half, log=tmp_path / "log")
     assert "recipe.json: damaged" in said and "move recipe.json and metrics.jsonl away" in said
     for name in ("recipe.json", "metrics.jsonl"):
         (folder / name).rename(tmp_path / name)
-    assert run(1, told, log=tmp_path / "log", stop_at=5) == ["requeue"]
+    assert run(1, half, log=tmp_path / "log", stop_at=5) == ["requeue"]
     assert entries(folder) == 2, "it went on at the third step"
 
 

@@ -108,26 +108,38 @@ def test_no_training_on_cpus_where_gpus_were_given(
     assert distributed.device_of(OneOfEight()) == torch.device("cpu")
 
 
-@pytest.mark.parametrize("algorithm", [None, "Ring", "Tree"])
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("NCCL_ALGO", None, None),
+        ("NCCL_ALGO", "Ring", None),
+        # Which NCCL has only to reduce for all: a broadcast would fail.
+        ("NCCL_ALGO", "Tree", "does not go with NCCL_ALGO=Tree: Ring"),
+        ("NVIDIA_TF32_OVERRIDE", "0", None),
+        ("NVIDIA_TF32_OVERRIDE", "1", "NVIDIA_TF32_OVERRIDE=1"),
+    ],
+)
 def test_the_same_bits_at_every_start(
-    algorithm: str | None, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str | None, fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[bool] = []
     monkeypatch.setattr(distributed, "uses_gpus", lambda: True)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: asked.append(on))
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "TORCHINDUCTOR_DETERMINISTIC"):
-        monkeypatch.setenv(name, "")  # so that it is as it was afterwards
-        monkeypatch.delenv(name)
-    if algorithm:
-        monkeypatch.setenv("NCCL_ALGO", algorithm)
-    asked: list[bool] = []
-    if algorithm == "Tree":  # which NCCL has only to reduce for all: a broadcast would fail
-        with pytest.raises(UserError, match="does not go with NCCL_ALGO=Tree: Ring"):
+    expected = {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVIDIA_TF32_OVERRIDE": "0"
+    }  # fmt: skip
+    for variable in (*expected, "TORCHINDUCTOR_DETERMINISTIC"):
+        monkeypatch.setenv(variable, "")  # so that it is as it was afterwards
+        monkeypatch.delenv(variable)
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    if fault is not None:
+        with pytest.raises(UserError, match=fault):
             distributed.be_deterministic()
         return
     distributed.be_deterministic()
-    assert os.environ["NCCL_ALGO"] == (algorithm or "Ring")
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and asked == [True]
+    assert expected.items() <= os.environ.items() and asked == [True]
 
 
 @pytest.mark.parametrize(
