@@ -92,6 +92,7 @@ LIGHT = {
     "what evaluates": ("torch sklearn",
         "from maect.evaluate import evaluation, low_shot, clustering"),
     "help": ("torch numpy pydantic yaml", "from maect import cli; cli.main(['--help'])"),
+    "a launcher": ("torch numpy submitit", "import maect.launch"),
     "a plan": (f"{HEAVY} snakemake", "import maect.cli, maect.launch, maect.tools.plan"),
     "an experiment": (HEAVY, """
 import maect.recipes

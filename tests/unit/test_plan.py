@@ -198,7 +198,6 @@ def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
     assert shards_of(Path("shards/mine/train")).images is None
     folder = here / "shards/imagenet/train"
     assert shards_of(folder) == SplitFacts(1_281_167, 147_897_477_120, False)
-    folder.mkdir(parents=True)
     write_record(folder / "index.json", {"n": 10, "shards": [{"size": 3}, {"size": 4}]})
     assert shards_of(folder) == SplitFacts(10, 7, True)
     plan = plan_of(unknown_images(here), Device("A100"), "pretrain", run="mae_tiny")

@@ -138,6 +138,5 @@ def test_a_job_of_an_earlier_revision_is_read(tmp_path):
     found = read_job(tmp_path)
     assert found.function == "maect.stages.run.train" and not found.computes("other")
     report = rank_file(tmp_path, found.name, 0)
-    report.parent.mkdir(parents=True)
     write_record(report, {"rank": 0, "progress": None})
     assert progress(tmp_path, found) == {}

@@ -6,7 +6,6 @@ import os
 import socket
 import stat
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -34,25 +33,22 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
     return [(at.laddr.ip, at.laddr.port) for at in connections if at.status == psutil.CONN_LISTEN]
 
 
-def test_one_node_has_no_port(tmp_path: Path) -> None:
-    run = Run(tmp_path / f"run{time.monotonic_ns()}", devices=2)
-    try:
-        launcher = run.start(function="exchanging:exchange")
-        run.reaches(1)
-        ours = [port for process in run.processes() for port in listening(process)]
-        assert {address for address, _ in ours} <= {"127.0.0.1", "::1"}
-        published = run.rendezvous()
-        assert published["port"] == 0 and os.path.exists(published["file"])
-        for private in (Path(published["file"]).parent, run.folder / "jobs"):
-            assert stat.S_IMODE(private.stat().st_mode) == 0o700
-        (run.folder / "enough").touch()
-        words = finish(launcher)
-        assert launcher.returncode == 0, words
-        check(json.loads((run.folder / "done.json").read_text()))
-        assert len(run.job().earlier) == 0
-        wait_for(lambda: not Path(published["file"]).parent.exists())
-    finally:
-        run.end()
+def test_one_node_has_no_port(run: Run) -> None:
+    run.resources["devices"] = 2
+    launcher = run.start(function="exchanging:exchange")
+    run.reaches(1)
+    ours = [port for process in run.processes() for port in listening(process)]
+    assert {address for address, _ in ours} <= {"127.0.0.1", "::1"}
+    published = run.rendezvous()
+    assert published["port"] == 0 and os.path.exists(published["file"])
+    for private in (Path(published["file"]).parent, run.folder / "jobs"):
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    (run.folder / "enough").touch()
+    words = finish(launcher)
+    assert launcher.returncode == 0, words
+    check(json.loads((run.folder / "done.json").read_text()))
+    assert len(run.job().earlier) == 0
+    wait_for(lambda: not Path(published["file"]).parent.exists())
 
 
 def met(

@@ -81,7 +81,6 @@ def test_a_retraining_that_waits_is_not_done(tmp_path, monkeypatch):
 
     monkeypatch.setattr("maect.tools.status.clusters", lambda: {"slurm": Pending()})
     folder = tmp_path / "experiment/runs/mae"
-    folder.mkdir(parents=True)
     finished = {"run": "mae", "stage": "pretrain", "fingerprint": "before"}
     write_record(RunRecord.path(folder), finished)
     for identity, state in (("now", "waiting"), ("before", "done")):
@@ -106,7 +105,6 @@ def test_runs_that_have_not_begun_and_evaluations(tmp_path):
 
 def test_runs_that_nobody_asked_for_are_a_number(tmp_path, capsys):
     run = tmp_path / "digits/runs/mae_tiny"
-    run.mkdir(parents=True)
     write_record(RunRecord.path(run), {"run": "r", "stage": "pretrain", "images_per_second": 9.0})
     show(tmp_path / "digits")
     head, _, line = capsys.readouterr().out.splitlines()
@@ -144,7 +142,6 @@ def test_state_progress_and_time_left_are_whole_in_a_narrow_terminal(width: int)
 
 def test_the_last_online_evaluation(tmp_path):
     folder = tmp_path / "experiment/runs/mae"
-    folder.mkdir(parents=True)
     write_record(
         RunRecord.path(folder), {"run": "r", "stage": "pretrain", "images_per_second": 9.0}
     )

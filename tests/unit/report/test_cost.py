@@ -24,7 +24,6 @@ from maect.stages import load_recipe
 
 
 def record(runs: Path, name: str, stage: str, hours: float, source: str | None = None) -> None:
-    (runs / name).mkdir(parents=True)
     value = {"run": name, "stage": stage, "device_hours": hours, "source": source}
     write_record(RunRecord.path(runs / name), value)
 

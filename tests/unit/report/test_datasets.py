@@ -17,7 +17,6 @@ def results(root: Path, **metrics: dict[str, object]) -> Path:
     """Results of the run `mae` by evaluation (`__` for `.on.`), and the page's resolved file."""
     for name, values in metrics.items():
         path = root / "evaluations/mae" / f"{name.replace('__', '.on.')}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_record(path, {"metrics": values, "settings": {}, "provenance": {}})
     config = DatasetsConfig(
         name="mine",

@@ -72,7 +72,6 @@ def test_html_is_whole_and_stands_alone(frame, evaluations):
 def test_every_number_leads_to_its_result_and_its_run(result, evaluations):
     result("ct-s0", "clustering", accuracy=50.0, silhouette=1.0)
     run = RunRecord.path(evaluations.parent / "runs" / "ct-s0")
-    run.parent.mkdir(parents=True)
     write_record(run, {"run": "<ct-s0>", "stage": "tune"})
     # Of several seeds the first that was run.
     rows = [Row("large", "ct_min", ["ct", "ct-s0"]), Row("large", "mae", ["not_run"])]

@@ -45,7 +45,6 @@ def test_results_of_an_encoder_that_is_gone_are_left_out(result, evaluations):
     line = build_table("extended", row, evaluations).iloc[0]
     assert (line.knn, line.linear_probe) == (70.0, 70.0)  # nobody knows the encoder
     run = RunRecord.path(evaluations.parent / "runs/ct_min_large")
-    run.parent.mkdir(parents=True)
     told = {"run": "ct_min_large", "stage": "tune"}
     write_record(run, told | {"sha256": {"encoder.safetensors": "new"}})
     line = build_table("extended", row, evaluations).iloc[0]
@@ -279,15 +278,14 @@ def test_wrong_input_is_named(result, evaluations):
     row = Row("tiny", "mae", ["r"])
     with pytest.raises(UserError, match="tiny mae is there twice"):
         build_table("clustering", [row, row], evaluations)
-    path.write_text(json.dumps(sealed({"metrics": {"accuracy": math.nan}})))
-    with pytest.raises(UserError, match=r"clustering.json: metric accuracy is nan"):
-        build_table("clustering", [row], evaluations)
-    write_record(path, {"metrics": {"accuracy": "high"}})
-    with pytest.raises(UserError, match="'high', not a finite number"):
-        build_table("clustering", [row], evaluations)
-    write_record(path, {"accuracy": 1.0})
-    with pytest.raises(UserError, match="metrics: Field required; remove the file, and start"):
-        build_table("clustering", [row], evaluations)
+    for content, fault in (
+        ({"metrics": {"accuracy": math.nan}}, r"clustering.json: metric accuracy is nan"),
+        ({"metrics": {"accuracy": "high"}}, "'high', not a finite number"),
+        ({"accuracy": 1.0}, "metrics: Field required; remove the file, and start"),
+    ):
+        path.write_text(json.dumps(sealed(content)))
+        with pytest.raises(UserError, match=fault):
+            build_table("clustering", [row], evaluations)
     path.write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         build_table("clustering", [row], evaluations)
