@@ -20,7 +20,6 @@ from mini_pipeline import MINI, Pipeline, wait_for
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.launch.owner import lock_folder
-from maect.launch.record import progress, read_job
 from maect.records import RunRecord
 
 ENCODERS = ("mae_tiny", "head_min_tiny", "ct_min_tiny")
@@ -65,26 +64,6 @@ def test_resolved_files_are_those_that_the_pipeline_wrote(undisturbed: Pipeline)
     assert main(["resolve", str(undisturbed.folder / "mini.yaml")]) == 0
     for file, (text, changed) in written.items():
         assert (file.read_text(), file.stat().st_mtime_ns) == (text, changed), file
-
-
-@pytest.mark.slow
-def test_a_job_that_finished_alone_is_not_computed_again(
-    undisturbed: Pipeline, tmp_path: Path
-) -> None:
-    pipeline = Pipeline(tmp_path / "alone", copy.deepcopy(MINI))
-    pipeline.command()
-    for folder in ("images", "shards"):
-        shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
-    run = pipeline.results / "runs/mae_tiny"
-    started = pipeline.start(str(run / "done"))
-    wait_for(lambda: bool(progress(run, read_job(run))), 400, "mae_tiny to train")
-    os.killpg(started.pid, signal.SIGKILL)  # Snakemake and launcher
-    started.wait(timeout=60)
-    wait_for(RunRecord.path(run).exists, 400, "the job to finish")
-    left = {path.name: path.stat().st_ino for path in run.glob("*.safetensors")}
-    assert left
-    pipeline.complete(str(run / "done"))
-    assert {path.name: path.stat().st_ino for path in run.glob("*.safetensors")} == left
 
 
 def copy_of(undisturbed: Pipeline, folder: Path) -> Pipeline:

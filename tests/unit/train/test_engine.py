@@ -91,11 +91,16 @@ def test_what_is_compiled_where_nothing_is_asked():
     assert compiled("mae", "small", "cpu", True) and not compiled("mae", "base", "cuda", False)
 
 
-def test_blocks_are_compiled_for_more_shapes_than_eight(monkeypatch):
+@pytest.fixture
+def eager_compiler(monkeypatch):
+    """Compile without code generation, and count graphs from zero."""
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, backend="eager", **how))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+
+
+def test_blocks_are_compiled_for_more_shapes_than_eight(eager_compiler):
     objective = Bare()
     block = objective.encoder.blocks[0]
     with torch._dynamo.config.patch(recompile_limit=8), torch.no_grad():
@@ -105,14 +110,10 @@ def test_blocks_are_compiled_for_more_shapes_than_eight(monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + 10
 
 
-def test_without_flash_attn_compiled_blocks_are_whole(monkeypatch):
+def test_without_flash_attn_compiled_blocks_are_whole(eager_compiler):
     """The package is not looked for in a block, where that would end the graph."""
     if find_spec("flash_attn"):
         pytest.skip("flash_attn is installed")
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, backend="eager", **how))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     objective = Bare()
     use_attention(objective, "flash_attn")
     assert compile_blocks(objective, torch.device("cpu")) == ""

@@ -42,18 +42,10 @@ CASES = {
     "mae": ("mae", {}),
     "mae, few images, float32": ("mae", {"batch_size": 16, "precision": "fp32"}),
     "mae, checkpointing": ("mae", CHECKPOINTING),
-    "combined": ("mae", {"contrastive": "combined", "head": HEAD}),
     "head": ("head_min", {"head": HEAD}),
-    "tune": ("ct_min", {"frozen_blocks": 2, "head": HEAD}),
     "tune, colours": ("ct_aug", {"frozen_blocks": 3, "head": HEAD}),
     "tune, checkpointing": ("ct_min", {"frozen_blocks": 0, "head": HEAD, **CHECKPOINTING}),
     "two sizes": ("multicrop", {}),
-    "two sizes, checkpointing": ("multicrop", CHECKPOINTING),
-    "two sizes, large heads": (
-        "multicrop",
-        {"head": {**HEAD, "projector_hidden": 640, "predictor_hidden": 1280}},
-    ),
-    "refine": ("refine", {**LOCAL, "head": REFINER}),
     "refine, bfloat16": ("refine", {**LOCAL, "head": {**REFINER, "precision": "bf16"}}),
     "refine, frozen": ("refine_heads", {**LOCAL, "head": {**REFINER, "topk": 1}}),
     "refine, global views": ("refine_global", {"frozen_blocks": 2, "head": REFINER}),
@@ -62,19 +54,11 @@ CASES = {
         {**LOCAL, "head": {**REFINER, "projector_hidden": 320, "predictor_hidden": 640}},
     ),
     "fine-tune": ("fine_tune", {"frozen_blocks": 1}),
-    "mae, captured": ("mae", CAPTURED),
     "combined, captured": ("mae", {"contrastive": "combined", "head": HEAD, **CAPTURED}),
     "head, captured": ("head_min", {"head": HEAD, **CAPTURED}),
-    "tune, captured": ("ct_min", {"frozen_blocks": 2, "head": HEAD, **CAPTURED}),
     "refine, captured": ("refine", {**LOCAL, "head": REFINER, **CAPTURED}),
-    "fine-tune, captured": ("fine_tune", {"frozen_blocks": 1, **CAPTURED}),
     "fine-tune, checkpointing": ("fine_tune", CHECKPOINTING),
 }
-# Each term of theirs is in another case, too.
-SLOW = {
-    "combined", "tune", "two sizes, checkpointing", "two sizes, large heads", "refine",
-    "mae, captured", "tune, captured", "fine-tune, captured",
-}  # fmt: skip
 
 
 def both(changes):
@@ -91,10 +75,7 @@ def stage_of(recipe, size="base", **changes):
     return load_recipe(recipe, size, changes)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_as_counted_on_a_pretended_device(case):
     from fake_gpu import count
 

@@ -2,23 +2,20 @@
 
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from ranks import Place, run
-from sklearn.neighbors import KNeighborsClassifier
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_resume import bits
 from tiny_runs import job_maker, metrics, noise_shards
 from torch import nn
-from torch.nn import functional as F
 
 from maect.data.index import ID, open_index
 from maect.data.loader import evaluation_parts
 from maect.data.transforms import PAPER, denormalize, normalize
-from maect.measures import alignment, knn, rank_me, uniformity
+from maect.measures import rank_me
 from maect.models.decoder import patchify
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import load_encoder_weights
@@ -38,11 +35,6 @@ FEW = {"batch_size": 64}  # four epochs of 6.25 steps
 def shards(tmp_path_factory):
     """As the others', with images enough to be evaluated: 16 of 400."""
     return noise_shards(tmp_path_factory.mktemp("many"), 400)
-
-
-def bits(folder):
-    names = ("encoder.safetensors", "head.safetensors")
-    return [(Path(folder) / n).read_bytes() for n in names if (Path(folder) / n).exists()]
 
 
 def evaluations(folder):
@@ -191,26 +183,8 @@ def test_a_classifier_is_evaluated_as_it_pools(shards, pooling):
     assert all(torch.equal(taken[n].view(-1), p) for n, p in named if n in ours)
 
 
-def test_knn_is_scikit_learns() -> None:
-    torch.manual_seed(0)
-    labels, bank_labels = torch.arange(40) % 5, torch.arange(160) % 5
-    centres = torch.randn(5, 12)
-    queries = F.normalize(centres[labels] + 1.5 * torch.randn(40, 12), dim=1)
-    bank = F.normalize(centres[bank_labels] + 1.5 * torch.randn(160, 12), dim=1)
-    accuracy = knn(queries, bank, labels, bank_labels)
-    theirs = KNeighborsClassifier(
-        10, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07)
-    ).fit(bank, bank_labels)
-    assert accuracy == pytest.approx(100 * theirs.score(queries, labels))
-
-
 def test_measures_of_known_features() -> None:
     rows = torch.eye(4, 6).repeat(5, 1)
-    assert rank_me(rows) == pytest.approx(4, rel=1e-4)
-    assert rank_me(torch.ones(7, 6)) == pytest.approx(1, abs=1e-3)
-    assert uniformity(torch.eye(4)) == pytest.approx(-4)
-    assert alignment(torch.stack([rows, 3 * rows])) == 0
-    assert alignment(torch.stack([rows, -rows])) == pytest.approx(4)
     labels = torch.arange(20) % 4
     found = measures(rows, torch.stack([rows[:4], rows[:4]]), labels)
     assert found["online_knn"] == 100 and set(found) == {

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from lookups import clear
-from test_second_writing import block, layer_norm, seen
+from test_second_writing import adam, block, layer_norm, seen
 from torch.nn import functional as F
 
 from maect.data.bundled import write_digits
@@ -22,7 +22,7 @@ from maect.data.shards import shard
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
 
-BATCH, STEPS, WARMUP = 30, 8, 2
+BATCH, STEPS = 30, 8
 PEAK, LOWEST, MOMENTUM, TEMPERATURE = 4e-3 * BATCH / 256, 1e-6, 0.99, 0.2
 SETTINGS = {
     "batch_size": BATCH, "epochs": 2, "warmup_epochs": 0.5, "flip": 0.0, "precision": "fp32",
@@ -125,31 +125,13 @@ def refiner(views, w, queue):
     return loss
 
 
-def adamw(w, moments, step):
-    """PyTorch's, written out; layer-wise rates, and an end rate that they multiply, too."""
-    if step < WARMUP:
-        rate = PEAK * (step + 1) / (WARMUP + 1)
-    else:
-        share = (step - WARMUP) / (STEPS - WARMUP)
-        rate = LOWEST + (PEAK - LOWEST) * (1 + math.cos(math.pi * share)) / 2
-    for name, value in w.items():
-        if value.grad is None:
-            continue
-        lr, decay = rate, 1e-5 if name.startswith("heads.") else 0.05
-        if name.startswith("encoder.blocks."):
-            lr = rate * 0.65 ** (DEPTH - int(name.split(".")[2]))
-        elif name.startswith("encoder.") and not name.startswith("encoder.norm."):
-            lr = rate * 0.65 ** (DEPTH + 1)
-        if value.ndim == 1 or name == "encoder.cls_token":
-            decay = 0.0
-        m, v = moments.setdefault(name, (torch.zeros_like(value), torch.zeros_like(value)))
-        m.mul_(0.9).add_(0.1 * value.grad)
-        v.mul_(0.95).add_(0.05 * value.grad.square())
-        with torch.no_grad():
-            value -= lr * decay * value
-            m_hat, v_hat = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.95 ** (step + 1))
-            value -= lr * m_hat / (v_hat.sqrt() + 1e-8)
-        value.grad = None
+def rate(name):
+    """Peak learning rate by the layer's depth."""
+    if name.startswith("encoder.blocks."):
+        return PEAK * 0.65 ** (DEPTH - int(name.split(".")[2]))
+    if name.startswith("encoder.") and not name.startswith("encoder.norm."):
+        return PEAK * 0.65 ** (DEPTH + 1)
+    return PEAK
 
 
 def train(recipe, digits, w, queue, before=None):
@@ -196,7 +178,7 @@ def train(recipe, digits, w, queue, before=None):
             group["lr"] = group["peak_lr"] * stage.lr_multiplier(step, STEPS)
         optimizer.step()
         objective.after_update(lambda part: nullcontext())
-        adamw(w, moments, step)
+        adam(w, moments, step, rate, lowest=LOWEST / PEAK, undecayed=("encoder.cls_token",))
         for average, tensors in zip(averages, (dict(objective.named_parameters()), w), strict=True):
             for name, value in average.items():
                 momentum = MOMENTUM if tensors is w else stage.encoder_average or 0.0

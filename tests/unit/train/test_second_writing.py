@@ -133,19 +133,25 @@ def rate(name):
     return PEAK * 0.65 ** (DEPTH - int(name.split(".")[2]))
 
 
-def adam(w, moments, step, rates, warmup=2, total=STEPS):
-    """AdamW of PyTorch, written out: betas 0.9 and 0.95, eps 1e-8, decay apart from the moments."""
+def adam(w, moments, step, rates, lowest=0.0, undecayed=(), warmup=2, total=STEPS):
+    """AdamW of PyTorch, written out: betas 0.9 and 0.95, eps 1e-8, decay apart from the moments.
+
+    Args:
+        lowest: last learning rate, as a share of the peak.
+        undecayed: parameters without weight decay, beside those of one dimension.
+    """
     factor = (step + 1) / (warmup + 1)
     if step >= warmup:
-        factor = (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
+        cosine = (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
+        factor = lowest + (1 - lowest) * cosine
     for name, value in w.items():
         if value.grad is None:
             continue
         m, v = moments.setdefault(name, (torch.zeros_like(value), torch.zeros_like(value)))
         m.mul_(0.9).add_(0.1 * value.grad)
         v.mul_(0.95).add_(0.05 * value.grad.square())
-        decay = 1e-5 if name.startswith("head.") else 0.05
-        decay = 0.0 if value.ndim == 1 else decay
+        decay = 1e-5 if name.startswith("head") else 0.05
+        decay = 0.0 if value.ndim == 1 or name in undecayed else decay
         with torch.no_grad():
             value -= factor * rates(name) * decay * value
             m_hat, v_hat = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.95 ** (step + 1))

@@ -7,9 +7,13 @@ from tiny_runs import ENCODER, HEAD, STAGE
 from maect.core.errors import UserError
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import load_tensors, save_encoder, save_tensors
+from maect.recipes.settings import Computing
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Head, Tune
 
+MAE = Pretrain.model_validate(
+    STAGE | {"augmentation": "mae", "base_lr": 1e-3, "weight_decay": 0.05}
+)
 UPPER = {"base_lr": 1e-3, "weight_decay": 0.05, "layer_decay": 0.65, "frozen_blocks": 2}
 
 
@@ -93,24 +97,16 @@ def test_an_encoder_of_another_shape_is_refused():
 
 def test_which_files_are_read_and_left():
     tune, head = tune_stage(), head_stage()
-    mae = Pretrain.model_validate(
-        STAGE | {"augmentation": "mae", "base_lr": 1e-3, "weight_decay": 0.05}
-    )
     both = ("encoder.safetensors", "head.safetensors")
     assert tune.inputs(head) == both == tune.outputs == head.outputs
-    assert tune.inputs(mae) == head.inputs(mae) == ("encoder.safetensors",) == mae.outputs
+    assert tune.inputs(MAE) == head.inputs(MAE) == ("encoder.safetensors",) == MAE.outputs
     assert head.inputs(tune) == ("encoder.safetensors",)  # it begins a new head
-    assert mae.inputs(head) == ()
+    assert MAE.inputs(head) == ()
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(3, 1), (32, 1), (2, 3)])
 def test_a_batch_is_split_evenly(ranks, accumulation):
-    from maect.recipes.settings import Computing
-
-    mae = Pretrain.model_validate(
-        STAGE | {"augmentation": "mae", "base_lr": 1e-3, "weight_decay": 0.05}
-    )
-    mae.check_ranks(16)
-    mae.check_ranks(4, Computing(accumulation=4))
+    MAE.check_ranks(16)
+    MAE.check_ranks(4, Computing(accumulation=4))
     with pytest.raises(UserError, match=f"{ranks} ranks x accumulation {accumulation}"):
-        mae.check_ranks(ranks, Computing(accumulation=accumulation))
+        MAE.check_ranks(ranks, Computing(accumulation=accumulation))
