@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
-from maect.models.layouts import LAYOUTS, LEFT_OUT, REFINED_FROM, Layout, Location
-from maect.models.timm_encoder import (
+from maect.models.foreign import (
     build_foreign,
     check_tensors,
     create_for,
     fit_weights,
     stored_grid,
 )
+from maect.models.layouts import LAYOUTS, LEFT_OUT, REFINED_FROM, Layout, Location
 from maect.models.vit import build_encoder, sincos_2d
 from maect.models.weights import Pooling, load_tensors
 from maect.recipes import Encoder, Pixels, like, load_encoder, sizes

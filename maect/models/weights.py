@@ -14,7 +14,7 @@ from torch import Tensor
 from maect.core.arrays import sort_metadata
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, check_file
-from maect.models.timm_encoder import TimmEncoder, build_foreign
+from maect.models.foreign import TimmEncoder, build_foreign
 from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.recipes import Encoder
 

@@ -139,7 +139,7 @@ class Encoder(InWeights):
     timm: str | None = None
     """timm's name of a model that is no plain ViT."""
     module: Literal["capi"] | None = None
-    """Our module of a model that is no plain ViT (`maect.models.capi`)."""
+    """Our module of a model that is no plain ViT (`maect.models.foreign`)."""
     usual: ClassVar[tuple[str, ...]] = ("registers", "norm", "pixels", "resize", "timm", "module")
     shape: ClassVar[tuple[str, ...]] = (
         "image_size", "patch_size", "width", "depth", "heads", "class_token", "registers", "norm",

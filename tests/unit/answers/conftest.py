@@ -14,7 +14,7 @@ from maect.answers.public import PUBLIC, Public
 from maect.cli import main
 from maect.core.files import sha256_file
 from maect.data.retrieve import CATALOGUE, Remote
-from maect.models.timm_encoder import create
+from maect.models.foreign import create
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import load_encoder
 from maect.records import RunRecord

@@ -10,7 +10,7 @@ from maect.core.files import read_record
 from maect.evaluate.features import Encoding
 from maect.models.checkpoints import convert
 from maect.models.export import export_run
-from maect.models.timm_encoder import TimmEncoder
+from maect.models.foreign import TimmEncoder
 from maect.models.weights import load_any_encoder, load_encoder_weights
 from maect.recipes import Pixels, load_encoder
 from maect.records import RunRecord

@@ -22,7 +22,7 @@ from maect.core.files import read_record
 from maect.evaluate.features import Encoding
 from maect.experiment.resolve import run_config
 from maect.models.checkpoints import convert_timm
-from maect.models.timm_encoder import create, create_for
+from maect.models.foreign import create, create_for
 from maect.recipes import Encoder, load_encoder
 from maect.recipes.cost import encode_flops
 from maect.recipes.timm_encoders import find_timm, timm_encoders

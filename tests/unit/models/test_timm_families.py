@@ -14,7 +14,7 @@ from test_timm import imported, random_model, second_writing
 from torch import Tensor, nn
 
 from maect.evaluate.features import Encoding
-from maect.models import checkpoints, timm_encoder
+from maect.models import checkpoints, foreign
 from maect.models.weights import load_any_encoder
 from maect.recipes.timm_encoders import find_timm
 
@@ -90,7 +90,7 @@ def test_features_are_those_of_timms_module(
     def create(name: str, **options: Any) -> nn.Module:
         return timm.create_model(name, pretrained=False, num_classes=0, **options, **arguments)
 
-    monkeypatch.setattr(timm_encoder, "create", create)
+    monkeypatch.setattr(foreign, "create", create)
     monkeypatch.setattr(checkpoints, "find_timm", lambda _: row)
     module: Any = random_model(name, side, **arguments)
     weights = imported(module, name, side, tmp_path) / "encoder.safetensors"

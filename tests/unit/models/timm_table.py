@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from maect.core.files import write_text
-from maect.models.timm_encoder import create
+from maect.models.foreign import create
 from maect.models.vit import build_encoder
 from maect.recipes import load_encoder, sizes
 from maect.recipes import timm_encoders as data
