@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Place, Ranks, run
+from ranks import Place, Ranks, alone, run
 from test_resume import ALWAYS, identical, steps_saved
 
 from maect.core.errors import SupersededError
@@ -81,14 +81,15 @@ def test_a_job_that_the_launcher_has_replaced(tmp_path: Path) -> None:
     lock.check()  # who was refused has taken nothing
 
 
-def test_a_replaced_job_of_other_settings_sets_nothing_aside(job, tmp_path: Path) -> None:
+def test_a_replaced_job_of_other_settings_sets_nothing_aside(job) -> None:
     """It begins late, in the folder of the job that has replaced it."""
-    newer, older, log = job("run", "mae", base_lr=2e-3), job("run", "mae"), tmp_path / "log"
-    assert run(1, newer, log=log, stop_at=3) == ["requeue"]
-    assert "SupersededError" in run(1, older, log=log, superseded=True)
+    newer, older = job("run", "mae", epochs=2, base_lr=2e-3), job("run", "mae", epochs=2)
+    assert alone(newer, stop_at=3) == ["requeue"]
+    with pytest.raises(SupersededError):
+        alone(older, superseded=True)
     folder = Path(newer["folder"])
     assert steps_saved(folder) == [3] and not list(folder.glob("stale-*"))
-    assert run(1, newer, log=log) == ["done"]
+    assert alone(newer) == ["done"]
 
 
 def commit_until_superseded(folder: Path, number: int) -> None:

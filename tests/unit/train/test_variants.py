@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ranks import run
+from ranks import alone, run
 from safetensors.torch import load_file
 from tiny_runs import job_maker, losses, metrics, noise_shards
 
@@ -31,7 +31,7 @@ def test_lookups_among_images_without_labels_are_not_judged(tmp_path):
     shard(tmp_path / "images", shards, "unlabelled", 2)
     both = {"contrastive": "detached", "head": {}, "epochs": 1}
     mae = job_maker(tmp_path, shards)("mae", "mae", **both)
-    assert run(1, mae, log=tmp_path / "log") == ["done"]
+    assert alone(mae) == ["done"]
     logged = {name for entry in metrics(mae["folder"]) for name in entry}
     assert "lookup_similarity" in logged and "lookup_accuracy" not in logged
 
@@ -141,7 +141,7 @@ def test_a_queue_of_other_images_has_no_id_or_label_of_them(job, shards, tmp_pat
         job("others", "ct_min", "head", **oracle) | other,
         job("view", "ct_min", "head", **oracle) | {"shards": str(tmp_path / "view")},
     ]
-    assert run(1, *jobs, log=tmp_path / "log") == ["done"] * 5
+    assert alone(*jobs) == ["done"] * 5
     left = weights(tmp_path / "runs/view", "head")
     assert (left["queue_ids"] >= 0).all() and 0 < (left["queue_labels"] < 0).sum() < 64
     for name, unknown in (("same", 0), ("others", 16)):  # 48 images are three batches
