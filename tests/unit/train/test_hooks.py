@@ -9,10 +9,11 @@ from ranks import Place
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
+from maect.data.loader import evaluation_parts
 from maect.train.device_time import DeviceTime
 from maect.train.hooks import CheckHealth, Hook, ReportProgress, Session, SumLosses, Update
 from maect.train.online import EvaluateOnline, OnlineEvaluator
-from maect.train.scores import ScoreEpochs, scored_split
+from maect.train.scores import ScoreEpochs, encode_share, scored_split
 from maect.train.watchdog import EVALUATING, SCORING
 
 CPU = torch.device("cpu")
@@ -70,8 +71,8 @@ def test_losses_of_epochs_go_on_where_a_state_was_saved():
 
 
 def scores_of(index, resize=None, steps=7):
-    """Every image is said to be of class 0."""
-    classifier = SimpleNamespace(predict=lambda images: torch.zeros(len(images), dtype=torch.int64))
+    """Every image is said to be of class 1."""
+    classifier = SimpleNamespace(predict=lambda images: torch.ones(len(images), dtype=torch.int64))
     return ScoreEpochs(session(steps, objective=classifier), index, resize)
 
 
@@ -85,9 +86,27 @@ def test_epochs_are_scored_at_their_ends(shards):
     scores.after_step(update)
     assert update.values["accuracy"] == 25.0 and update.log_now  # one of four classes
     assert scores._session.hooks[0].begun == [(SCORING, 3)]
+    assert scores._session.clock.useful > 0
     assert saved_record(scores)["scores"]["accuracies"] == [25.0]
     # What is left of the last epoch is scored, too.
     assert scores_of(open_index(shards), steps=6).reads_model(6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_rank_encodes_a_share_of_the_images(shards, ranks):
+    """As many rows each, with zeros behind the last image, also of a rank without any."""
+    index = open_index(shards)
+    how = {"image_size": 16, "resize": 17, "squeezed": True}
+    ((images, _, _),) = evaluation_parts(index, parts=[range(40)], threads=1, **how)
+
+    def read(given):
+        assert given.dtype == torch.uint8
+        return given.flatten(1).int() + 1
+
+    places = [Place(rank, rank, ranks) for rank in range(ranks)]
+    rows = torch.cat([encode_share(p, index, CPU, encode=read, batch=16, **how) for p in places])
+    assert len(rows) == {1: 48, 2: 64, 4: 64}[ranks]
+    assert torch.equal(rows[:40], read(images)) and not rows[40:].any()
 
 
 def test_scores_go_on_only_on_the_same_images(shards):
