@@ -27,6 +27,7 @@ from maect.stages.fine_tune import FineTune
 from maect.train.checkpoint import PARAM, ParameterSlice
 from maect.train.online import OnlineEvaluator, measures, sheet
 
+CPU = torch.device("cpu")
 ONLINE = {"every_epochs": 2, "images": 500}
 FEW = {"batch_size": 64}  # four epochs of 6.25 steps
 
@@ -128,7 +129,49 @@ def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
                 assert torch.allclose(made[image, patch], expected, atol=0.05)  # bfloat16
     page = sheet(raw, 3)
     second = raw[1].permute(1, 2, 0).numpy()
-    assert page.shape == (18, 52, 3) and (page[1:17, 18:34] == second).all()
+    assert page.dtype == np.uint8 and page.shape == (18, 52, 3)
+    assert (page[1:17, 18:34] == second).all()
+
+
+def cells(page):
+    """The images of 16 pixels on a sheet, [rows, columns, 3, 16, 16], without the lines between."""
+    lined = torch.from_numpy(page)[1:, 1:].permute(2, 0, 1)
+    return lined.unfold(1, 16, 17).unfold(2, 16, 17).movedim(0, 2)
+
+
+def test_an_evaluation_shows_queries_their_neighbours_and_reconstructions(shards):
+    """Of 16 of the images three are queries; a sheet has a query in each row or column."""
+    objective = load_recipe("mae", "tiny").objective(load_encoder("tiny"), 0)
+    settings, index = OnlineEvaluation(**ONLINE), open_index(shards)
+    evaluator = OnlineEvaluator(settings, index, 20, objective, Place(0, 0, 1), CPU)
+    assert not any(parameter.requires_grad for parameter in evaluator.parts.parameters())
+    assert evaluator.index.n == 16 and evaluator.queries == 3
+    named = [(n, p.detach().view(-1)) for n, p in objective.named_parameters() if p.requires_grad]
+    found = evaluator.evaluate([ParameterSlice(name, 0, {PARAM: values}) for name, values in named])
+    how = {"image_size": 16, "parts": [range(16)], "threads": 1, "resize": 20}
+    ((images, _, _),) = evaluation_parts(evaluator.index, **how)
+    parts = nn.ModuleDict(objective.parts_read()).eval()
+    with torch.no_grad():
+        features = objective.features(parts, normalize(images, PAPER)).float()
+    assert found["online_rank_me"] == pytest.approx(rank_me(features), rel=1e-4)
+    assert 0 < found["online_alignment"] < 4 and found["online_uniformity"] < 0
+    assert evaluator.pictures.keys() == {"neighbors", "reconstructions"}
+    unit = F.normalize(features, dim=1)
+    near = (unit[:3] @ unit[3:].T).argsort(dim=1, descending=True)[:, :5] + 3
+    shown = images[torch.cat([torch.arange(3)[:, None], near], dim=1)]
+    assert torch.equal(cells(evaluator.pictures["neighbors"]), shown)
+    masked, made, queries = cells(evaluator.pictures["reconstructions"])
+    assert torch.equal(queries, images[:3])
+    visible = (masked == queries).all(1)  # a quarter; where it is, the reconstruction is the image
+    assert 0.2 < visible.float().mean() < 0.4
+    assert torch.equal(made.movedim(1, -1)[visible], queries.movedim(1, -1)[visible])
+
+
+def test_too_few_images_are_not_evaluated(shards):
+    few = OnlineEvaluation(every_epochs=1, images=9)
+    objective = SimpleNamespace(encoder=SimpleNamespace(settings=None))
+    evaluator = OnlineEvaluator(few, open_index(shards), None, objective, None, CPU)
+    assert not evaluator.is_due(0, 10**9, True)
 
 
 def test_killed_runs_repeat_or_keep_their_evaluations(job, runs, tmp_path):
