@@ -4,6 +4,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from ranks import Place, run
@@ -11,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_resume import bits
 from tiny_runs import job_maker, metrics, noise_shards
 from torch import nn
+from torch.nn import functional as F
 
 from maect.data.index import ID, open_index
 from maect.data.loader import evaluation_parts
