@@ -39,9 +39,9 @@ class Views:
             [views, b, L].
         ids: stable sample ids, int64 [b].
         labels: int64 [b], -1 where unknown.
-        neighbors: rank of the neighbour to take among the k nearest, for each view of the first
-            size and each head of a `RefinerHeads`, int64 [heads * views, b]; k is added where an
-            oracle is to be wrong.
+        neighbors: position among the k nearest of the neighbour to take (`lookup_numbers`), for
+            each view of the first size and each head of a `RefinerHeads`, int64 [heads * views, b];
+            k is added where an oracle is to be wrong.
         weights: of each sample in the loss of each head, float32 [heads, b]; None: 1.
     """
 

@@ -2,6 +2,15 @@
 
 Read it from top to bottom: `train` calls `prepare`, `restore`, `Trainer.run` and `finish`. Whatever
 happens beside the steps is a hook (`maect.train.hooks`), in the list that `restore` makes.
+
+The device works while the host is a step behind. For step n, in this order:
+
+    copy the buffers; forward and backward passes, which change the buffers
+    complete update n - 1: read its sums, check them, average the encoder, call the hooks, and save
+        where that is due, with the buffers as they were copied
+    update n: sum over the ranks, AdamW, the heads' own averages
+
+The last step, and one after which a hook reads the model, is completed at once.
 """
 
 import logging
@@ -352,17 +361,17 @@ class Trainer(Session):
 
             # ---- results of the update before this one: read only now, when the device has more
             # to do. So the host is ahead of it and never keeps it waiting.
-            if self._unread is not None and self._read_results():
+            if self._unread is not None and self._complete_update():
                 break
 
             # ---- update
             self.begin(UPDATING, number)
             self._update(means, number)
-            if self._is_read_at_once(number) and self._read_results():
+            if self._is_read_at_once(number) and self._complete_update():
                 break
             self.begin(READING, number + 1)
         if self._unread is not None:
-            self._read_results()
+            self._complete_update()
         self.save(wait=True)
         return self.step >= self.steps
 
@@ -446,7 +455,7 @@ class Trainer(Session):
 
     # ---- results
 
-    def _read_results(self) -> bool:
+    def _complete_update(self) -> bool:
         """Read the results of the last update, check them and call the hooks.
 
         The forward pass of the next step may have run, but not its update.
