@@ -22,7 +22,7 @@ from maect.measures import alignment, rank_me, uniformity
 from maect.recipes import View
 from maect.records import EvaluationRecord
 
-from .conftest import Rank, resolved
+from .conftest import Rank, given, resolved, store
 from .margins import clear
 
 
@@ -93,9 +93,12 @@ def test_a_result_keeps_the_share_of_each_image(seen, rank):
     assert difference(shares, shares).p == 1.0
 
 
-def test_the_same_view_twice_agrees(seen, rank):
+def test_the_same_view_twice_agrees(seen, rank, tmp_path):
+    """Training images need no labels."""
     whole = Agreement(crop_scale=(1.0, 1.0), flip=0.0)
-    metrics = whole.evaluate(rank, seen)
+    features = open_features(seen.path("train")).values
+    train = store(tmp_path / "unlabelled.safetensors", features, np.full(150, -1))
+    metrics = whole.evaluate(rank, given(seen, train=train))
     assert metrics["agreement"] == 100.0 and metrics["alignment"] == pytest.approx(0, abs=1e-10)
 
 
