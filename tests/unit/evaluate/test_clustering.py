@@ -91,6 +91,8 @@ def test_protocol_is_the_plain_loop(job: EvaluationJob, rank: Rank) -> None:
     assert metrics["silhouette"] == pytest.approx(expected, abs=1e-3)
     # The confusion matrix has the hits on its diagonal.
     arrays = load_file(job.out.with_suffix(".safetensors"))
+    assert arrays.keys() == {"clusters", "centers", "confusion", "labels"}
+    assert np.array_equal(arrays["labels"], test.labels)
     confusion = arrays["confusion"]
     assert confusion.sum() == 90
     assert 100 * np.trace(confusion) / 90 == pytest.approx(metrics["accuracy"])
