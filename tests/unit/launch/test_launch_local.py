@@ -239,7 +239,9 @@ def test_a_termination_of_the_whole_group_counts_once(run):
 
 def test_a_hang_up_leaves_the_job_running_and_the_folder_to_others(run):
     gate = run.hold(5)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     launcher = run.start()
+    signal.signal(signal.SIGHUP, before)
     run.reaches(5)
     owner = f"process {launcher.pid} on .*, running since"
     with pytest.raises(LaunchError, match=owner), lock_folder(run.folder, patience=0.3):
