@@ -105,7 +105,7 @@ def commit_until_superseded(folder: Path, number: int) -> None:
 
 
 def test_commits_of_many_jobs_never_go_back(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # `ranks` has it import all that is needed
     jobs = [
         context.Process(target=commit_until_superseded, args=(tmp_path, number))
         for number in range(6)
