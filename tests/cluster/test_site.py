@@ -36,7 +36,7 @@ def with_changes(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def test_two_nodes_reach_each_other(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_nodes_reach_each_other(cluster, tmp_path):
     # The GPUs of the test cluster are files: a run that asks for none has no fault.
     profile = with_changes(tmp_path, devices=1, slurm_extra="--gres=none")
     code, lines = doctor(cluster, tmp_path, profile)
@@ -50,7 +50,7 @@ def test_two_nodes_reach_each_other(cluster: Cluster, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("results/digits/.doctor*"))
 
 
-def test_requests_that_slurm_refuses(cluster: Cluster, tmp_path: Path) -> None:
+def test_requests_that_slurm_refuses(cluster, tmp_path):
     """Each of them before a job is queued, with a hint."""
     profile = with_changes(tmp_path, slurm_partition="nosuch")
     code, lines = doctor(cluster, tmp_path, profile, account="notmine")

@@ -50,7 +50,7 @@ def interpreter(version: str) -> str:
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_the_readmes_two_commands(version: str, bare: Path, tmp_path: Path) -> None:
+def test_the_readmes_two_commands(version, bare, tmp_path):
     """`make demo` leaves a report; `make test` then passes, without SLURM and a compiler."""
     python, root = interpreter(version), tmp_path / "root"
     run("cp", "--archive", bare, root)

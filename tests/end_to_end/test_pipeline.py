@@ -32,7 +32,7 @@ def metric_lines(pipeline: Pipeline, run: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "timing"} for line in lines]
 
 
-def test_what_a_run_leaves(undisturbed: Pipeline) -> None:
+def test_what_a_run_leaves(undisturbed):
     for run in ENCODERS:
         folder = undisturbed.results / "runs" / run
         record = json.loads(RunRecord.path(folder).read_text())
@@ -55,7 +55,7 @@ def test_what_a_run_leaves(undisturbed: Pipeline) -> None:
         assert "] evaluate ct_min_tiny knn: " in line
 
 
-def test_resolved_files_are_those_that_the_pipeline_wrote(undisturbed: Pipeline) -> None:
+def test_resolved_files_are_those_that_the_pipeline_wrote(undisturbed):
     written = {
         file: (file.read_text(), file.stat().st_mtime_ns)
         for file in undisturbed.results.glob("*/*/*.yaml")
@@ -91,9 +91,7 @@ def computed(pipeline: Pipeline) -> dict[Path, tuple[int, bytes]]:
 @pytest.mark.parametrize(
     "end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
 )
-def test_a_copy_is_finished_whatever_its_times(
-    undisturbed: Pipeline, tmp_path: Path, end: signal.Signals
-) -> None:
+def test_a_copy_is_finished_whatever_its_times(undisturbed, tmp_path, end):
     """Its jobs look at what is there, also if they are killed, and nothing is computed again.
 
     Times are reversed, and stamps of evaluations are gone, as version 0.2.0 has left results. The
@@ -132,7 +130,7 @@ def test_a_copy_is_finished_whatever_its_times(
 
 
 @pytest.mark.slow
-def test_a_setting_is_changed_killed_and_set_back(undisturbed: Pipeline, tmp_path: Path) -> None:
+def test_a_setting_is_changed_killed_and_set_back(undisturbed, tmp_path):
     """Dry run, kill in the middle of the new training, back: as if it had never been."""
     pipeline = copy_of(undisturbed, tmp_path / "back")
     before = computed(pipeline)
@@ -154,9 +152,7 @@ def test_a_setting_is_changed_killed_and_set_back(undisturbed: Pipeline, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_second_data_set_is_a_column_of_the_page_of_data_sets(
-    undisturbed: Pipeline, tmp_path: Path
-) -> None:
+def test_a_second_data_set_is_a_column_of_the_page_of_data_sets(undisturbed, tmp_path):
     """Only what is of the second data set is computed, and the page."""
     several = copy.deepcopy(MINI)
     several["datasets"]["larger"] = {
@@ -187,7 +183,7 @@ def test_a_second_data_set_is_a_column_of_the_page_of_data_sets(
     assert re.findall(r"(?m)^## (.*)$", text) == ["digits", "larger"]
 
 
-def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_image_is_named(tmp_path):
     from PIL import Image
     from sklearn.datasets import load_sample_image
 

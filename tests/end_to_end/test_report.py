@@ -182,7 +182,7 @@ return [...document.querySelectorAll('main :is(h1, h2, h3, p, table, li, img)')]
 
 
 @pytest.mark.parametrize(("dark", "width"), [(False, 1280), (True, 390)])
-def test_the_report_in_a_browser(report: Path, tmp_path: Path, dark: bool, width: int) -> None:
+def test_the_report_in_a_browser(report, tmp_path, dark, width):
     with browsing(dark, width) as browser:
         browser.open(report)
         text = browser.script("return document.body.innerText")
@@ -291,7 +291,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("dark", "width"), [(False, 1280), (True, 390)])
-def test_pages_of_somebodys_own_images(own: Path, dark: bool, width: int) -> None:
+def test_pages_of_somebodys_own_images(own, dark, width):
     with browsing(dark, width) as browser:
         for page in ("images.html", "report.html", "clusters/index.html"):
             browser.open(own / page)

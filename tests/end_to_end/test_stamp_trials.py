@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from mini_pipeline import MINI, ROOT, Pipeline, wait_for
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.slow
 KILLS = 10
 
 
-def test_ten_kills_at_random_moments(undisturbed: Pipeline, tmp_path: Path) -> None:
+def test_ten_kills_at_random_moments(undisturbed, tmp_path):
     """SIGKILL of everything, from the first import to the last evaluation."""
     pipeline = Pipeline(tmp_path / "killed", copy.deepcopy(MINI))
     pipeline.command()  # which makes its folder
@@ -38,7 +37,7 @@ def test_ten_kills_at_random_moments(undisturbed: Pipeline, tmp_path: Path) -> N
     assert "Nothing to be done" in pipeline.complete("evaluations")
 
 
-def test_a_copy_is_finished_in_another_clone(undisturbed: Pipeline, tmp_path: Path) -> None:
+def test_a_copy_is_finished_in_another_clone(undisturbed, tmp_path):
     """Its times are kept; Snakemake remembers nothing."""
     pipeline = Pipeline(tmp_path / "copy", copy.deepcopy(MINI))
     words = pipeline.command("evaluations")

@@ -19,7 +19,7 @@ from maect.tools.tuning import words_of, write_tuning
 pytestmark = pytest.mark.slow
 
 
-def test_an_interrupted_command_goes_on_to_its_result(tmp_path: Path) -> None:
+def test_an_interrupted_command_goes_on_to_its_result(tmp_path):
     write_digits(tmp_path / "digits")
     images = Path("digits/val")
     with seeded(0):

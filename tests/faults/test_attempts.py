@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from ranks import run
 
@@ -46,7 +45,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_another_machine_between_kill_and_resume(tmp_path: Path) -> None:
+def test_another_machine_between_kill_and_resume(tmp_path):
     """Audit 6: another revision, version, CPU, limit, threads, compiler or setting: one line."""
     for name, (changes, said) in CHANGED.items():
         folder = tmp_path / name
@@ -80,7 +79,7 @@ def edit(folder: str, **changes: Any) -> None:
     write_record(path, told | {"attempts": [first | changes]})
 
 
-def test_a_resume_with_other_threads(half: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resume_with_other_threads(half, tmp_path):
     """Audit 6: `--cpus 2` in place of 1 at the resume: it computes with one, as it began."""
     said = resume(half, tmp_path / "log", cpus=2)
     assert "1 thread a rank, as before, for the same bits, although 2 would do" in said
@@ -88,7 +87,7 @@ def test_a_resume_with_other_threads(half: dict[str, Any], tmp_path: Path) -> No
     assert (only["step"], only["threads"]) == (0, 1)
 
 
-def test_another_revision_and_cpu(half: dict[str, Any], tmp_path: Path) -> None:
+def test_another_revision_and_cpu(half, tmp_path):
     """Audit 6: real resumes say what was edited into the record, and keep both in the history."""
     edit(half["folder"], revision="0f5cb94", instructions="VSX", device="a loom")
     said = resume(half, tmp_path / "log")
@@ -113,10 +112,7 @@ def uncompiled(context: Any, **job: Any) -> str:
     return str(train(context, **job))
 
 
-def test_a_compiler_that_is_gone(
-    stopped: tuple[Path, Any],
-    tmp_path: Path,
-) -> None:
+def test_a_compiler_that_is_gone(stopped, tmp_path):
     """Audit 6: `compile: true` where nothing compiles: recorded, said, and said at the resume."""
     told = stopped[1]("mae", "mae", folder=tmp_path / "runs", compile=True)
     told["function"] = uncompiled
@@ -131,7 +127,7 @@ def test_a_compiler_that_is_gone(
     assert "resumes with compiled False, it was True" in (tmp_path / "log").read_text()
 
 
-def test_the_terminal_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_terminal_says_it(tmp_path, caplog):
     """Audit 6: what a rank says to people is shown by the launcher, each sentence once.
 
     Also after SLURM has begun the job again: as many as before the requeue were left out.

@@ -38,9 +38,7 @@ def train_otherwise(run: Path, other: str = "mae_tiny") -> None:
     write_record(RunRecord.path(run), record)
 
 
-def test_a_model_card_has_no_numbers_of_another_encoder(
-    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_card_has_no_numbers_of_another_encoder(pipeline, tmp_path, capsys):
     """`maect publish` after the encoder was replaced: no number of the old one."""
     run = pipeline / RUN
     words = ["--repository", "me/digits"]
@@ -55,7 +53,7 @@ def test_a_model_card_has_no_numbers_of_another_encoder(
 
 
 @pytest.mark.parametrize("shards", [True, False])
-def test_features_of_the_splits_exchanged(pipeline: Path, shards: bool) -> None:
+def test_features_of_the_splits_exchanged(pipeline, shards):
     """Features of `train` and `val` under each other's names, with and without the shards."""
     features = pipeline / "results/features/ct_tiny"
     exchange(features / "digits-train.safetensors", features / "digits-val.safetensors")
@@ -70,7 +68,7 @@ def test_features_of_the_splits_exchanged(pipeline: Path, shards: bool) -> None:
     assert not config.with_suffix(".json").exists()
 
 
-def test_features_of_shards_that_were_made_again(pipeline: Path) -> None:
+def test_features_of_shards_that_were_made_again(pipeline):
     """The same split of other images, where no time of a file tells."""
     shards = pipeline / "results/shards/digits/val"
     made = (shards / "index.json").stat()
@@ -83,7 +81,7 @@ def test_features_of_shards_that_were_made_again(pipeline: Path) -> None:
         evaluate(Context(cpus=2), config=config)
 
 
-def test_features_given_by_hand_are_the_users_choice(pipeline: Path, tmp_path: Path) -> None:
+def test_features_given_by_hand_are_the_users_choice(pipeline, tmp_path):
     """Other features as `inputs.test`, from a folder that is no results folder."""
     told = pipeline / "results/evaluations/ct_tiny/knn.yaml"
     other = tmp_path / "other.safetensors"
@@ -93,7 +91,7 @@ def test_features_given_by_hand_are_the_users_choice(pipeline: Path, tmp_path: P
     assert evaluate(Context(cpus=2), config=tmp_path / "knn.yaml") == "done"
 
 
-def test_a_log_that_was_cut_between_two_lines(pipeline: Path) -> None:
+def test_a_log_that_was_cut_between_two_lines(pipeline):
     """A finished run's log whose last lines are gone without a trace."""
     log, sha256 = pipeline / RUN / "metrics.jsonl", RunRecord.of(pipeline / RUN).log_sha256
     assert sha256 is not None and len(entries(log, sha256=sha256)) > 4
@@ -113,7 +111,7 @@ def embedded(pipeline: Path, name: str, *words: str) -> Path:
     return out
 
 
-def test_vectors_of_another_encoder(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vectors_of_another_encoder(pipeline, capsys):
     """Vectors of before the encoder was replaced: not searched, not added to, fit no classifier."""
     vectors, images = embedded(pipeline, "vectors.parquet"), pipeline / "images/val"
     before = Vectors.read(vectors)
@@ -132,7 +130,7 @@ def test_vectors_of_another_encoder(pipeline: Path, capsys: pytest.CaptureFixtur
     assert not np.allclose(Vectors.read(vectors).values, before.values)
 
 
-def test_weights_that_were_replaced_are_imported_again(tmp_path: Path) -> None:
+def test_weights_that_were_replaced_are_imported_again(tmp_path):
     """Another file under the name of the one that was imported, of its size and an old time."""
     weights = tmp_path / "w.pth"
     weights.write_bytes(b"first")

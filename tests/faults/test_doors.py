@@ -80,9 +80,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[s
 # ---- the working folder
 
 
-def test_a_command_takes_nothing_from_the_working_folder(
-    tmp_path: Path, trap: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_takes_nothing_from_the_working_folder(tmp_path, trap, monkeypatch):
     """Modules, plugins and profiles that others have put there; in a container, without a name.
 
     `workflow_html` starts a Snakemake of its own, which would take `default` for a profile.
@@ -114,9 +112,7 @@ def without_names(folder: Path) -> list[str]:
     return words if possible else []
 
 
-def test_a_job_takes_nothing_from_the_working_folder(
-    run: Run, trap: Callable[[], list[str]]
-) -> None:
+def test_a_job_takes_nothing_from_the_working_folder(run, trap):
     """Launcher and ranks, although PYTHONPATH has an empty and a relative entry at its end."""
     told = run.environment()
     told["PYTHONPATH"] += ":."
@@ -139,7 +135,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_profiles_by_name_are_those_of_the_pipeline(trap: Callable[[], list[str]]) -> None:
+def test_profiles_by_name_are_those_of_the_pipeline(trap):
     """A folder `local` that lies in the working folder; a path is taken as it is given."""
     assert find_profile("local") == ROOT / "cluster_profiles/local"
     assert find_profile("cluster_profiles/local") == ROOT / "cluster_profiles/local"
@@ -151,9 +147,7 @@ def test_profiles_by_name_are_those_of_the_pipeline(trap: Callable[[], list[str]
         find_profile("./local")
 
 
-def test_scripts_that_a_profile_names_are_those_of_the_pipeline(
-    trap: Callable[[], list[str]],
-) -> None:
+def test_scripts_that_a_profile_names_are_those_of_the_pipeline(trap):
     """`setup: envs/slurm.sh` where the working folder has such a file, and `apptainer`."""
     Path("envs").mkdir()
     for name in ("envs/slurm.sh", "envs/squashed_python", "apptainer"):
@@ -165,9 +159,7 @@ def test_scripts_that_a_profile_names_are_those_of_the_pipeline(
     assert full_paths("apptainer exec x python") == "apptainer exec x python"
 
 
-def test_a_working_folder_that_everybody_may_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_working_folder_that_everybody_may_write(tmp_path, monkeypatch, capsys):
     """It is refused in a line before Snakemake starts, and so is one below it."""
     monkeypatch.chdir(tmp_path)
     here = Path.cwd()
@@ -186,9 +178,7 @@ def test_a_working_folder_that_everybody_may_write(
     owners.check_working_folder()
 
 
-def test_numba_is_not_configured_by_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numba_is_not_configured_by_the_working_folder(tmp_path, monkeypatch):
     """`.numba_config.yaml` may name the folder from which compiled code is unpickled."""
     from maect.evaluate.pictures import embedded
 
@@ -229,7 +219,7 @@ def test_shards_of_strangers_are_not_reused_from_a_folder_that_everybody_may_wri
     assert finished_shards(own).keys() == {roots}
 
 
-def test_a_staged_copy_that_was_changed_is_made_again(shards: Path, tmp_path: Path) -> None:
+def test_a_staged_copy_that_was_changed_is_made_again(shards, tmp_path):
     """A flipped bit in each file beside the tars, of the same size; and one while it is copied."""
     out = stage(shards, str(tmp_path))
     for name in ("index.npy", "keys.txt", "crc32.npy", "index.json"):
@@ -257,7 +247,7 @@ def try_to_launch(folder: Path) -> str:
     return line
 
 
-def test_folders_that_let_others_exchange_runs_and_shards(public: Path, shards: Path) -> None:
+def test_folders_that_let_others_exchange_runs_and_shards(public, shards):
     """Anybody may write there; in a sticky one, as /tmp, nobody can rename what is another's."""
     shards.chmod(0o777)
     with pytest.raises(UserError, match=f"{shards}: every user may write there"):
@@ -303,7 +293,7 @@ def test_the_status_of_somebody_elses_job(public: Path) -> None:
 # ---- copies, moved folders, other machines
 
 
-def test_where_a_record_belongs(tmp_path: Path) -> None:
+def test_where_a_record_belongs(tmp_path):
     """Copies and moved folders have no live job; names that mean the same folder do."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -323,7 +313,7 @@ def test_where_a_record_belongs(tmp_path: Path) -> None:
     assert state(tmp_path / "away") == "ended"
 
 
-def test_a_folder_that_is_moved_while_it_runs(run: Run) -> None:
+def test_a_folder_that_is_moved_while_it_runs(run):
     """The launcher ends and submits nothing in the old place; it goes on in the new one."""
     launcher = run.start(steps=2000, save_every=1)
     run.reaches(5)
@@ -339,7 +329,7 @@ def test_a_folder_that_is_moved_while_it_runs(run: Run) -> None:
         moved.end()
 
 
-def test_a_job_of_another_machine(tmp_path: Path) -> None:
+def test_a_job_of_another_machine(tmp_path):
     job = Job("local", "x", 1, state="submitted", id="1", site="far")
     with pytest.raises(UserError, match="local job 1 was started on far") as said:
         clusters()["local"].poll(tmp_path, job)

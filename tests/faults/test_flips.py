@@ -352,7 +352,7 @@ class Interrupted(Context):
 
 @pytest.mark.parametrize("trials", [6, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
-def test_no_damage_is_silent(name: str, trials: int, results: Path, tmp_path: Path) -> None:
+def test_no_damage_is_silent(name, trials, results, tmp_path):
     """Flips, zeros and cuts of one kind of record, and everybody who reads it."""
     pattern, readers = KINDS[name]
     (file,), folder = sorted(results.glob(pattern)), tmp_path / "out"

@@ -101,12 +101,12 @@ CHANGED: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize(("changes", "expected"), CHANGED.values(), ids=CHANGED)
-def test_settings_were_changed(place: Path, changes: dict[str, Any], expected: set[str]) -> None:
+def test_settings_were_changed(place, changes, expected):
     """Audit 4: after a change of the file, exactly what it changes is found, in a copy as well."""
     assert found_in(place, **changes) == expected
 
 
-def test_an_encoder_was_replaced(place: Path) -> None:
+def test_an_encoder_was_replaced(place):
     """Audit 11: features and evaluations of the encoder before, and what started from it."""
     run = place / "results/runs/mae_tiny"
     train_otherwise(run, "ct_tiny")
@@ -115,7 +115,7 @@ def test_an_encoder_was_replaced(place: Path) -> None:
     assert found_in(place) >= made_of_it | {"runs/mae_tiny/done", "runs/head_tiny/done"}
 
 
-def test_features_were_exchanged(place: Path) -> None:
+def test_features_were_exchanged(place):
     """Audit 11: features of train and val under each other's name, made of the same encoder."""
     folder = place / "results/features/mae_tiny"
     exchange(folder / "digits-train.safetensors", folder / "digits-val.safetensors")
@@ -123,7 +123,7 @@ def test_features_were_exchanged(place: Path) -> None:
     assert found_in(place) == features("mae_tiny")
 
 
-def test_shards_of_other_images(place: Path) -> None:
+def test_shards_of_other_images(place):
     """Shards made again of other images, with the times of before: all that read them is found."""
     index = place / "results/shards/digits/train/index.json"
     record, times = read_record(index), index.stat()
@@ -133,14 +133,14 @@ def test_shards_of_other_images(place: Path) -> None:
     assert found_in(place) >= expected
 
 
-def test_what_is_gone_is_no_difference(place: Path) -> None:
+def test_what_is_gone_is_no_difference(place):
     """Without shards, features or a source nothing can be said of what was made of them."""
     for name in ("shards", "features", "runs/mae_tiny"):
         shutil.rmtree(place / "results" / name)
     assert found_in(place) == set()
 
 
-def test_features_that_are_gone_hide_no_difference(place: Path) -> None:
+def test_features_that_are_gone_hide_no_difference(place):
     """Results say which images, in which precision."""
     shutil.rmtree(place / "results/features")
     assert found_in(place) == set()
@@ -154,7 +154,7 @@ def test_features_that_are_gone_hide_no_difference(place: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-9999, 1e-6, 9999])
-def test_a_table_is_of_the_evaluations_that_are_there(place: Path, seconds: float) -> None:
+def test_a_table_is_of_the_evaluations_that_are_there(place, seconds):
     """One arrives by `rsync -a` with an older time: that the table is old, no time tells."""
     path = place / "results/evaluations/mae_tiny/knn.json"
     before = path.stat().st_mtime
@@ -166,7 +166,7 @@ def test_a_table_is_of_the_evaluations_that_are_there(place: Path, seconds: floa
     assert made_of != json.loads(path.read_text())["checksum"]
 
 
-def test_a_page_is_of_the_tables_and_records_that_are_there(place: Path) -> None:
+def test_a_page_is_of_the_tables_and_records_that_are_there(place):
     table = place / "results/tables/clustering.csv"
     table.write_text("made anew")
     os.utime(table, (0, 0))
@@ -182,7 +182,7 @@ def test_a_page_is_of_the_tables_and_records_that_are_there(place: Path) -> None
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "another format"])
-def test_a_damaged_stamp_is_made_again(place: Path, damage: str) -> None:
+def test_a_damaged_stamp_is_made_again(place, damage):
     stamp = place / "results/evaluations/mae_tiny/knn.done"
     text = stamp.read_text()
     cut = {"cut": text[:-9], "empty": "", "another format": text.replace(": 1", ": 99")}
@@ -190,7 +190,7 @@ def test_a_damaged_stamp_is_made_again(place: Path, damage: str) -> None:
     assert found_in(place) == {"evaluations/mae_tiny/knn.done"}
 
 
-def test_a_result_that_is_gone_is_made_again(place: Path) -> None:
+def test_a_result_that_is_gone_is_made_again(place):
     """Its stamp alone is no result."""
     stamps = {
         "runs/head_tiny/head.safetensors": "runs/head_tiny/done",
@@ -212,9 +212,7 @@ def plan(folder: Path, stand: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[
     return Counter(job.rule for job in jobs)
 
 
-def test_the_same_answer_from_anywhere(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_answer_from_anywhere(place, tmp_path, monkeypatch):
     """Audit 4: settings changed, no `.snakemake` where one stands, the folder is a copy.
 
     A dry run writes nothing.
@@ -234,9 +232,7 @@ def test_the_same_answer_from_anywhere(
     assert after == before
 
 
-def test_what_is_gone_is_made_again_if_something_reads_it(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_gone_is_made_again_if_something_reads_it(place, tmp_path, monkeypatch):
     """Shards if a job reads them, finished ones never; evaluations also if nothing shows them."""
     shutil.rmtree(place / "results/shards/digits/train")
     write(place, val={"shards": 2})

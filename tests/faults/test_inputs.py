@@ -41,7 +41,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "words"), REFUSED.values(), ids=REFUSED)
-def test_an_experiment_is_refused_in_a_line(tmp_path: Path, text: str, words: str) -> None:
+def test_an_experiment_is_refused_in_a_line(tmp_path, text, words):
     """It quotes a part of what was given."""
     file = tmp_path / "x.yaml"
     file.write_text(text)
@@ -50,7 +50,7 @@ def test_an_experiment_is_refused_in_a_line(tmp_path: Path, text: str, words: st
     assert "\n" not in str(error.value) and len(str(error.value)) < 3000
 
 
-def test_a_key_given_twice_in_a_resolved_file_and_on_the_command_line(tmp_path: Path) -> None:
+def test_a_key_given_twice_in_a_resolved_file_and_on_the_command_line(tmp_path):
     """Files that jobs read, and changes to them."""
     (tmp_path / "c.yaml").write_text("a: 1\na: 2\n")
     with pytest.raises(UserError, match=r"c\.yaml: not valid YAML \(the key 'a' is there twice"):
@@ -60,7 +60,7 @@ def test_a_key_given_twice_in_a_resolved_file_and_on_the_command_line(tmp_path: 
         SettingsFile.read(tmp_path / "c.yaml", ["settings={b: 1, b: 2}"])
 
 
-def test_merged_keys_may_be_replaced() -> None:
+def test_merged_keys_may_be_replaced():
     """`<<` gives keys that a mapping then gives itself, also through several anchors."""
     text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, y: 2}\nc: {<<: *b, x: 3}\nd: {<<: [*b, *a], z: 4}\n"
     assert parse_yaml(text, "") == {
@@ -69,7 +69,7 @@ def test_merged_keys_may_be_replaced() -> None:
     }  # fmt: skip
 
 
-def test_what_yaml_1_1_reads_otherwise(tmp_path: Path) -> None:
+def test_what_yaml_1_1_reads_otherwise(tmp_path):
     """Octal and sexagesimal numbers, dates, `yes` and `no`."""
     text = "[010, 1:30, 0b11, 2026-01-02, yes, no, on, OFF, true, False, 1_000, 0x10, 1.5e+3, ~]"
     assert parse_yaml(text, "") == [
@@ -81,7 +81,7 @@ def test_what_yaml_1_1_reads_otherwise(tmp_path: Path) -> None:
     assert load(str(file)).runs["m"].settings.epochs == 10
 
 
-def test_runs_are_named_as_their_values_are_written(tmp_path: Path) -> None:
+def test_runs_are_named_as_their_values_are_written(tmp_path):
     """`no` was `0`."""
     run = 'runs: {"m_{a}": {recipe: mae, size: tiny, each: {a: [%s]}}}'
     file = tmp_path / "x.yaml"
@@ -89,7 +89,7 @@ def test_runs_are_named_as_their_values_are_written(tmp_path: Path) -> None:
     assert [*load(str(file)).runs] == ["m_no", "m_1.10", "m_0.5", "m_10"]
 
 
-def test_files_that_are_nested_deeply_and_long_values(tmp_path: Path) -> None:
+def test_files_that_are_nested_deeply_and_long_values(tmp_path):
     """`RecursionError` in a reader of others' JSON and YAML; a message of a megabyte."""
     deep = "[" * 100_000 + "]" * 100_000
     (tmp_path / "x.json").write_text(deep)
@@ -114,9 +114,7 @@ READERS = {
 @pytest.mark.parametrize(
     ("record", "make"), [*product(READERS, (os.mkfifo,)), ("runs/ct_tiny/run.json", os.mkdir)]
 )
-def test_something_else_in_place_of_a_record(
-    pristine: Path, tmp_path: Path, record: str, make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_something_else_in_place_of_a_record(pristine, tmp_path, record, make, capsys):
     """A pipe or a folder: each command ends, in a line."""
     results = linked(pristine / "results", tmp_path / "results")
     (results / record).unlink()
@@ -139,7 +137,7 @@ def linked(results: Path, to: Path) -> Path:
 
 
 @pytest.mark.timeout(60)
-def test_a_library_opens_no_pipe(tmp_path: Path) -> None:
+def test_a_library_opens_no_pipe(tmp_path):
     """safetensors would wait for somebody who writes; nobody waits for a loop of links."""
     names = ("pipe", "loop", "device")
     pipe, loop, device = (tmp_path / f"{name}.safetensors" for name in names)
@@ -160,7 +158,7 @@ def test_a_library_opens_no_pipe(tmp_path: Path) -> None:
 SIZE, COUNT = 256 << 10, 400
 
 
-def test_a_small_parquet_file_of_large_images(tmp_path: Path) -> None:
+def test_a_small_parquet_file_of_large_images(tmp_path):
     """A column of equal images: 100 MiB in a file of 260 kB, read in any order."""
     image = os.urandom(SIZE)
     table = pa.table({"image": pa.array([image] * COUNT, pa.binary())})
@@ -186,7 +184,7 @@ print(tracemalloc.get_traced_memory()[1], pyarrow.default_memory_pool().max_memo
     assert [*tmp_path.iterdir()] == [tmp_path / "t.parquet"]
 
 
-def test_rows_of_tables_in_any_order(tmp_path: Path) -> None:
+def test_rows_of_tables_in_any_order(tmp_path):
     """Each row's own bytes, ahead or not, over groups and batches; none where there are none."""
     images = [bytes([n % 256, n // 256]) * 50 for n in range(300)]
     values = pa.array([None if n == 7 else data for n, data in enumerate(images)], pa.binary())
@@ -203,7 +201,7 @@ def test_rows_of_tables_in_any_order(tmp_path: Path) -> None:
             source.read(entries[7])
 
 
-def test_folders_named_like_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_named_like_variables(tmp_path, monkeypatch):
     """Images in `$HOME` would have been looked for elsewhere."""
     monkeypatch.setenv("ELSEWHERE", "/tmp")
     images = tmp_path / "$ELSEWHERE"
@@ -213,7 +211,7 @@ def test_folders_named_like_variables(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "x.yaml").exists()
 
 
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home(monkeypatch):
     """Results in `/nonexistent`, or in a folder called `~nobody-there`."""
     monkeypatch.setenv("HOME", "/nonexistent")
     for path in ("~/results", "~nobody-is-called-so/results"):

@@ -27,7 +27,7 @@ def entries(folder: Path) -> int:
     return len((folder / "metrics.jsonl").read_text().splitlines())
 
 
-def test_a_purge_took_the_states(purged: dict[str, Any], tmp_path: Path) -> None:
+def test_a_purge_took_the_states(purged, tmp_path):
     """Audit 5: all files below `state` are gone, and the run says that it saved one."""
     folder = Path(purged["folder"])
     ended = run(1, purged, log=tmp_path / "log")
@@ -36,7 +36,7 @@ def test_a_purge_took_the_states(purged: dict[str, Any], tmp_path: Path) -> None
     assert entries(folder) == 3 and read_notes(folder)["saved"] == 3
 
 
-def test_a_damaged_recipe(half: dict[str, Any], tmp_path: Path) -> None:
+def test_a_damaged_recipe(half, tmp_path):
     """Its cure was to delete it, which was refused next, and then to delete the log."""
     folder = Path(half["folder"])
     recipe = folder / "recipe.json"
@@ -49,13 +49,13 @@ def test_a_damaged_recipe(half: dict[str, Any], tmp_path: Path) -> None:
     assert entries(folder) == 2, "it went on at the third step"
 
 
-def test_it_ends_before_it_queues(purged: dict[str, Any]) -> None:
+def test_it_ends_before_it_queues(purged):
     """Audit 5: the command itself ends; no job waits for a node to find it out."""
     with pytest.raises(UserError, match="no state"):
         _as_saved(Path(purged["folder"]), 1, 1, "1")
 
 
-def test_a_kill_before_the_first_save(stopped: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_kill_before_the_first_save(stopped, tmp_path):
     """Control: a run that has a log and saved nothing begins anew by itself."""
     told = stopped[1]("mae", "mae", folder=tmp_path / "runs")
     with pytest.raises(RuntimeError):
@@ -65,7 +65,7 @@ def test_a_kill_before_the_first_save(stopped: tuple[Path, Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize("how", ["the training itself", "maect clean"])
-def test_states_that_were_removed_on_purpose(tmp_path: Path, how: str) -> None:
+def test_states_that_were_removed_on_purpose(tmp_path, how):
     """Control: a finished run whose states maect has removed may be trained again."""
     folder = tmp_path / "runs/mae"
     (folder / "state/step-000000003").mkdir(parents=True)

@@ -41,7 +41,7 @@ def snakemake(*words: str | Path, cwd: Path) -> "subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
 
 
-def test_files_of_a_standardized_workflow_are_there() -> None:
+def test_files_of_a_standardized_workflow_are_there():
     """As the catalogue's own script asks: these three, and modules that end in .smk."""
     usage = read(ROOT / ".snakemake-workflow-catalog.yml")["usage"]
     assert usage["report"] is True and "--rerun-triggers mtime" in usage["mandatory-flags"]["flags"]
@@ -52,7 +52,7 @@ def test_files_of_a_standardized_workflow_are_there() -> None:
     assert rules and all(path.suffix == ".smk" for path in rules)
 
 
-def test_the_configuration_is_explained_and_says_the_default() -> None:
+def test_the_configuration_is_explained_and_says_the_default():
     schema = read(ROOT / "workflow/schemas/config.schema.yaml")
     assert {*schema["properties"]} == {"experiment", *CHANGES}
     assert read(ROOT / "config/config.yaml") == {
@@ -62,14 +62,14 @@ def test_the_configuration_is_explained_and_says_the_default() -> None:
     assert all(f"`{key}`" in text for key in schema["properties"])
 
 
-def test_a_configuration_of_another_type_is_refused(tmp_path: Path) -> None:
+def test_a_configuration_of_another_type_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("experiment: [digits]\n")
     words = ["--snakefile", SNAKEFILE, "--configfile", "config.yaml", "--dry-run"]
     done = snakemake(*words, cwd=tmp_path)
     assert done.returncode == 1 and "is not of type 'string'" in done.stdout
 
 
-def test_the_rules_work_as_a_module_of_another_workflow(tmp_path: Path) -> None:
+def test_the_rules_work_as_a_module_of_another_workflow(tmp_path):
     """Both workflows' handlers run; one of ours writes what the jobs read."""
     for name in ("config", "workflow"):
         (tmp_path / name).mkdir()
@@ -100,7 +100,7 @@ main()
 
 # Without pydantic: a clone that is not installed.
 @pytest.mark.parametrize("hidden", ["maect", "pydantic"])
-def test_without_maect_a_line_says_what_to_install(hidden: str, tmp_path: Path) -> None:
+def test_without_maect_a_line_says_what_to_install(hidden, tmp_path):
     script = WITHOUT.replace("{hidden}", hidden)
     command = [sys.executable, "-P", "-c", script, "--snakefile", SNAKEFILE, "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
@@ -112,7 +112,7 @@ def test_without_maect_a_line_says_what_to_install(hidden: str, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_run_of_minutes(tmp_path: Path) -> None:
+def test_the_run_of_minutes(tmp_path):
     """`.test`, as config/README.md and hosted CI run it, in a folder of its own."""
     (tmp_path / "config").symlink_to(TEST)
     words = ["--directory", tmp_path, "--snakefile", SNAKEFILE, "--cores", "2"]

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +115,7 @@ TABLE: dict[str, Any] = {"images": "fruit/table.csv", "kind": "list", "only": No
         ({}, lambda: fruit(Path("other"), "abc"), {"images": "other"}, "4 files added (c/0.ppm"),
     ],
 )
-def test_what_is_said_otherwise_is_named(
-    before: dict[str, Any], edit: Callable[[], Any] | None, after: dict[str, Any], said: str
-) -> None:
+def test_what_is_said_otherwise_is_named(before, edit, after, said):
     folder = make(experiment(**before))
     assert changed_images(experiment(**before)) == []
     if edit:
@@ -132,9 +129,7 @@ def test_what_is_said_otherwise_is_named(
     assert changed_images(experiment(**after)) == other_shards(found, [PAIR]) == []
 
 
-def test_other_images_of_which_there_are_too_many_to_look_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_images_of_which_there_are_too_many_to_look_at(monkeypatch):
     """Their folders are; of ImageNet all classes are known, whichever are there."""
     monkeypatch.setattr(changes, "MOST", 3)
     make(experiment())
@@ -152,7 +147,7 @@ def test_other_images_of_which_there_are_too_many_to_look_at(
     assert f"2 files added ({ids[2]}/ …)" in note
 
 
-def test_other_validation_images_of_imagenet() -> None:
+def test_other_validation_images_of_imagenet():
     """Their labels are given apart."""
     Path("labels.txt").write_text("".join(f"{number} {number}\n" for number in range(4)))
     shutil.copytree("fruit/a", "images")
@@ -179,9 +174,7 @@ def test_other_validation_images_of_imagenet() -> None:
         (lambda: Path("train.txt").unlink(), {}),
     ],
 )
-def test_what_stays_the_same_is_silent(
-    edit: Callable[[], Any] | None, changed: dict[str, Any]
-) -> None:
+def test_what_stays_the_same_is_silent(edit, changed):
     folder = make(experiment())
     if edit:
         edit()
@@ -190,7 +183,7 @@ def test_what_stays_the_same_is_silent(
     assert changed_images(found) == other_shards(found, found.splits) == []
 
 
-def test_an_archive_may_be_called_otherwise() -> None:
+def test_an_archive_may_be_called_otherwise():
     with_archive = {"kind": "archive", "only": None, "shards": 1}
     shutil.make_archive("a", "zip", "fruit")
     make(experiment(images="a.zip", **with_archive))
@@ -200,7 +193,7 @@ def test_an_archive_may_be_called_otherwise() -> None:
     assert "1 file changed" in changed_images(experiment(images="c.zip", **with_archive))[0]
 
 
-def test_other_labels_are_other_content() -> None:
+def test_other_labels_are_other_content():
     found = experiment(kind="imagenet_val", labels="labels.txt", only=None)
     contents = []
     for text in ("490\n", "490\n", "361\n"):
@@ -209,7 +202,7 @@ def test_other_labels_are_other_content() -> None:
     assert contents[0] == contents[1] != contents[2]
 
 
-def test_images_that_are_added_are_a_warning_and_refuse_nothing() -> None:
+def test_images_that_are_added_are_a_warning_and_refuse_nothing():
     make(experiment())
     fruit(Path("fruit"), "c")
     found = experiment()
@@ -220,7 +213,7 @@ def test_images_that_are_added_are_a_warning_and_refuse_nothing() -> None:
     assert other_shards(experiment(images="elsewhere"), [PAIR]) == []
 
 
-def test_which_jobs_read_shards() -> None:
+def test_which_jobs_read_shards():
     found, folder = experiment(), make(experiment())
     root = found.root
     assert shards_of(found, [f"{folder}/index.json", f"{root}/runs/a/run.json"]) == [PAIR]
@@ -236,7 +229,7 @@ def start(*words: str) -> "subprocess.CompletedProcess[str]":
     )  # fmt: skip
 
 
-def test_a_job_that_would_read_them_is_refused() -> None:
+def test_a_job_that_would_read_them_is_refused():
     found = experiment()
     made = [make(found, split) for split in ("train", "val")]
     move_names()
@@ -254,7 +247,7 @@ def test_a_job_that_would_read_them_is_refused() -> None:
     assert alone.returncode == 0 and (made[1] / "index.json").exists(), alone.stderr
 
 
-def test_a_run_is_told_anew_how_images_are_resized(tmp_path: Path) -> None:
+def test_a_run_is_told_anew_how_images_are_resized(tmp_path):
     """Its job ends at once, having written that down for `maect embed` and others."""
     found = experiment()
     config = found.folder("mae_tiny") / "config.yaml"
@@ -275,7 +268,7 @@ def test_a_run_is_told_anew_how_images_are_resized(tmp_path: Path) -> None:
     assert outdated(found) == []
 
 
-def test_bundled_images_of_another_kind() -> None:
+def test_bundled_images_of_another_kind():
     """They are written again, once the shards of those before are removed as the message says."""
 
     def asked(kind: str) -> Experiment:
@@ -295,7 +288,7 @@ def test_bundled_images_of_another_kind() -> None:
     assert len(Asked(asked("shapes")).images("fruit")) == 1
 
 
-def test_a_plan_that_was_not_finished_is_not_gone_on_with() -> None:
+def test_a_plan_that_was_not_finished_is_not_gone_on_with():
     folder = make(experiment(), finish=False)
     move_names()
     job = {"dataset": "fruit", "split": "train"}
@@ -304,7 +297,7 @@ def test_a_plan_that_was_not_finished_is_not_gone_on_with() -> None:
     assert open_index(folder).n == len(Path("train.txt").read_text().splitlines()) == 5
 
 
-def test_shards_of_images_that_were_edited_in_place_are_not_taken() -> None:
+def test_shards_of_images_that_were_edited_in_place_are_not_taken():
     first = make(experiment("d1"))
     assert experiment("d2").shards(*PAIR) == first
     path = Path("fruit/a/0.ppm")  # which keeps its size

@@ -28,9 +28,7 @@ def training(root: Path, name: str, finished: bool = True) -> Path:
     return folder
 
 
-def test_only_what_no_resume_needs_is_removed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_what_no_resume_needs_is_removed(tmp_path, capsys):
     done, stopped = training(tmp_path, "mae"), training(tmp_path, "ct_min", finished=False)
     damaged = training(tmp_path, "head_min")
     write_record(done / "recipe.json", {"fingerprint": "before"})
@@ -57,9 +55,7 @@ def test_only_what_no_resume_needs_is_removed(
     assert "nothing can be freed" in capsys.readouterr().out
 
 
-def test_what_another_recipe_left_stays_unless_it_is_finished(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_another_recipe_left_stays_unless_it_is_finished(tmp_path, capsys):
     run = training(tmp_path, "mae")
     aside = run / "stale-abc"
     (aside / "metrics.jsonl").write_text("{}")
@@ -78,6 +74,6 @@ def test_what_another_recipe_left_stays_unless_it_is_finished(
     assert sorted(path.name for path in aside.iterdir()) == left
 
 
-def test_a_folder_without_runs(tmp_path: Path) -> None:
+def test_a_folder_without_runs(tmp_path):
     with pytest.raises(UserError, match="no runs there"):
         clean(tmp_path, remove=False)

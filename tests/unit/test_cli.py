@@ -20,7 +20,7 @@ from maect.records import RunRecord
 
 
 @pytest.mark.parametrize("command", ["-m maect show {}", "-m maect.recipes ct_min"])
-def test_who_reads_only_the_first_lines(command: str, tmp_path: Path) -> None:
+def test_who_reads_only_the_first_lines(command, tmp_path):
     """`maect ... | head` ends without a word, whenever the other side goes."""
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "low_shot.csv").write_text("architecture,method\n" * 999)
@@ -32,7 +32,7 @@ def test_who_reads_only_the_first_lines(command: str, tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices(tmp_path, monkeypatch):
     """What CUDA_VISIBLE_DEVICES hides is not used, whatever the driver lists."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -92,9 +92,7 @@ def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train x --det", "Unknown option: --det. "),
     ],
 )
-def test_mistakes_are_one_line(
-    words: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(words, message, tmp_path, capfd):
     """Also an option that is not written out: `--rem` deleted."""
     (tmp_path / "OUT").touch()
     shown = "name: umap\nrows:\n- {architecture: a, method: m, runs: [r]}\nruns: runs\n"
@@ -111,9 +109,7 @@ def test_mistakes_are_one_line(
         assert (tmp_path / "logs/one.log").read_text() == stderr
 
 
-def test_status_of_all_experiments_names_those_without_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_of_all_experiments_names_those_without_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("results/early/runs").mkdir(parents=True)
     write_record(
@@ -125,7 +121,7 @@ def test_status_of_all_experiments_names_those_without_a_run(
     assert cli.main(["status", "results/early"]) == 2
 
 
-def test_words_for_snakemake_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_for_snakemake_are_passed_on(monkeypatch):
     passed: list[tuple[object, ...]] = []
     monkeypatch.setattr("maect.tools.commands.snakemake", lambda *given: passed.append(given) or 3)
     monkeypatch.chdir("/")
@@ -147,9 +143,7 @@ def test_words_for_snakemake_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("words", [[], ["--help"]])
-def test_help_has_every_command_once_in_a_group(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_has_every_command_once_in_a_group(words, capsys):
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     functions = [function for group in cli.GROUPS.values() for function in group]
@@ -163,7 +157,7 @@ def test_help_has_every_command_once_in_a_group(
 COMMANDS = [cli.name_of(function) for group in cli.GROUPS.values() for function in group]
 
 
-def test_options_of_0_2_0_are_accepted() -> None:
+def test_options_of_0_2_0_are_accepted():
     words = ["evaluate", "x.yaml", "--cpus=2", "--minutes", "5", "--sbatch=--qos=a", "--nodes=1..3"]
     app = cli.build_app()
     _, bound, _ = app.parse_args([cli._renamed(word) for word in words])
@@ -175,8 +169,8 @@ def test_options_of_0_2_0_are_accepted() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_explains_every_word_in_80_columns_and_its_examples_are_understood(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    command, monkeypatch, capsys
+):
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([command, "--help"]) == 0
     said = capsys.readouterr().out
@@ -195,9 +189,7 @@ def test_help_explains_every_word_in_80_columns_and_its_examples_are_understood(
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.0, True), (60.0, False)])
-def test_a_command_that_takes_its_time_says_what_it_does(
-    seconds: float, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_takes_its_time_says_what_it_does(seconds, said, monkeypatch, capsys):
     monkeypatch.setattr("maect.cli.is_watched", lambda: True)
     monkeypatch.setattr("maect.cli.QUIET_SECONDS", seconds)
     told = threading.Event()
@@ -217,7 +209,7 @@ CTRL_C_COUNTS = (
 
 
 @pytest.mark.parametrize("end", ["Ctrl-C", "kill"])
-def test_an_interruption_before_the_first_job_is_a_line(end: str, tmp_path: Path) -> None:
+def test_an_interruption_before_the_first_job_is_a_line(end, tmp_path):
     # A shell that starts tests in the background has them ignore it.
     command = [sys.executable, "-c", CTRL_C_COUNTS, sys.executable, "-m", "maect", "run", "digits"]
     with subprocess.Popen(
@@ -235,7 +227,7 @@ def test_an_interruption_before_the_first_job_is_a_line(end: str, tmp_path: Path
     assert "Traceback" not in said
 
 
-def test_a_signal_does_not_find_half_of_a_module() -> None:
+def test_a_signal_does_not_find_half_of_a_module():
     """A second signal during an import in the first one's handler stopped nothing."""
     code = """
 import signal, sys
@@ -250,9 +242,7 @@ raise AssertionError("no handler")
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_shell_completes_commands_and_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shell_completes_commands_and_options(tmp_path, capsys):
     assert cli.main(["completion", "bash"]) == 0
     (tmp_path / "maect.bash").write_text(capsys.readouterr().out)
     (tmp_path / "photos").mkdir()

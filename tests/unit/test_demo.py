@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 RULES = """
 rule table:
@@ -17,7 +16,7 @@ rule knn:
 """
 
 
-def test_the_terminal_has_the_plugins_lines_and_the_log_has_all(tmp_path: Path) -> None:
+def test_the_terminal_has_the_plugins_lines_and_the_log_has_all(tmp_path):
     """Snakemake loads the plugin by its name, with the setting of the command line."""
     (tmp_path / "Snakefile").write_text(RULES)
     with open(tmp_path / "terminal", "wb") as terminal, open(tmp_path / "log", "wb") as log:

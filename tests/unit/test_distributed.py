@@ -49,7 +49,7 @@ def on_rank(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_three_ranks() -> None:
+def test_three_ranks():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -57,7 +57,7 @@ def test_three_ranks() -> None:
     multiprocessing.start_processes(on_rank, (port,), nprocs=3, start_method="forkserver")
 
 
-def test_alone() -> None:
+def test_alone():
     assert distributed.rank_and_size() == (0, 1)
     assert distributed.from_rank_0(SENT) is SENT
     assert distributed.any_rank(True) and not distributed.any_rank(False)
@@ -82,7 +82,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> float:
     return 0.2
 
 
-def test_a_network_that_leads_nowhere_is_found_in_minutes(short: float) -> None:
+def test_a_network_that_leads_nowhere_is_found_in_minutes(short):
     """From beside the main thread, which NCCL may never let go."""
     assert timedelta(minutes=1) < distributed.STEP_TIMEOUT / 5
     store, rank = dist.HashStore(), FirstOfTwo()
@@ -94,7 +94,7 @@ def test_a_network_that_leads_nowhere_is_found_in_minutes(short: float) -> None:
     assert "NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME" in str(error)
 
 
-def test_ranks_that_start_late_are_waited_for(short: float) -> None:
+def test_ranks_that_start_late_are_waited_for(short):
     """A node may take minutes to read the packages."""
     store, rank = dist.HashStore(), FirstOfTwo()
     late = threading.Timer(5 * short, lambda: store.set("here-1", ""))
@@ -105,6 +105,6 @@ def test_ranks_that_start_late_are_waited_for(short: float) -> None:
     assert not rank.failed
 
 
-def test_files_are_waited_for_less_long_than_exchanges() -> None:
+def test_files_are_waited_for_less_long_than_exchanges():
     """Ranks wait for rank 0 while it waits for their files."""
     assert distributed.STEP_TIMEOUT.total_seconds() / 2 >= checkpoint._WAIT_FOR_RANKS

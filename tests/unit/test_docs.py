@@ -25,7 +25,7 @@ PAGES = [
 ]
 
 
-def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_broken_link(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -52,7 +52,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_on_a_page_are_understood(page: Path) -> None:
+def test_commands_on_a_page_are_understood(page):
     """What is retrieved is in the catalogue, and what is imported then was retrieved."""
     fetched: set[str] = set()
     app = build_app()
@@ -64,7 +64,7 @@ def test_commands_on_a_page_are_understood(page: Path) -> None:
             assert words[1] in fetched
 
 
-def test_the_readme_says_what_to_type_and_links_to_files_that_are_there() -> None:
+def test_the_readme_says_what_to_type_and_links_to_files_that_are_there():
     """A catalogue of workflows lists a project only if its README has these two words."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     first = " ".join(text.partition("\n## ")[0].split())
@@ -78,7 +78,7 @@ def test_the_readme_says_what_to_type_and_links_to_files_that_are_there() -> Non
         assert (ROOT / target).exists(), target
 
 
-def test_the_example_of_settings_is_read() -> None:
+def test_the_example_of_settings_is_read():
     page = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
     (block,) = re.findall(r'```yaml title="settings"\n(.*?)```', page, re.DOTALL)
     for name, values in yaml.safe_load(block)["protocols"].items():

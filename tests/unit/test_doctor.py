@@ -32,7 +32,7 @@ def failures(findings: list[Finding]) -> list[str]:
     return [finding.what for finding in findings if finding.kind == "FAIL"]
 
 
-def test_a_healthy_site() -> None:
+def test_a_healthy_site():
     text = "\n".join(lines(judge(report())))
     assert "FAIL" not in text and "hint" not in text
     assert "ok   job on 2 nodes, 4 ranks: python 3.12.1, torch 2.14" in text
@@ -41,7 +41,7 @@ def test_a_healthy_site() -> None:
     assert "ok   NVIDIA driver 580.95.05" in text
 
 
-def test_what_the_ranks_saw() -> None:
+def test_what_the_ranks_saw():
     """Also where srun shows every rank only its own device."""
     for changes, fault in (
         ({"sum": 3.0}, "NCCL all-reduce gives a wrong sum"),
@@ -56,7 +56,7 @@ def test_what_the_ranks_saw() -> None:
     assert failures(judge(seen)) == ["weights differ between ranks after a step"]
 
 
-def test_the_job_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_itself(tmp_path, monkeypatch):
     """Two ranks train here; one that fails is a line."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     two = Resources(devices=2, cpus_per_task=1)
@@ -70,7 +70,7 @@ def test_the_job_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert failures(doctor.run_probe(tmp_path, two)) == ["job on 1 node x 2: no node"]
 
 
-def test_what_one_rule_needs_is_no_upper_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_rule_needs_is_no_upper_end(monkeypatch):
     """16 nodes are the end of one rule's range, and all that another rule asks for."""
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "sbatch")
 
@@ -90,7 +90,7 @@ def test_what_one_rule_needs_is_no_upper_end(monkeypatch: pytest.MonkeyPatch) ->
     assert fault == "pretrain: --slurm-account $MINE: this variable is not set; export it"
 
 
-def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch):
     monkeypatch.setenv("MAECT_ACCOUNT", "budget")
     rules = read_profile(ROOT / "cluster_profiles/leonardo")
     assert (rules["pretrain"]["nodes"], rules["features"]["nodes"]) == ("1..16", 1)
@@ -108,9 +108,7 @@ def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPat
         read_profile(ROOT / "envs")
 
 
-def test_faults_before_any_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_faults_before_any_job(tmp_path, monkeypatch, capsys):
     """No sbatch: a line, a hint, and no job is tried."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -125,7 +123,7 @@ def test_faults_before_any_job(
     assert "1 of" in said.err and not (tmp_path / "results").exists()
 
 
-def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
+def test_storage_that_cannot_be_written(tmp_path):
     values = yaml.safe_load((ROOT / "workflow/experiments/digits.yaml").read_text())
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(values | {"storage": "/proc/maect"}))

@@ -51,14 +51,14 @@ def write(folder: Path, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("stated", "expected"), [(None, "fp32 tf32"), ("fp32", "fp32 fp32"), ("bf16", "bf16 bf16")]
 )
-def test_precision_of_features(stated: str | None, expected: str, tmp_path: Path) -> None:
+def test_precision_of_features(stated, expected, tmp_path):
     runs = TINY["runs"] | {"mae_base": {"recipe": "mae", "size": "base"}}
     found = load(write(tmp_path, runs=runs, **({"features": stated} if stated else {})))
     names = ("mae_tiny", "mae_base")
     assert [resolve.precision(found, name) for name in names] == expected.split()
 
 
-def test_a_run_has_a_shape_of_its_own(tmp_path: Path) -> None:
+def test_a_run_has_a_shape_of_its_own(tmp_path):
     """Without an entry in the package; what starts from it has the same one, or is refused."""
     shape = {"width": 96, "heads": 4, "depth": 5}
     runs = {name: run | {"encoder": shape} for name, run in TINY["runs"].items()}
@@ -81,9 +81,7 @@ def own_recipe(folder: Path, recipe: str) -> str:
     return write(folder, runs=TINY["runs"] | {"ct_{aug}_tiny": run})
 
 
-def test_a_recipe_of_ones_own_lies_beside_the_experiment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_of_ones_own_lies_beside_the_experiment(tmp_path, monkeypatch):
     """It starts from one of the package, or from another file, and has values for sizes."""
     folder = tmp_path / "recipes"
     folder.mkdir()
@@ -115,9 +113,7 @@ def test_a_recipe_of_ones_own_lies_beside_the_experiment(
         ("base: mae", "stage pretrain starts from nothing"),
     ],
 )
-def test_a_wrong_recipe_of_ones_own_is_named(
-    tmp_path: Path, text: str | None, message: str
-) -> None:
+def test_a_wrong_recipe_of_ones_own_is_named(tmp_path, text, message):
     if text is not None:
         (tmp_path / "own.yaml").write_text(text)
     with pytest.raises(UserError) as caught:
@@ -125,7 +121,7 @@ def test_a_wrong_recipe_of_ones_own_is_named(
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_expansion_and_links(tmp_path: Path) -> None:
+def test_expansion_and_links(tmp_path):
     storage = str(tmp_path / "results")
     experiment = load(write(tmp_path, seeds=2, tables=["low_shot"], storage=storage))
     assert len(experiment.runs) == 10
@@ -149,7 +145,7 @@ def test_expansion_and_links(tmp_path: Path) -> None:
     assert told.source == tmp_path / "results/runs/head_aug_tiny-s1"
 
 
-def test_values_of_each_are_filled_in_and_typed(tmp_path: Path) -> None:
+def test_values_of_each_are_filled_in_and_typed(tmp_path):
     changes = {"epochs": 7, "crop_scale": [0.3, 1.0], "head": {"topk": "{k}", "lookup": "none"}}
     run = {"recipe": "ct_min", "size": "tiny", "from": "head_min_tiny", "set": changes}
     runs = TINY["runs"] | {"ct_k{k}_tiny": run | {"each": {"k": [1, 10]}}}
@@ -158,7 +154,7 @@ def test_values_of_each_are_filled_in_and_typed(tmp_path: Path) -> None:
     assert found.settings == load_recipe("ct_min", "tiny", changes)
 
 
-def test_every_resolved_file_is_read_back_as_it_was(tmp_path: Path) -> None:
+def test_every_resolved_file_is_read_back_as_it_was(tmp_path):
     found = bundled("digits")
     for path, told in resolve.files(found):
         file = tmp_path / path.relative_to(found.root)
@@ -166,7 +162,7 @@ def test_every_resolved_file_is_read_back_as_it_was(tmp_path: Path) -> None:
         assert type(told).read(file).digest == told.digest, path
 
 
-def test_features_say_how_images_are_resized(tmp_path: Path) -> None:
+def test_features_say_how_images_are_resized(tmp_path):
     """Also where the experiment does not: what a run's file says may be of before."""
     files = dict(resolve.files(load("digits")))
     found = {path: made for path, made in files.items() if isinstance(made, FeaturesConfig)}
@@ -180,7 +176,7 @@ def test_features_say_how_images_are_resized(tmp_path: Path) -> None:
     assert config.how == {"precision": "fp32", "resize": 18, "norm": False, "blocks": 4}
 
 
-def test_every_evaluation_crops_images_as_the_public_encoder_does(tmp_path: Path) -> None:
+def test_every_evaluation_crops_images_as_the_public_encoder_does(tmp_path):
     """Those that run the encoder as those that read features; also of what is tuned from it."""
     weights = tmp_path / "weights.safetensors"
     weights.touch()
@@ -206,7 +202,7 @@ def test_every_evaluation_crops_images_as_the_public_encoder_does(tmp_path: Path
     assert {resolve.resize(experiment, name, "mine") for name in runs} == {260}
 
 
-def test_a_public_encoder_is_trained_on_none_of_the_data_sets(tmp_path: Path) -> None:
+def test_a_public_encoder_is_trained_on_none_of_the_data_sets(tmp_path):
     """Their order does not say how it crops images, nor those that it is not given its size."""
     weights = tmp_path / "weights.safetensors"
     weights.touch()
@@ -237,7 +233,7 @@ def test_a_public_encoder_is_trained_on_none_of_the_data_sets(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("page", ["claims", "datasets", "images"])
-def test_a_page_without_anything_to_show_is_refused(tmp_path: Path, page: str) -> None:
+def test_a_page_without_anything_to_show_is_refused(tmp_path, page):
     """Each is a target by its name, whatever the file asks for."""
     more = {"compare_with_paper": False, "tables": ["low_shot"]}
     found = load(write(tmp_path, storage="r", **more))
@@ -252,7 +248,7 @@ def test_a_page_without_anything_to_show_is_refused(tmp_path: Path, page: str) -
     assert pages.shown_config(found, "low_shot", figure=False).compare_with_paper is False
 
 
-def test_what_a_job_reads(tmp_path: Path) -> None:
+def test_what_a_job_reads(tmp_path):
     asked = [{"runs": ["ct_*"], "protocols": ["knn", "linear_probe", "robustness"]}]
     protocols = {"robustness": {"splits": ["val"]}}
     found = load(write(tmp_path, evaluate=asked, protocols=protocols, storage="r"))
@@ -271,7 +267,7 @@ def test_what_a_job_reads(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_images_smaller_than_the_encoders_are_refused_at_once(tmp_path: Path) -> None:
+def test_images_smaller_than_the_encoders_are_refused_at_once(tmp_path):
     def sized(**resize: int) -> dict:
         return {"datasets": {name: DATASET | {"resize": n} for name, n in resize.items()}}
 
@@ -284,7 +280,7 @@ def test_images_smaller_than_the_encoders_are_refused_at_once(tmp_path: Path) ->
         load(write(tmp_path, runs=runs, **sized(mine=12, all=18)))
 
 
-def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
+def test_digest_follows_the_recipe_and_nothing_else(tmp_path):
     before = load(write(tmp_path))
     runs = dict(TINY["runs"], mae_tiny={"recipe": "mae", "size": "tiny", "set": {"epochs": 101}})
     after = load(write(tmp_path, runs=runs, description="a comment", storage="/elsewhere"))
@@ -363,7 +359,7 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
          "runs: mae_tiny: datasets: mine: splits: unknown 'train'; did you mean 'training'?"),
     ],
 )  # fmt: skip
-def test_mistakes_are_named(tmp_path: Path, change: str, message: str) -> None:
+def test_mistakes_are_named(tmp_path, change, message):
     """In one line, with the file; `more:` are runs beside those of TINY."""
     file = tmp_path / "mine.yaml"
     if change == "runs: [unclosed":
@@ -389,13 +385,13 @@ def test_mistakes_are_named(tmp_path: Path, change: str, message: str) -> None:
         ({"seeds": 0}, "seeds"),
     ],
 )
-def test_a_wrong_config_is_named(tmp_path: Path, change: dict, words: str) -> None:
+def test_a_wrong_config_is_named(tmp_path, change, words):
     file = write(tmp_path, tables=["low_shot", "extended"])
     with pytest.raises(UserError, match=re.escape(words)):
         load(file, **change)
 
 
-def test_features_of_a_kind_have_a_file_of_their_own(tmp_path: Path) -> None:
+def test_features_of_a_kind_have_a_file_of_their_own(tmp_path):
     protocols = {"last": {"protocol": "knn", "norm": False, "blocks": 3}}
     evaluate = [{"runs": ["mae_tiny"], "protocols": ["knn", "knn_before_norm", "last"]}]
     found = load(write(tmp_path, protocols=protocols, evaluate=evaluate))
@@ -413,7 +409,7 @@ def test_features_of_a_kind_have_a_file_of_their_own(tmp_path: Path) -> None:
         )
 
 
-def test_augmentations_are_taken_apart_and_replaced() -> None:
+def test_augmentations_are_taken_apart_and_replaced():
     plain, minimal = (load_recipe(name, "tiny").view_settings() for name in ("ct_aug", "ct_min"))
     alone = load_recipe("ct_aug", "tiny", {"jitter": 0.0, "blur": 0.0, "solarize": 0.0})
     assert [view.gray for view in alone.view_settings()] == [0.2, 0.2]
@@ -429,11 +425,11 @@ def test_augmentations_are_taken_apart_and_replaced() -> None:
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in (ROOT / "workflow/experiments").glob("*.yaml"))
 )
-def test_bundled_experiments_are_valid(name: str) -> None:
+def test_bundled_experiments_are_valid(name):
     assert bundled(name).evaluations
 
 
-def test_seeds_of_one_run_and_of_one_entry(tmp_path: Path) -> None:
+def test_seeds_of_one_run_and_of_one_entry(tmp_path):
     ct = {"recipe": "ct_min", "size": "tiny", "from": "head_min_tiny", "seeds": 1}
     asked = [
         {"runs": ["mae_tiny", "once"], "protocols": ["knn"]},
@@ -450,7 +446,7 @@ def test_seeds_of_one_run_and_of_one_entry(tmp_path: Path) -> None:
     assert len(load(write(tmp_path, runs=runs, evaluate=asked), seeds=1).evaluations) == 3
 
 
-def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path):
     variant = {"probe_short": {"protocol": "linear_probe", "epochs": 3}}
     names = ["probe_short", "linear_probe", "linear_probe_concat", "throughput"]
     asked = [{"runs": ["mae_tiny"], "protocols": names}]
@@ -461,7 +457,7 @@ def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path: Path) -> None:
     assert throughput.size == "tiny"
 
 
-def test_rows_in_their_order_and_under_other_names(tmp_path: Path) -> None:
+def test_rows_in_their_order_and_under_other_names(tmp_path):
     rows = ["ct_*", {"trainable_3": "ct_min_tiny", "start": "mae_*"}]
     shown = load(write(tmp_path, seeds=2, tables={"sensitivity": rows, "low_shot": None}))
     assert shown.rows("sensitivity") == [
@@ -489,12 +485,12 @@ RUNS_ALONE = {"training_curves", "pipeline", "reconstructions", "neighbors_in_tr
         ({"tables": None, "figures": []}, set()),
     ],
 )  # fmt: skip
-def test_only_what_the_asked_protocols_can_show(asked: dict[str, Any], shown: set[str]) -> None:
+def test_only_what_the_asked_protocols_can_show(asked, shown):
     found = load("digits", **asked)
     assert {*pages.tables(found), *pages.figures(found)} == shown
 
 
-def test_config_asks_for_less(tmp_path: Path) -> None:
+def test_config_asks_for_less(tmp_path):
     file = write(tmp_path, tables=["low_shot", "extended"], figures=["umap", "pipeline"])
     less = load(file, tables="extended", figures=["pipeline"], protocols="knn", seeds=3)
     assert list(less.spec.tables) == ["extended"] and list(less.spec.figures) == ["pipeline"]
@@ -505,7 +501,7 @@ def test_config_asks_for_less(tmp_path: Path) -> None:
     }
 
 
-def test_lines_without_an_evaluation_that_is_asked_for_are_left_out(tmp_path: Path) -> None:
+def test_lines_without_an_evaluation_that_is_asked_for_are_left_out(tmp_path):
     asked = [
         {"runs": ["mae_tiny", "ct_*"], "protocols": ["knn"]},
         {"runs": ["mae_tiny"], "protocols": ["umap"]},
@@ -520,7 +516,7 @@ def test_lines_without_an_evaluation_that_is_asked_for_are_left_out(tmp_path: Pa
         load(wrong, protocols="umap")
 
 
-def test_a_figure_of_one_seed_reads_the_first_only(tmp_path: Path) -> None:
+def test_a_figure_of_one_seed_reads_the_first_only(tmp_path):
     asked = [{"runs": ["mae_tiny", "ct_*"], "protocols": ["knn", "umap", "clustering"]}]
     figures = ["umap", "training_curves", "knn_compute"]
     found = load(write(tmp_path, seeds=2, evaluate=asked, figures=figures))
@@ -530,7 +526,7 @@ def test_a_figure_of_one_seed_reads_the_first_only(tmp_path: Path) -> None:
     assert {path.stem for path in seeds["umap"]} == {"umap", "clustering", "index"}
 
 
-def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -> None:
+def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path):
     asked = [
         {"runs": ["mae_*"], "protocols": ["fine_tune", "knn"]},
         {"runs": ["mae_tiny.fine_tune.seed2"], "protocols": ["knn"]},
@@ -560,9 +556,7 @@ def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -
     assert [path.name for path in scored.paths("trained")] == tuned[:3]
 
 
-def test_a_job_that_the_file_does_not_list_is_told_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_the_file_does_not_list_is_told_as_well(tmp_path, monkeypatch):
     """Any file below the results folder may be asked for."""
     monkeypatch.chdir(tmp_path)
     found = load(write(tmp_path, storage="r"))
@@ -574,7 +568,7 @@ def test_a_job_that_the_file_does_not_list_is_told_as_well(
     assert EvaluationConfig.read(config).digest == told.digest
 
 
-def test_fine_tunings_are_trained_on_what_is_evaluated(tmp_path: Path) -> None:
+def test_fine_tunings_are_trained_on_what_is_evaluated(tmp_path):
     """Not on what the encoder saw before, and on the split that the protocol names."""
     splits = DATASET["splits"]
     datasets = {
@@ -603,9 +597,7 @@ def test_fine_tunings_are_trained_on_what_is_evaluated(tmp_path: Path) -> None:
         load(write(tmp_path, **values))
 
 
-def test_experiments_of_the_same_images_share_their_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experiments_of_the_same_images_share_their_shards(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def experiment(name: str, left_out: str = "b.png", shards: int = 2) -> Experiment:
@@ -637,7 +629,7 @@ def test_experiments_of_the_same_images_share_their_shards(
 
 
 @pytest.mark.parametrize("name", ["digits_controls", "cifar10_controls"])
-def test_controls_take_the_operations_of_tuning(name: str) -> None:
+def test_controls_take_the_operations_of_tuning(name):
     """As nearly as whole epochs can."""
     experiment = bundled(name)
 
@@ -657,7 +649,7 @@ def test_controls_take_the_operations_of_tuning(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["digits_law", "cifar10_law"])
-def test_the_law_differs_in_its_lookup_alone(name: str) -> None:
+def test_the_law_differs_in_its_lookup_alone(name):
     runs = bundled(name).runs
     for augmentation in ("min", "aug"):
         tuned = {n: run for n, run in runs.items() if n.startswith(f"ct_{augmentation}")}
@@ -678,7 +670,7 @@ def test_the_law_differs_in_its_lookup_alone(name: str) -> None:
 @pytest.mark.parametrize("data, same", [
     ("digits", "digits_law"), ("cifar10", "cifar10_law"), ("tiny_imagenet", "tiny_imagenet"),
 ])  # fmt: skip
-def test_the_clean_control_changes_the_lookup_alone(data: str, same: str) -> None:
+def test_the_clean_control_changes_the_lookup_alone(data, same):
     """With three seeds of all; what was published before is asked for with the same settings."""
     runs, before = bundled(f"{data}_no_lookup").runs, bundled(same).runs
     for augmentation in ("min", "aug"):
@@ -697,7 +689,7 @@ def test_the_clean_control_changes_the_lookup_alone(data: str, same: str) -> Non
     assert len(known) >= 5 and all(runs[name].settings == before[name].settings for name in known)
 
 
-def test_tiny_imagenet_differs_from_cifar10_by_its_images_alone() -> None:
+def test_tiny_imagenet_differs_from_cifar10_by_its_images_alone():
     """As many patches, the same views in tuning, and neighbours left out beside them."""
     tiny, cifar = bundled("tiny_imagenet"), bundled("cifar10")
     ours, theirs = tiny.runs["ct_aug_micro8"], cifar.runs["ct_aug_micro"]
@@ -710,7 +702,7 @@ def test_tiny_imagenet_differs_from_cifar10_by_its_images_alone() -> None:
         assert without.settings.model_copy(update=changed) == whole.settings
 
 
-def test_config_names_the_results_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_names_the_results_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MAECT_SCRATCH", str(tmp_path / "scratch"))
     file = write(tmp_path, storage="elsewhere")
     assert load(file).root == Path("elsewhere")
@@ -728,7 +720,7 @@ def test_config_names_the_results_folder(tmp_path: Path, monkeypatch: pytest.Mon
         load(file, storage="$MAECT_UNSET/a")
 
 
-def test_config_says_where_splits_are(tmp_path: Path) -> None:
+def test_config_says_where_splits_are(tmp_path):
     """The file that docs/cluster.md writes, for the paper; then what such a file may not say."""
     page = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
     block = re.search(r"^cat > tars\.yaml <<'END'\n(.*?)^END$", page, flags=re.M | re.S)
@@ -758,7 +750,7 @@ def test_config_says_where_splits_are(tmp_path: Path) -> None:
         load("paper", splits=str(tmp_path / "gone.yaml"))
 
 
-def test_an_entry_names_the_data_sets_that_it_evaluates(tmp_path: Path) -> None:
+def test_an_entry_names_the_data_sets_that_it_evaluates(tmp_path):
     """Those of the first keep names and contents; another's read its features and shards."""
     datasets = {"mine": DATASET, "other": DATASET | {"resize": 20}, "unused": DATASET}
     asked = ["knn", "linear_probe", "fine_tune", "clustering", "retrieval"]
@@ -816,7 +808,7 @@ def test_editors_accept_all_experiments_and_no_misspelt_key(tmp_path, capsys):
         assert list(check.iter_errors(wrong)), key
 
 
-def test_how_a_run_is_computed_stands_beside_its_settings(tmp_path: Path) -> None:
+def test_how_a_run_is_computed_stands_beside_its_settings(tmp_path):
     """Written under `set:` or `computing:`; also of the trainings of an evaluation."""
     one = {"recipe": "mae", "size": "tiny"}
     runs = {
@@ -834,7 +826,7 @@ def test_how_a_run_is_computed_stands_beside_its_settings(tmp_path: Path) -> Non
     assert tuned.computing.compile and not found.runs["plain"].computing.compile
 
 
-def test_a_wildcard_is_one_of_the_names() -> None:
+def test_a_wildcard_is_one_of_the_names():
     """Names that begin with others, or hold what has a meaning in an expression, and no others."""
     for seed in range(200):
         draw = random.Random(seed)

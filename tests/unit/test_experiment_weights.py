@@ -32,7 +32,7 @@ def experiment(folder: Path, runs: dict[str, Any] = RUNS, **more: Any) -> Experi
     return load(str(file))
 
 
-def test_an_import_is_a_run_to_start_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_is_a_run_to_start_from(tmp_path, monkeypatch):
     monkeypatch.setenv("PUBLIC", "/public")
     found = experiment(tmp_path, evaluate=[{"runs": ["*"], "protocols": ["knn"]}])
     public, ijepa = found.runs["mae_large_public"], found.runs["ijepa_huge448"]
@@ -46,16 +46,14 @@ def test_an_import_is_a_run_to_start_from(tmp_path: Path, monkeypatch: pytest.Mo
     assert ("ijepa_huge448", "knn") in found.evaluations
 
 
-def test_weights_have_no_seeds(tmp_path: Path) -> None:
+def test_weights_have_no_seeds(tmp_path):
     runs = experiment(tmp_path, seeds=3).runs
     assert len(runs) == 2 + 3 + 3
     assert runs["head_min_large-s2"].source == "mae_large_public"
     assert runs["ct_min_large-s2"].source == "head_min_large-s2"
 
 
-def test_where_the_weights_are_is_no_part_of_the_identity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_weights_are_is_no_part_of_the_identity(tmp_path, monkeypatch):
     def digests(**changes: Any) -> list[str]:
         public = RUNS["mae_large_public"] | changes
         found = experiment(tmp_path, RUNS | {"mae_large_public": public})
@@ -68,9 +66,7 @@ def test_where_the_weights_are_is_no_part_of_the_identity(
     assert digests(layout="mae")[1:] == before[1:]
 
 
-def test_missing_weights_are_named_until_they_are_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_weights_are_named_until_they_are_imported(tmp_path, monkeypatch):
     monkeypatch.setenv("PUBLIC", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     found = experiment(tmp_path)
@@ -94,8 +90,8 @@ def job(rule: str, forced: bool, **given: str) -> PendingJob:
 
 @pytest.mark.parametrize(("forced", "finished"), [(True, True), (False, True), (False, False)])
 def test_what_is_finished_needs_its_weights_and_images_only_if_it_is_forced(
-    tmp_path: Path, forced: bool, finished: bool
-) -> None:
+    tmp_path, forced, finished
+):
     data = {"mine": {"splits": {"train": {"images": "/no/images"}}}}
     found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]}, datasets=data)
     if finished:
@@ -111,7 +107,7 @@ def test_what_is_finished_needs_its_weights_and_images_only_if_it_is_forced(
     assert all("no images at /no/images" in line for line in sharded)
 
 
-def test_a_failed_import_leaves_what_was_imported_before(tmp_path: Path) -> None:
+def test_a_failed_import_leaves_what_was_imported_before(tmp_path):
     """Also one that is forced, which only gives up its record."""
     found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]})
     folder = found.folder("ijepa")
@@ -141,7 +137,7 @@ def test_a_failed_import_leaves_what_was_imported_before(tmp_path: Path) -> None
          "x: its encoder differs from that of no_cls"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line(run: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(run, message, tmp_path):
     without = {"weights": "w", "size": "tiny", "layout": "ijepa"}
     with pytest.raises(UserError, match=message) as error:
         experiment(tmp_path, {"no_cls": without, "x": run})

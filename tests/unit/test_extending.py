@@ -57,7 +57,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_works_as_it_is_written(name: str, tmp_path: Path) -> None:
+def test_a_recipe_works_as_it_is_written(name, tmp_path):
     name, _, trained = name.partition(", ")
     for part in PARTS:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy

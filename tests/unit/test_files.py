@@ -23,7 +23,7 @@ from maect.records import (
 )
 
 
-def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
+def test_a_failure_keeps_what_was_there(tmp_path):
     path = tmp_path / "file"
     path.write_text("before")
     with pytest.raises(RuntimeError), atomic_write(path) as temporary:
@@ -37,9 +37,7 @@ def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
     ("umask", "file", "folder"),
     [(0o000, 0o664, 0o775), (0o022, 0o644, 0o755), (0o007, 0o660, 0o770)],
 )
-def test_the_umask_counts_but_not_everybody_may_write(
-    tmp_path: Path, umask: int, file: int, folder: int
-) -> None:
+def test_the_umask_counts_but_not_everybody_may_write(tmp_path, umask, file, folder):
     code = "from maect.core.files import write_record; write_record('f/r.json', {})"
     command = [sys.executable, "-P", "-c", f"import os; os.umask({umask}); {code}"]
     subprocess.run(command, cwd=tmp_path, check=True)
@@ -47,7 +45,7 @@ def test_the_umask_counts_but_not_everybody_may_write(
     assert (tmp_path / "f").stat().st_mode & 0o777 == folder
 
 
-def test_a_log_that_a_kill_cut_off(tmp_path: Path) -> None:
+def test_a_log_that_a_kill_cut_off(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert entries(path) == []
     text = "".join(line_of(step, {}, {"device_seconds": 1.0}) for step in range(100))
@@ -60,7 +58,7 @@ def test_a_log_that_a_kill_cut_off(tmp_path: Path) -> None:
         assert [entry["step"] for entry in entries(path)] == [0]
 
 
-def test_a_log_of_an_earlier_version(tmp_path: Path) -> None:
+def test_a_log_of_an_earlier_version(tmp_path):
     """Each of its entries has a checksum of its own."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(line_of(1, {"loss": 2.0}, {"device_seconds": 1.0, "crc32": "89abcdef"}))
@@ -68,7 +66,7 @@ def test_a_log_of_an_earlier_version(tmp_path: Path) -> None:
     assert entries(path) == [entry]
 
 
-def test_a_file_that_is_not_the_one_of_its_record(tmp_path: Path) -> None:
+def test_a_file_that_is_not_the_one_of_its_record(tmp_path):
     """The record of a run names its files; that of an evaluation lies beside its tensors."""
     encoder, tensors = tmp_path / "run/encoder.safetensors", tmp_path / "knn.safetensors"
     encoder.parent.mkdir()
@@ -90,7 +88,7 @@ def test_a_file_that_is_not_the_one_of_its_record(tmp_path: Path) -> None:
             checked_sha256(path)
 
 
-def test_other_weights_have_another_identity(tmp_path: Path) -> None:
+def test_other_weights_have_another_identity(tmp_path):
     weights = [{"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "1", "b": "3"}, {"a": "1"}, {}]
     for number, sha256 in enumerate(weights):
         record = RunRecord(run="r", stage="tune", sha256=sha256)
@@ -100,13 +98,13 @@ def test_other_weights_have_another_identity(tmp_path: Path) -> None:
     assert others[2:] == [None, None]  # a run that left nothing, and one that is not finished
 
 
-def test_runs_of_a_recipe_differ_in_their_seed_by_name() -> None:
+def test_runs_of_a_recipe_differ_in_their_seed_by_name():
     for name, seed in (("mae", 0), ("mae", 12), ("ct-small", 0), ("ct-s1-small", 3)):
         assert seedless(of_seed(name, seed)) == name and seed_of(of_seed(name, seed)) == seed
     assert [of_seed("mae", 0), of_seed("mae", 1)] == ["mae", "mae-s1"]
 
 
-def test_what_a_run_comes_of_is_followed_once() -> None:
+def test_what_a_run_comes_of_is_followed_once():
     sources = {"ct": "head", "head": "mae", "mae": None, "a": "b", "b": "a", "lost": "gone"}
     runs = {name: RunRecord(run=name, stage="tune", source=of) for name, of in sources.items()}
     for name, found in (("ct", ["ct", "head", "mae"]), ("a", ["a", "b"]), ("lost", ["lost"])):
@@ -114,9 +112,7 @@ def test_what_a_run_comes_of_is_followed_once() -> None:
     assert list(lineage(None, runs.get)) == []
 
 
-def test_a_record_has_a_format_and_another_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_has_a_format_and_another_one_is_refused(tmp_path, monkeypatch):
     path = RunRecord.path(tmp_path)
     write_record(path, {"a": 1})
     assert list(json.loads(path.read_text())) == ["format", "a", "checksum"]
@@ -133,7 +129,7 @@ def test_a_record_has_a_format_and_another_one_is_refused(
     assert seek_record(path) == {}
 
 
-def test_a_record_without_its_checksum_is_refused(tmp_path: Path) -> None:
+def test_a_record_without_its_checksum_is_refused(tmp_path):
     """Written by hand, or cut by whoever edited it."""
     path = RunRecord.path(tmp_path)
     RunRecord(run="r", stage="tune", settings={"from": Path("a/b")}).write(path)

@@ -51,7 +51,7 @@ def defaults() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", range(1, FORMAT + 1))
-def test_a_default_stays_what_it_was(number: int) -> None:
+def test_a_default_stays_what_it_was(number):
     """An identity leaves defaults out: another one would take old results for new ones."""
     now = defaults()
     for kind, then in json.loads((FOLDERS / f"{number}.json").read_text()).items():
@@ -66,7 +66,7 @@ def results(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("results")
 
 
-def test_each_file_is_read(results: Path) -> None:
+def test_each_file_is_read(results):
     for pattern, kind in CONFIGS.items():
         paths = list(results.glob(pattern))
         assert paths and all(kind.read(path).digest for path in paths)
@@ -85,7 +85,7 @@ def test_each_file_is_read(results: Path) -> None:
         assert features.record["index_digest"] == index.digest
 
 
-def test_nothing_would_be_made_again(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_would_be_made_again(results, capsys):
     """What is asked for has the same identity as it had when it was made."""
     for run in results.glob("runs/*"):
         for name in RunRecord.of(run).files:

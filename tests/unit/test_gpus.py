@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,7 +74,7 @@ print("trains")
 """
 
 
-def test_the_engine_takes_the_one_gpu_that_its_rank_sees() -> None:
+def test_the_engine_takes_the_one_gpu_that_its_rank_sees():
     """As srun binds them: DeepSpeed would take the device of the rank's number."""
     done = subprocess.run([sys.executable, "-c", ONE_VISIBLE], capture_output=True, text=True)
     assert done.stdout.endswith("trains\n"), done.stderr[-3000:]
@@ -90,9 +89,7 @@ class OneOfEight(Context):
         super().__init__(gpus=True)
 
 
-def test_no_training_on_cpus_where_gpus_were_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_training_on_cpus_where_gpus_were_given(tmp_path, monkeypatch):
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.12  Wed\nGCC\n")
     monkeypatch.setattr(distributed, "DRIVER", driver)
@@ -119,9 +116,7 @@ def test_no_training_on_cpus_where_gpus_were_given(
         ("NVIDIA_TF32_OVERRIDE", "1", "NVIDIA_TF32_OVERRIDE=1"),
     ],
 )
-def test_the_same_bits_at_every_start(
-    name: str, value: str | None, fault: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_bits_at_every_start(name, value, fault, monkeypatch):
     asked: list[bool] = []
     monkeypatch.setattr(distributed, "uses_gpus", lambda: True)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: asked.append(on))
@@ -149,9 +144,7 @@ def test_the_same_bits_at_every_start(
         ("gres=none", False), ("gres=nvme:1", False),
     ],
 )  # fmt: skip
-def test_a_job_knows_whether_it_was_given_gpus(
-    sbatch: str, given: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_knows_whether_it_was_given_gpus(sbatch, given, monkeypatch):
     """By what sbatch was asked for; here, by what the shell leaves visible."""
     assert Resources(cluster="slurm", devices=4, slurm_extra=sbatch).has_gpus is given
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1" if given else "")
@@ -186,9 +179,7 @@ def fail(error: BaseException) -> Callable[..., Any]:
     return call
 
 
-def test_a_gpu_that_another_process_has_alone_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_that_another_process_has_alone_is_told_in_one_line(monkeypatch):
     """As `maect doctor` meets it beside a job, where the compute mode is exclusive."""
     taken = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ..."
     monkeypatch.setattr(distributed, "uses_gpus", lambda: True)
@@ -200,9 +191,7 @@ def test_a_gpu_that_another_process_has_alone_is_told_in_one_line(
 
 
 @pytest.mark.parametrize("said", TOO_SMALL)
-def test_a_device_that_is_too_small_says_what_to_do(
-    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_that_is_too_small_says_what_to_do(said, tmp_path, monkeypatch, capsys):
     """One line and no further attempt: of a training, of evaluations, of other commands."""
     error = TOO_SMALL[said]
     RunConfig(
@@ -229,7 +218,7 @@ def test_a_device_that_is_too_small_says_what_to_do(
     assert capsys.readouterr().err.startswith(f"maect schema: out of memory: {said}")
 
 
-def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_stay_what_they_are(monkeypatch):
     other = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal"), distributed.explain_out_of_memory():
         raise other
@@ -243,9 +232,7 @@ def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
     ("name", "mebibytes", "gibibytes"),
     [("NVIDIA GH200 480GB", 97871, 96), ("NVIDIA A100-SXM4-40GB", 40960, 40)],
 )
-def test_memory_of_the_gpu_here(
-    name: str, mebibytes: int, gibibytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_the_gpu_here(name, mebibytes, gibibytes, tmp_path, monkeypatch):
     """Also where the name is that of the memory of the CPU beside it."""
     (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\necho "{name}, {mebibytes}"\n')
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -257,9 +244,7 @@ def test_memory_of_the_gpu_here(
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])
-def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(
-    on_gpus: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(on_gpus, monkeypatch):
     left: list[str] = []
     monkeypatch.setattr(distributed, "uses_gpus", lambda: on_gpus)
     monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: left.append("left"))
@@ -281,9 +266,7 @@ PREPARED: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", PREPARED)
-def test_whatever_the_side_stream_makes_is_kept_until_the_model_has_read_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_the_side_stream_makes_is_kept_until_the_model_has_read_it(name, monkeypatch):
     """The allocator would give it to the next batch while the main stream is behind."""
     recipe, changes, sizes = PREPARED[name]
     encoder, objective = load_encoder("tiny"), None
@@ -331,7 +314,7 @@ class Held:
     parts: object
 
 
-def test_tensors_of_inputs_are_found_in_all_containers_or_refused() -> None:
+def test_tensors_of_inputs_are_found_in_all_containers_or_refused():
     one, two, three = map(torch.tensor, (1, 2, 3))
     assert tensors_in(one) == [one]
     found = tensors_in(Held([one, {"a": (two, None, 1.5, "b")}, Held((three, True))]))
@@ -341,7 +324,7 @@ def test_tensors_of_inputs_are_found_in_all_containers_or_refused() -> None:
             tensors_in(Held((two, unknown)))
 
 
-def test_a_part_of_a_batch_is_pinned_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_a_batch_is_pinned_without_gaps(monkeypatch):
     """CUDA copies nothing else by itself: PyTorch would put memory that is not pinned between."""
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)

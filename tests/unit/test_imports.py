@@ -41,7 +41,7 @@ def modules() -> list[str]:
 
 
 @pytest.mark.timeout(900)
-def test_importing_changes_nothing_but_by_what_is_imported() -> None:
+def test_importing_changes_nothing_but_by_what_is_imported():
     """The package alone, then every module."""
     names = json.dumps(modules())
     script = f"""
@@ -126,7 +126,7 @@ assert "maect.report.figures.lines" in sys.modules
 
 
 @pytest.mark.parametrize("what", LIGHT)
-def test_what_does_not_wait_for_large_packages(what: str) -> None:
+def test_what_does_not_wait_for_large_packages(what):
     unwanted, code = LIGHT[what]
     script = f"import sys\n{code}\nprint(sorted({{*{unwanted.split()}}} & {{*sys.modules}}))"
     assert run(script)[-1] == "[]"

@@ -51,7 +51,7 @@ def evaluated(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_rows_and_logs_are_in_the_leaderboards_form(evaluated: Path, tmp_path: Path) -> None:
+def test_rows_and_logs_are_in_the_leaderboards_form(evaluated, tmp_path):
     runs = [evaluated / "runs" / name for name in ("cls", "mean")]
     assert leaderboard(runs, tmp_path) == (tmp_path / "results.csv").read_text()
     with (tmp_path / "results.csv").open() as file:

@@ -4,8 +4,6 @@ submitit fills `%t`, `%j` and `%a` in the whole path of its folder: from `/scrat
 and executed pickles in `/scratch/100une`, which any user could own.
 """
 
-from pathlib import Path
-
 import pytest
 
 from maect import cli
@@ -20,7 +18,7 @@ NAMES = ("10%tune", "5%accuracy", "b%uv", r"a\b", "a\nb", "a\x7fb")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_path_that_is_a_template_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_a_path_that_is_a_template_is_refused_in_one_line(name, tmp_path):
     """By the check, by a launch and by staging, and nothing is made."""
     storage = tmp_path / name
     storage.mkdir()
@@ -46,9 +44,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_commands_of_an_experiment_refuse_it(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_of_an_experiment_refuse_it(words, tmp_path, monkeypatch, capfd):
     folder = tmp_path / "10%tune"
     folder.mkdir()
     in_storage = COMMANDS[words] == "storage"
@@ -62,7 +58,7 @@ def test_commands_of_an_experiment_refuse_it(
     assert not list(folder.iterdir()) and {*tmp_path.iterdir()} == {folder}
 
 
-def test_a_link_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_does_not_hide_it(tmp_path, monkeypatch):
     (tmp_path / "10%tune").mkdir()
     (tmp_path / "plain").symlink_to(tmp_path / "10%tune")
     monkeypatch.chdir(tmp_path / "plain")
@@ -70,7 +66,7 @@ def test_a_link_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         check_working_folder()
 
 
-def test_no_experiment_is_written_that_could_not_run(tmp_path: Path) -> None:
+def test_no_experiment_is_written_that_could_not_run(tmp_path):
     with pytest.raises(UserError, match=r"10%tune.*has '%'"):
         new_experiment(tmp_path, tmp_path / "10%tune.yaml", None, None)
     assert not list(tmp_path.iterdir())

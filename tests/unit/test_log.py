@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 from maect.core.log import command_log
 
@@ -29,7 +28,7 @@ def stderr(code: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_a_command_s_messages_go_to_terminal_and_log(tmp_path: Path) -> None:
+def test_a_command_s_messages_go_to_terminal_and_log(tmp_path):
     file = tmp_path / "logs/x.log"
     code = f"from maect.core.log import command_log\nwith command_log({str(file)!r}):\n"
     lines = stderr(code + SPEAK.replace("\n", "\n    "))
@@ -41,7 +40,7 @@ def test_a_command_s_messages_go_to_terminal_and_log(tmp_path: Path) -> None:
     assert not any("chatter" in line or "nobody" in line for line in kept)
 
 
-def test_a_name_that_a_terminal_would_obey_is_shown() -> None:
+def test_a_name_that_a_terminal_would_obey_is_shown():
     """Anybody may have named a file: this one would rename the window, and clear the screen."""
     code = "import logging\nfrom maect.core.log import command_log\nwith command_log():\n"
     name = r"\x1b]0;a\x07\x9b2Jä.png"
@@ -51,14 +50,14 @@ def test_a_name_that_a_terminal_would_obey_is_shown() -> None:
     assert len(lines) == 2 and all(line.endswith(name) for line in lines)
 
 
-def test_a_rank_s_messages_carry_time_level_and_rank() -> None:
+def test_a_rank_s_messages_carry_time_level_and_rank():
     lines = stderr("from maect.core.log import rank_log\nrank_log(3)\n" + SPEAK)
     assert re.fullmatch(f"{TIME} INFO rank 3: step 1", lines[0])
     assert re.fullmatch(f"{TIME} WARNING rank 3: slow disk", lines[1])
     assert re.fullmatch(f"{TIME} ERROR rank 3: maect shard: no such folder", lines[-1])
 
 
-def test_a_terminal_that_went_away_ends_nothing(tmp_path: Path) -> None:
+def test_a_terminal_that_went_away_ends_nothing(tmp_path):
     code = f"""
 import logging, os
 from maect.core.log import command_log
@@ -70,7 +69,7 @@ with command_log({str(tmp_path / "x.log")!r}):
     assert "still here" in (tmp_path / "x.log").read_text()
 
 
-def test_nothing_is_left_behind() -> None:
+def test_nothing_is_left_behind():
     shown = warnings.showwarning
     with command_log():
         assert warnings.showwarning is not shown

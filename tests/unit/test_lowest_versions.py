@@ -46,12 +46,12 @@ assert measure(load_recipe("ct_min", "tiny", {{"batch_size": 4}}), load_encoder(
         ("deepspeed", "0.19.6"),  # refuses a setting of ZeRO 2: compute_grad_norm
     ],
 )
-def test_a_version_that_does_not_work_is_not_allowed(name: str, version: str) -> None:
+def test_a_version_that_does_not_work_is_not_allowed(name, version):
     (wanted,) = (one for one in ASKED if one.name == name)
     assert not wanted.specifier.contains(version)
 
 
-def test_the_workflow_asks_for_the_snakemake_that_the_package_asks_for() -> None:
+def test_the_workflow_asks_for_the_snakemake_that_the_package_asks_for():
     (wanted,) = (one for one in ASKED if one.name == "snakemake")
     text = (ROOT / "workflow/Snakefile").read_text(encoding="utf-8")
     (least,) = re.findall(r'min_version\("([\d.]+)"\)', text)
@@ -59,7 +59,7 @@ def test_the_workflow_asks_for_the_snakemake_that_the_package_asks_for() -> None
 
 
 @pytest.mark.slow  # installs a hundred packages
-def test_the_lowest_versions_import_plan_and_train_a_step(tmp_path: Path) -> None:
+def test_the_lowest_versions_import_plan_and_train_a_step(tmp_path):
     lowest, packages = tmp_path / "lowest.txt", tmp_path / "packages"
     # Without what the lock file is resolved with.
     resolve = [UV, "pip", "compile", "--no-config", "--quiet", "--resolution", "lowest-direct"]

@@ -20,7 +20,7 @@ def entropy(share: np.ndarray) -> float:
     return float(-(share * np.log(share)).sum())
 
 
-def test_uniformity_and_effective_rank(vectors: torch.Tensor) -> None:
+def test_uniformity_and_effective_rank(vectors):
     pairs = [
         np.exp(-2 * np.sum((a - b) ** 2))
         for i, a in enumerate(vectors.numpy())
@@ -34,14 +34,14 @@ def test_uniformity_and_effective_rank(vectors: torch.Tensor) -> None:
     assert effective_rank(torch.ones(4, 3)) == 0
 
 
-def test_rank_me_is_of_the_features_as_they_are(vectors: torch.Tensor) -> None:
+def test_rank_me_is_of_the_features_as_they_are(vectors):
     features = 3 * vectors + 1
     singular = np.linalg.svd(features.double(), compute_uv=False)
     expected = np.exp(entropy(singular / singular.sum() + 1e-7))
     assert rank_me(features) == pytest.approx(expected, rel=1e-6)
 
 
-def test_alignment_is_the_mean_squared_distance_of_unit_vectors() -> None:
+def test_alignment_is_the_mean_squared_distance_of_unit_vectors():
     torch.manual_seed(1)
     pairs = torch.randn(2, 7, 3)
     first, second = (np.array([row / np.linalg.norm(row) for row in one]) for one in pairs.numpy())
@@ -57,7 +57,7 @@ def votes_by_hand(similarity: np.ndarray, labels: np.ndarray, temperature: float
     return totals.argmax(axis=1).tolist()
 
 
-def test_votes_are_weighted_in_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_votes_are_weighted_in_blocks_of_any_size(monkeypatch):
     rng = np.random.default_rng(0)
     similarity = -np.sort(-rng.uniform(-1, 1, (11, 6)))
     labels = rng.integers(0, 4, (11, 6))
@@ -70,7 +70,7 @@ def test_votes_are_weighted_in_blocks_of_any_size(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("size", [30, 6])  # more and fewer than k
-def test_knn_and_nearest_class_are_shares_of_the_queries(vectors: torch.Tensor, size: int) -> None:
+def test_knn_and_nearest_class_are_shares_of_the_queries(vectors, size):
     bank, queries = vectors[:size], vectors[30:]
     rng = np.random.default_rng(size)
     bank_labels, labels = rng.integers(0, 3, size), rng.integers(0, 3, 10)

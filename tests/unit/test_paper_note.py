@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 BUILT = runpy.run_path(str(ROOT / "docs/paper/build.py"))
 
 
-def test_the_note_has_the_published_numbers() -> None:
+def test_the_note_has_the_published_numbers():
     """As the results' pages have them, which are made of the same files another way."""
     text = " ".join(BUILT["note"]().split())
     assert "| CIFAR-10: k-NN | 49.6 ± 0.5 | 53.4 ± 0.2 | 61.7 ± 0.6 |" in text
@@ -17,6 +17,6 @@ def test_the_note_has_the_published_numbers() -> None:
     assert "What is not measured" in text and "nan" not in text
 
 
-def test_a_number_that_is_not_published_stops_the_note() -> None:
+def test_a_number_that_is_not_published_stops_the_note():
     with pytest.raises(ValueError, match="not enough values"):
         BUILT["cell"]("cifar10/tables/low_shot", "ct_other", "knn")

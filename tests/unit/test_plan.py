@@ -63,7 +63,7 @@ def plan_of(
     return make_plan([RuleJob(rule, wildcards, resources)], experiment, device)
 
 
-def test_the_jobs_are_those_that_snakemake_would_run(here: Path) -> None:
+def test_the_jobs_are_those_that_snakemake_would_run(here):
     left = jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
     rules = [job.rule for job in left]
     assert sorted(rules) == ["head", "pretrain", "write_images", "write_shards"]
@@ -92,7 +92,7 @@ def test_the_jobs_are_those_that_snakemake_would_run(here: Path) -> None:
     assert [job.rule for job in left] == ["head"]
 
 
-def test_what_waits_for_what_through_features_and_other_evaluations(here: Path) -> None:
+def test_what_waits_for_what_through_features_and_other_evaluations(here):
     target = "results/digits/evaluations/mae_tiny/retrieval.done"
     left = jobs_to_run([target], ["experiment=digits"], PROFILE)
     path = critical_path(make_plan(left, load("digits"), Device("A100")).jobs)
@@ -107,16 +107,14 @@ def test_what_waits_for_what_through_features_and_other_evaluations(here: Path) 
         (HEAD, Path("/no/such"), "/no/such"),
     ],
 )
-def test_snakemakes_refusal_is_one_line(
-    here: Path, target: str, profile: Path, words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_snakemakes_refusal_is_one_line(here, target, profile, words, capfd):
     with pytest.raises(UserError, match=words) as error:
         jobs_to_run([target], ["experiment=digits"], profile)
     assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")
 
 
-def test_hours_of_a_training_from_its_operations(here: Path) -> None:
+def test_hours_of_a_training_from_its_operations(here):
     """ViT-L by hand: twice the multiplications of every matrix, three passes."""
     plan = plan_of(load("paper"), Device("A100", 0.35), "pretrain", "1..16", "4", run="mae_large")
     (planned,) = plan.jobs
@@ -143,7 +141,7 @@ def trained(root: Path, name: str, size: str, by: dict[str, Any], speed: float, 
     write_record(RunRecord.path(root / "runs" / name), record)
 
 
-def test_a_measurement_beats_operations(here: Path) -> None:
+def test_a_measurement_beats_operations(here):
     experiment, encoder = load("digits"), load_encoder("tiny", None)
     root, stage = experiment.root, load_recipe("ct_min", "tiny")
     assert measured(root, stage, encoder, on_cpu=True) is None
@@ -158,7 +156,7 @@ def test_a_measurement_beats_operations(here: Path) -> None:
         assert known[name] in planned.source
 
 
-def test_a_run_with_other_views_is_a_measurement_in_proportion(here: Path) -> None:
+def test_a_run_with_other_views_is_a_measurement_in_proportion(here):
     encoder, asked = load_encoder("large"), load_recipe("refine_d2v2", "large")
     flops = [load_recipe("refine_global", "large").flops_per_image(encoder)]
     flops.append(asked.flops_per_image(encoder))
@@ -184,7 +182,7 @@ def unknown_images(folder: Path, runs: dict[str, Any] | None = None) -> Experime
     return load(str(file))
 
 
-def test_a_batch_that_does_not_split_is_said_with_and_without_a_known_gpu(here: Path) -> None:
+def test_a_batch_that_does_not_split_is_said_with_and_without_a_known_gpu(here):
     runs = {"mae": {"recipe": "mae", "size": "tiny", "computing": {"accumulation": 3}}}
     for gpu in ("A100-40GB", ""):
         resources = {"nodes": "2", "devices": "4", "runtime": 1440, "gpu": gpu}
@@ -194,7 +192,7 @@ def test_a_batch_that_does_not_split_is_said_with_and_without_a_known_gpu(here: 
         assert planned.fitted.endswith("is not a multiple of 8 ranks x accumulation 3")
 
 
-def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
+def test_samples_that_nobody_knows_are_said_and_not_guessed(here):
     assert shards_of(Path("shards/mine/train")).images is None
     folder = here / "shards/imagenet/train"
     assert shards_of(folder) == SplitFacts(1_281_167, 147_897_477_120, False)
@@ -206,7 +204,7 @@ def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
     assert "not known, and not counted: images of" in text and "no time known of 1 job" in text
 
 
-def test_images_are_counted_before_they_are_sharded(here: Path) -> None:
+def test_images_are_counted_before_they_are_sharded(here):
     images = here / "birds"
     for number in range(12):
         path = images / f"{number % 2}" / f"{number}.png"
@@ -231,7 +229,7 @@ def test_images_are_counted_before_they_are_sharded(here: Path) -> None:
     ]
 
 
-def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_measured(monkeypatch):
     """Encoders up to `small` on a CPU; wider ones take as long as their operations."""
     asked = []
 
@@ -258,14 +256,14 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("pixels", [Pixels(), FIVE], ids=["RGB", "5 channels"])
-def test_a_step_is_measured(pixels: Pixels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_measured(pixels, monkeypatch):
     monkeypatch.setattr("maect.tools.speed.SECONDS", 0.0)
     monkeypatch.setattr("maect.tools.speed.STEP_FLOPS", {"cpu": 0.0, "cuda": 0.0})
     machine, encoder = this_machine(), load_encoder("tiny", 16, pixels)
     assert 0 < machine.images_per_second(load_recipe("ct_min", "tiny"), encoder) < 1e6
 
 
-def test_wall_limits_cut_a_training_into_pieces() -> None:
+def test_wall_limits_cut_a_training_into_pieces():
     assert job("short", 3600).pieces == 1
     long = job("long", 3 * 86400)
     assert long.pieces == 4  # what saving and starting take off each day
@@ -273,7 +271,7 @@ def test_wall_limits_cut_a_training_into_pieces() -> None:
     assert long.node_hours == pytest.approx(72 + 4 * START / 3600)
 
 
-def test_the_critical_path_is_the_longest_chain() -> None:
+def test_the_critical_path_is_the_longest_chain():
     jobs = [job("c2", 10, "b"), job("a", 100), job("b", 50, "a"), job("c1", 20, "a")]
     jobs.append(job("alone", 80))
     assert [j.name for j in critical_path(jobs)] == ["a", "b", "c2"]
@@ -282,7 +280,7 @@ def test_the_critical_path_is_the_longest_chain() -> None:
     assert [j.name for j in critical_path([*jobs[1:4], job("c1", 110, "a")])][-1] == "c1"
 
 
-def test_where_an_experiment_computes() -> None:
+def test_where_an_experiment_computes():
     """An import is a command on this machine, without resources: it must not lead to an A100."""
     imported = RuleJob("import", {"run": "mae_base"}, {})
     tuned = RuleJob("tune", {"run": "ct_min_base"}, HERE)
@@ -293,7 +291,7 @@ def test_where_an_experiment_computes() -> None:
         _ = Device("Abacus").rate
 
 
-def test_what_a_run_leaves_is_near_what_it_left() -> None:
+def test_what_a_run_leaves_is_near_what_it_left():
     """ViT-L has 303 million weights (timm: vit_large_patch16_224 without its classifier)."""
     encoder = load_encoder("large", None)
     assert encoder_weights(encoder) == pytest.approx(303.3e6, rel=0.002)
@@ -301,7 +299,7 @@ def test_what_a_run_leaves_is_near_what_it_left() -> None:
     assert 3 * 12 * 303e6 < size < 4 * 12 * 340e6
 
 
-def test_operations_of_evaluations(here: Path) -> None:
+def test_operations_of_evaluations(here):
     """Passes over images times what one pass over one image takes."""
     experiment, device = load("digits"), Device("A100", 1.0)
     one = encode_flops(load_encoder("tiny"))

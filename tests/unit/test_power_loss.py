@@ -216,7 +216,7 @@ def sound(state: Path) -> int | None:
     return int(about["step"])
 
 
-def test_states_of_a_training(disk: Disk, tmp_path: Path, monkeypatch) -> None:
+def test_states_of_a_training(disk, tmp_path, monkeypatch):
     """What the launcher was told is saved survives, with its log; nothing else is taken for it."""
     run = disk.root / "runs" / "mae"
     lock = RunLock(run, Rank(0, disk))
@@ -251,7 +251,7 @@ def test_states_of_a_training(disk: Disk, tmp_path: Path, monkeypatch) -> None:
     assert saver.error is None and sound(complete_states(folder / "runs/mae/state")[0]) == 9
 
 
-def test_what_a_finished_run_leaves(disk: Disk, tmp_path: Path) -> None:
+def test_what_a_finished_run_leaves(disk, tmp_path):
     """A completion record that is there promises nothing that is not."""
     run = disk.root / "runs" / "mae"
     names = ["encoder.safetensors", "head.safetensors"]
@@ -270,7 +270,7 @@ def test_what_a_finished_run_leaves(disk: Disk, tmp_path: Path) -> None:
             check_weights(left)
 
 
-def test_the_record_of_a_job(disk: Disk, tmp_path: Path) -> None:
+def test_the_record_of_a_job(disk, tmp_path):
     """A job that was submitted is on record: it is never submitted twice."""
     run, job = disk.root / "runs" / "mae", None
     for number in range(3):
@@ -285,7 +285,7 @@ def test_the_record_of_a_job(disk: Disk, tmp_path: Path) -> None:
         assert not told or (found is not None and len(found.earlier) >= len(told) - 1)
 
 
-def test_shards(disk: Disk, tmp_path: Path) -> None:
+def test_shards(disk, tmp_path):
     """Interrupted anywhere, the next sharding ends with the same bytes; an index is complete."""
     write_digits(tmp_path)
     source = tmp_path / "images"
@@ -310,7 +310,7 @@ def test_shards(disk: Disk, tmp_path: Path) -> None:
     assert count > 30
 
 
-def test_a_file_that_was_not_forced_is_lost(disk: Disk, tmp_path: Path) -> None:
+def test_a_file_that_was_not_forced_is_lost(disk, tmp_path):
     """The disk of these tests forgets what it should."""
     path = disk.root / "record.json"
     path.write_text(json.dumps({"step": 1}))

@@ -29,7 +29,7 @@ TRAININGS = {name for name, stage in STAGES.items() if stage.trains}
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_a_site_says_where_every_rule_computes(name: str) -> None:
+def test_a_site_says_where_every_rule_computes(name):
     asked = read_profile(name)["set-resources"]
     rules = {key: set(rule["resources"]) for key, rule in parsed()["rules"].items()}
     assert {key for key, known in rules.items() if "cluster" in known} == set(asked)
@@ -45,7 +45,7 @@ def test_a_site_says_where_every_rule_computes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_a_kill_costs_no_more_than_its_work(name: str) -> None:
+def test_a_kill_costs_no_more_than_its_work(name):
     """Nor does a login node much at once: jobs of several cores, or gigabytes for an encoder."""
     profile = read_profile(name)
     assert profile["rerun-incomplete"] and profile["nolock"]
@@ -56,7 +56,7 @@ def test_a_kill_costs_no_more_than_its_work(name: str) -> None:
         assert most == {"write_shards": 4, "import": 2}
 
 
-def test_a_site_says_only_what_differs() -> None:
+def test_a_site_says_only_what_differs():
     site = {
         "training": {"devices": 2, "slurm_partition": "gpu2"},
         "cpu": {"slurm_partition": "batch", "slurm_extra": "--gres=none"},
@@ -83,7 +83,7 @@ def test_a_site_says_only_what_differs() -> None:
         by_rule({"traning": {"nodes": 1}})
 
 
-def test_a_name_is_not_read_as_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_not_read_as_python(monkeypatch):
     """Snakemake evaluates resources after it has filled in variables."""
     monkeypatch.setenv("MAECT_ACCOUNT", "open")
     asked = like_slurm({"training": {"slurm_partition": "all"}})["set-resources"]["pretrain"]
@@ -95,7 +95,7 @@ def test_a_name_is_not_read_as_python(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names == ["all", "open"]
 
 
-def test_nccl_gives_up_before_the_trainers_own_watchdog() -> None:
+def test_nccl_gives_up_before_the_trainers_own_watchdog():
     script = "source envs/juwels.sh && echo $NCCL_IB_TIMEOUT"
     said = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True).stdout
     assert 60 < 7 * 4.096e-6 * 2 ** int(said) < LIMIT
@@ -123,13 +123,13 @@ def refused_on_arm(requirements: str, python: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     "python", ["3.12", *(pytest.param(one, marks=pytest.mark.slow) for one in ("3.11", "3.13"))]
 )
-def test_the_lock_file_installs_on_arm(python: str, tmp_path: Path) -> None:
+def test_the_lock_file_installs_on_arm(python, tmp_path):
     """Grace (Alps, JUPITER): every package that a marker does not leave out has a wheel."""
     text = (ROOT / "envs/requirements.lock").read_text(encoding="utf-8")
     assert refused_on_arm(text, python, tmp_path) == ""
 
 
-def test_a_profile_says_nothing_of_the_experiment(tmp_path: Path) -> None:
+def test_a_profile_says_nothing_of_the_experiment(tmp_path):
     """`maect run` gives Snakemake a `--config` of its own, which replaces that of a profile."""
     (tmp_path / "config.yaml").write_text("__use_yte__: true\nconfig: [storage=results/other]\n")
     with pytest.raises(UserError, match=r"config\.yaml: config: .* write --config KEY=VALUE"):
@@ -138,7 +138,7 @@ def test_a_profile_says_nothing_of_the_experiment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("modules", [False, True], ids=["no modules", "modules"])
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "envs").glob("*.sh")))
-def test_setup_scripts_end_well(script: str, modules: bool) -> None:
+def test_setup_scripts_end_well(script, modules):
     """Also where a module is missing: a job ends if its script does."""
     begin = "module() { return 1; }; " if modules else ""
     done = subprocess.run(
@@ -149,7 +149,7 @@ def test_setup_scripts_end_well(script: str, modules: bool) -> None:
     assert "HF_HUB_OFFLINE=1" in done.stdout
 
 
-def test_an_account_that_is_not_set_stops_before_anything_runs(tmp_path: Path) -> None:
+def test_an_account_that_is_not_set_stops_before_anything_runs(tmp_path):
     """One line, no traceback."""
     profile = ROOT / "cluster_profiles/juwels"
     done = subprocess.run(
@@ -165,7 +165,7 @@ def test_an_account_that_is_not_set_stops_before_anything_runs(tmp_path: Path) -
     assert not (tmp_path / "results").exists()
 
 
-def test_a_training_takes_as_many_nodes_as_its_batch_is_worth() -> None:
+def test_a_training_takes_as_many_nodes_as_its_batch_is_worth():
     def nodes(given: str, size: str) -> int:
         stage, encoder = load_recipe("mae", size), load_encoder(size)
         step = stage.flops_per_image(encoder) * stage.batch_size
@@ -185,7 +185,7 @@ def test_a_training_takes_as_many_nodes_as_its_batch_is_worth() -> None:
         nodes("5..7", "tiny")
 
 
-def test_numbers_of_nodes() -> None:
+def test_numbers_of_nodes():
     for nodes in ("0", "4..2", "auto", "1..", "-1", "1-4"):
         with pytest.raises(UserError, match=f"--nodes {nodes}: a number of nodes, or LEAST..MOST"):
             node_range(nodes)
@@ -194,7 +194,7 @@ def test_numbers_of_nodes() -> None:
         fixed_nodes("1..2")
 
 
-def test_every_rule_with_a_command_has_a_log_and_a_benchmark() -> None:
+def test_every_rule_with_a_command_has_a_log_and_a_benchmark():
     rules = {name: rule for name, rule in parsed()["rules"].items() if rule["command"]}
     assert {"pretrain", "features", "table"} <= set(rules)
     for name, rule in rules.items():
@@ -206,7 +206,7 @@ def made_of(job: dict[str, Any]) -> list[str]:
     return [file for file in job["input"] if not Path(file).name.startswith("settings")]
 
 
-def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
+def test_where_a_job_runs_is_no_part_of_what_it_is():
     """Snakemake runs a job again whose parameters or inputs change: no cluster setting is there."""
     elsewhere = {
         "cluster": "slurm", "nodes": 3, "devices": 5, "cpus_per_task": 7, "mem_mb": 11,
@@ -229,5 +229,5 @@ def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
             assert all(moved["resources"][key] == str(value) for key, value in elsewhere.items())
 
 
-def test_reading_an_experiment_imports_no_torch() -> None:
+def test_reading_an_experiment_imports_no_torch():
     assert "snakemake" in parsed()["modules"] and "torch" not in parsed()["modules"]

@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[2]
 LOCK = (ROOT / "envs/requirements.lock").read_text(encoding="utf-8")
 
 
-def test_the_lock_file_names_no_index() -> None:
+def test_the_lock_file_names_no_index():
     assert "://" not in LOCK and "--index" not in LOCK
     for block in re.split(r"\n(?=[A-Za-z0-9])", LOCK.strip()):
         assert "--hash=sha256:" in block, block
 
 
-def test_the_lock_file_has_what_the_project_asks_for() -> None:
+def test_the_lock_file_has_what_the_project_asks_for():
     pinned = dict(re.findall(r"^([a-z0-9.-]+)==([^ ;]+)", LOCK, flags=re.M))
     asked = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     for text in [*asked["project"]["dependencies"], *asked["dependency-groups"]["dev"]]:
@@ -33,7 +33,7 @@ def test_the_lock_file_has_what_the_project_asks_for() -> None:
         assert wanted.specifier.contains(pinned[name]), f"{text}: run `make lock`"
 
 
-def test_a_clone_that_was_moved_gets_a_new_environment(tmp_path: Path) -> None:
+def test_a_clone_that_was_moved_gets_a_new_environment(tmp_path):
     for name in ("Makefile", "pyproject.toml", "envs/requirements.lock"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
@@ -48,7 +48,7 @@ def test_a_clone_that_was_moved_gets_a_new_environment(tmp_path: Path) -> None:
         assert ("-m venv --clear" in done.stdout) == again
 
 
-def test_the_version_is_in_one_place() -> None:
+def test_the_version_is_in_one_place():
     """The package's own; what cites it says the same."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -56,7 +56,7 @@ def test_the_version_is_in_one_place() -> None:
     assert str(citation["version"]) == maect.__version__
 
 
-def test_address_and_names_are_in_one_place(tmp_path: Path) -> None:
+def test_address_and_names_are_in_one_place(tmp_path):
     """In CITATION.cff: the wheel's authors and links, and the documentation's."""
     text = (ROOT / "CITATION.cff").read_text()
     filled = text.replace("# repository-code: https://ADDRESS", "repository-code: https://a.org/b")
@@ -75,7 +75,7 @@ def test_address_and_names_are_in_one_place(tmp_path: Path) -> None:
     assert "MAECT_ADDRESS=https://a.org/b " in done.stdout, done.stderr
 
 
-def test_the_container_is_made_of_what_is_here() -> None:
+def test_the_container_is_made_of_what_is_here():
     """What it copies is there and not ignored; of packages it takes those of the lock file."""
     lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()
     ignored = (ROOT / ".dockerignore").read_text().split()
@@ -94,14 +94,14 @@ METADATA = runpy.run_path(str(ROOT / "docs/metadata.py"))
 ABOUT = METADATA["citation"](), METADATA["project"]()
 
 
-def test_metadata_files_say_what_the_citation_says() -> None:
+def test_metadata_files_say_what_the_citation_says():
     """`make metadata` writes them; CITATION.cff alone is edited by hand."""
     for name, file in {"codemeta": "codemeta.json", "zenodo": ".zenodo.json"}.items():
         written = METADATA["as_text"](METADATA[name](*ABOUT))
         assert (ROOT / file).read_text(encoding="utf-8") == written, f"{file}: run `make metadata`"
 
 
-def test_the_crate_describes_files_that_are_there() -> None:
+def test_the_crate_describes_files_that_are_there():
     graph = METADATA["crate"](*ABOUT)["@graph"]
     entities = {entity["@id"]: entity for entity in graph}
     assert len(entities) == len(graph)
@@ -112,7 +112,7 @@ def test_the_crate_describes_files_that_are_there() -> None:
     assert rules == {f"workflow/{name}" for name in included}
 
 
-def test_the_recipe_for_conda_asks_for_what_the_wheel_asks_for(tmp_path: Path) -> None:
+def test_the_recipe_for_conda_asks_for_what_the_wheel_asks_for(tmp_path):
     sdist = tmp_path / "maect.tar.gz"
     sdist.write_bytes(b"a")
     recipe = METADATA["conda"](*ABOUT, sdist)
@@ -123,7 +123,7 @@ def test_the_recipe_for_conda_asks_for_what_the_wheel_asks_for(tmp_path: Path) -
     assert recipe["source"]["sha256"].startswith("ca978112")
 
 
-def test_everything_that_is_fetched_or_named_has_a_licence_in_the_table() -> None:
+def test_everything_that_is_fetched_or_named_has_a_licence_in_the_table():
     """Images by the variable that says where they are, weights by their file."""
     table = (ROOT / "docs/licences.md").read_text(encoding="utf-8")
     rows = [row.split("|") for row in table.splitlines() if row.startswith("| ")]

@@ -47,9 +47,7 @@ def written(root: Path) -> tuple[Path, Path]:
     return run, evaluation
 
 
-def test_what_is_written_is_read_back_also_where_it_was_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_is_read_back_also_where_it_was_moved(tmp_path, monkeypatch):
     """Paths are those of the file; weights that lie elsewhere stay where they are."""
     root, weights = tmp_path / "here", tmp_path / "weights/mae.pth"
     run, evaluation = written(root)
@@ -69,9 +67,7 @@ def test_what_is_written_is_read_back_also_where_it_was_moved(
     ("lookup", "stop", "found"),
     [("topk", None, True), ("none", None, False), ("none", True, True), ("topk", False, False)],
 )
-def test_what_the_positive_passes_on_is_read_back(
-    tmp_path: Path, lookup: str, stop: bool | None, found: bool
-) -> None:
+def test_what_the_positive_passes_on_is_read_back(tmp_path, lookup, stop, found):
     """The default depends on the lookup."""
     head = {"lookup": lookup} | ({} if stop is None else {"stop_gradient": stop})
     settings = load_recipe("ct_min", "tiny", {"head": head})
@@ -86,8 +82,8 @@ def test_what_the_positive_passes_on_is_read_back(
     (1, 16, 4, 8), (8, 8, 8, 8), (1, 4, 4, None), (16, 16, 16, None),
 ])  # fmt: skip
 def test_a_run_goes_on_with_as_many_ranks_as_saved_its_state(
-    tmp_path: Path, least: int, most: int, given: int, expected: int | None
-) -> None:
+    tmp_path, least, most, given, expected
+):
     """Refused before a job waits in the queue, where the nodes of a profile do not allow it."""
     write_record(tmp_path / "state/step-000000005/state.json", {"step": 5, "world_size": 32})
     allowed = f"{least}..{most}" if most > least else str(most)
@@ -98,7 +94,7 @@ def test_a_run_goes_on_with_as_many_ranks_as_saved_its_state(
         _as_saved(tmp_path, given, 4, allowed)
 
 
-def test_an_oracle_needs_labels(tmp_path: Path) -> None:
+def test_an_oracle_needs_labels(tmp_path):
     for number in range(64):
         path = tmp_path / f"images/{number}.png"
         path.parent.mkdir(exist_ok=True)
@@ -112,7 +108,7 @@ def test_an_oracle_needs_labels(tmp_path: Path) -> None:
         load_recipe("ct_min", "tiny", changes).training_images(index)
 
 
-def test_online_evaluation_is_in_the_file_and_no_part_of_the_run(tmp_path: Path) -> None:
+def test_online_evaluation_is_in_the_file_and_no_part_of_the_run(tmp_path):
     plain, run = tuning(tmp_path), tmp_path / "runs/ct/config.yaml"
     online = OnlineEvaluation(every_epochs=2, images=100)
     evaluated = plain.model_copy(update={"online_evaluation": online})
@@ -120,7 +116,7 @@ def test_online_evaluation_is_in_the_file_and_no_part_of_the_run(tmp_path: Path)
     assert RunConfig.read(run) == evaluated and evaluated.digest == plain.digest
 
 
-def test_how_images_are_resized_is_said_to_a_run_and_is_no_part_of_it(tmp_path: Path) -> None:
+def test_how_images_are_resized_is_said_to_a_run_and_is_no_part_of_it(tmp_path):
     plain = tuning(tmp_path)
     config = plain.model_copy(update={"resize": 20})
     assert config.digest == plain.digest
@@ -133,7 +129,7 @@ def test_how_images_are_resized_is_said_to_a_run_and_is_no_part_of_it(tmp_path: 
     assert run_config(digits, name).resize == 16 == resize(digits, name, digits.default_dataset)
 
 
-def test_written_only_if_changed(tmp_path: Path) -> None:
+def test_written_only_if_changed(tmp_path):
     run, _ = written(tmp_path)
     os.utime(run, (1, 1))
     assert not tuning(tmp_path).write(run)
@@ -161,7 +157,7 @@ def test_written_only_if_changed(tmp_path: Path) -> None:
         (None, "no such file; `maect resolve EXPERIMENT` writes it"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, change: str | bytes | None, fault: str) -> None:
+def test_mistakes_are_named(tmp_path, change, fault):
     """In changes by hand, in the file itself, or where it is gone."""
     run, _ = written(tmp_path)
     if change is None:
@@ -174,7 +170,7 @@ def test_mistakes_are_named(tmp_path: Path, change: str | bytes | None, fault: s
     assert str(run) in str(error.value) or str(change) in str(error.value)
 
 
-def test_changes_by_hand(tmp_path: Path) -> None:
+def test_changes_by_hand(tmp_path):
     run, evaluation = written(tmp_path)
     changed = RunConfig.read(run, ["settings.head.topk=7", "seed=3", "shards=../../other"])
     assert changed.settings.head.topk == 7 and changed.seed == 3
@@ -185,7 +181,7 @@ def test_changes_by_hand(tmp_path: Path) -> None:
         EvaluationConfig.read(evaluation, ["settings.epoch=1"])
 
 
-def test_a_job_is_what_was_submitted(tmp_path: Path) -> None:
+def test_a_job_is_what_was_submitted(tmp_path):
     """A job that waits for days must not take a recipe that was edited meanwhile."""
     run, _ = written(tmp_path)
     submitted = RunConfig.read(run)
@@ -195,7 +191,7 @@ def test_a_job_is_what_was_submitted(tmp_path: Path) -> None:
     assert RunConfig.read(run, submitted=RunConfig.read(run).digest).settings.epochs == 3
 
 
-def test_what_a_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_command_refuses(tmp_path, capsys):
     """Another file beside a run, other inputs that are not named, a file of another format."""
     run, probed = written(tmp_path)
     out = tmp_path / "evaluations/ct/other.yaml"
@@ -235,9 +231,7 @@ ENCODER = load_encoder("tiny")
         ("source: ../head", "source: ../ct2", "import, but ct2 is a tune run"),
     ],
 )  # fmt: skip
-def test_a_file_that_was_edited_is_checked_as_in_an_experiment(
-    tmp_path: Path, old: str, new: str, fault: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_was_edited_is_checked_as_in_an_experiment(tmp_path, old, new, fault, capsys):
     run, _ = written(tmp_path)
     for name, stage in (("head", HEAD), ("ct2", tuning(tmp_path).settings)):
         record = {"run": name, "stage": stage.name, "settings": stage.model_dump(mode="json")}
@@ -251,9 +245,7 @@ def test_a_file_that_was_edited_is_checked_as_in_an_experiment(
     assert f"{run}: " in error and fault in error
 
 
-def test_a_batch_that_is_larger_than_the_data_is_refused_before_a_job_is_queued(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_that_is_larger_than_the_data_is_refused_before_a_job_is_queued(tmp_path, capsys):
     (tmp_path / "images").mkdir()
     for number in range(5):
         Image.new("RGB", (8, 8), (9 * number, 0, 0)).save(tmp_path / f"images/{number}.png")
@@ -270,7 +262,7 @@ def test_a_batch_that_is_larger_than_the_data_is_refused_before_a_job_is_queued(
     assert not (tmp_path / "runs/mae/job.json").exists()
 
 
-def test_an_experiments_online_evaluation_is_that_of_its_trainings(tmp_path: Path) -> None:
+def test_an_experiments_online_evaluation_is_that_of_its_trainings(tmp_path):
     text = Path("workflow/experiments/digits.yaml").read_text()
     text = re.sub(r"(?m)^online_evaluation:.*\n", "", text)
     (tmp_path / "unseen.yaml").write_text(text)

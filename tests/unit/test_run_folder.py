@@ -52,9 +52,7 @@ def changed_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("then", [("one", "two"), ("two", "one")])
 @pytest.mark.parametrize("count", range(15))
-def test_nothing_is_lost_between_two_recipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, then: tuple[str, ...]
-) -> None:
+def test_nothing_is_lost_between_two_recipes(tmp_path, monkeypatch, count, then):
     finish(tmp_path, "one")
     finish(tmp_path, "two")
     assert is_finished(tmp_path, "two") and not is_finished(tmp_path, "one")
@@ -73,9 +71,7 @@ def test_nothing_is_lost_between_two_recipes(
     assert [path.name for path in tmp_path.glob("stale-*")] == [f"stale-{other}"]
 
 
-def test_a_file_that_is_gone_although_it_is_seen_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_gone_although_it_is_seen_is_no_damage(tmp_path, monkeypatch):
     """Snakemake deletes a record; a client of NFS still sees it. A damaged one is named."""
     finish(tmp_path, "one")
     exists, gone = Path.exists, {RUN}
@@ -92,7 +88,7 @@ def test_a_file_that_is_gone_although_it_is_seen_is_no_damage(
         is_finished(tmp_path, "one")
 
 
-def test_versions_of_all_that_changes_images_are_on_record() -> None:
+def test_versions_of_all_that_changes_images_are_on_record():
     """Images are drawn and changed by third parties, also by those imported in a function."""
     tree = ast.parse(Path(transforms.__file__).read_text(encoding="utf-8"))
     found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -50,7 +50,7 @@ def finish(path: Path, config: Copy) -> None:
         path.with_suffix(".txt").write_text(config.source.read_text() * config.times)
 
 
-def test_a_job_is_finished_once_its_stamp_is_there(tmp_path: Path) -> None:
+def test_a_job_is_finished_once_its_stamp_is_there(tmp_path):
     path, config = job(tmp_path)
     assert not is_current(path, config)
     with pytest.raises(ZeroDivisionError), stamped(path, config):
@@ -64,7 +64,7 @@ def test_a_job_is_finished_once_its_stamp_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-9999, 9999])
-def test_checksums_decide_and_not_times(tmp_path: Path, seconds: float) -> None:
+def test_checksums_decide_and_not_times(tmp_path, seconds):
     path, config = job(tmp_path)
     finish(path, config)
     time = stamp_path(path).stat().st_mtime + seconds
@@ -81,7 +81,7 @@ def test_checksums_decide_and_not_times(tmp_path: Path, seconds: float) -> None:
     assert not is_current(*job(tmp_path, times=2))
 
 
-def test_inputs_are_those_of_when_the_job_began(tmp_path: Path) -> None:
+def test_inputs_are_those_of_when_the_job_began(tmp_path):
     path, config = job(tmp_path)
     with stamped(path, config):
         path.with_suffix(".txt").write_text(config.source.read_text())
@@ -89,7 +89,7 @@ def test_inputs_are_those_of_when_the_job_began(tmp_path: Path) -> None:
     assert not is_current(path, config)
 
 
-def test_what_is_gone_is_no_difference_but_the_result(tmp_path: Path) -> None:
+def test_what_is_gone_is_no_difference_but_the_result(tmp_path):
     path, config = job(tmp_path)
     finish(path, config)
     config.source.unlink()
@@ -98,7 +98,7 @@ def test_what_is_gone_is_no_difference_but_the_result(tmp_path: Path) -> None:
     assert not is_current(path, config)
 
 
-def test_a_folder_may_be_moved(tmp_path: Path) -> None:
+def test_a_folder_may_be_moved(tmp_path):
     finish(*job(tmp_path / "before"))
     (tmp_path / "before").rename(tmp_path / "after")
     path, config = job(tmp_path / "after")
@@ -107,7 +107,7 @@ def test_a_folder_may_be_moved(tmp_path: Path) -> None:
     assert not is_current(path, config)
 
 
-def test_a_stamp_names_what_it_is_of(tmp_path: Path) -> None:
+def test_a_stamp_names_what_it_is_of(tmp_path):
     path, config = job(tmp_path)
     finish(path, config)
     assert read_record(stamp_path(path)) == {
@@ -143,7 +143,7 @@ def experiment(folder: Path) -> Experiment:
         ("report.html", "report.html"),
     ],
 )
-def test_a_result_is_asked_for_by_its_name(tmp_path: Path, file: str, stamp: str) -> None:
+def test_a_result_is_asked_for_by_its_name(tmp_path, file, stamp):
     found = experiment(tmp_path)
     assert stamp_of(found, found.root / file) == found.root / stamp
     index = tmp_path / "other/shards/mine/train/index.json"
@@ -154,7 +154,7 @@ def test_a_result_is_asked_for_by_its_name(tmp_path: Path, file: str, stamp: str
     ]  # fmt: skip
 
 
-def test_a_resolved_file_that_is_to_be_written_is_newer_than_all_stamps(tmp_path: Path) -> None:
+def test_a_resolved_file_that_is_to_be_written_is_newer_than_all_stamps(tmp_path):
     found = experiment(tmp_path)
     asked, path = Asked(found), found.folder("mae") / "config.yaml"
     newer = asked.file("pretrain", path, {"run": "mae"})

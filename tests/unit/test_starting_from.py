@@ -39,7 +39,7 @@ def write(folder: Path, **changes: Any) -> str:
     return str(file)
 
 
-def test_from_scratch_everything_is_trained(tmp_path: Path) -> None:
+def test_from_scratch_everything_is_trained(tmp_path):
     scratch = load(write(tmp_path))
     assert [run.stage for run in scratch.runs.values()] == [
         "pretrain", "pretrain", "tune", "tune", "import",
@@ -47,7 +47,7 @@ def test_from_scratch_everything_is_trained(tmp_path: Path) -> None:
     assert scratch.tables == ["low_shot", "huge14"]
 
 
-def test_public_weights_take_the_place_of_pretraining(tmp_path: Path) -> None:
+def test_public_weights_take_the_place_of_pretraining(tmp_path):
     public = load(write(tmp_path), starting_from="public")
     assert {name: run.stage for name, run in public.runs.items()} == {
         "mae_base": "import",
@@ -63,7 +63,7 @@ def test_public_weights_take_the_place_of_pretraining(tmp_path: Path) -> None:
     assert public.root == Path("results/mine-public") != load(write(tmp_path)).root
 
 
-def test_gpu_hours_are_drawn_of_what_was_trained_here(tmp_path: Path) -> None:
+def test_gpu_hours_are_drawn_of_what_was_trained_here(tmp_path):
     asked = [{"runs": ["*"], "protocols": ["linear_probe"]}]
     file = write(tmp_path, evaluate=asked, figures=["gpu_hours", "pipeline"])
     scratch = load(file)
@@ -77,7 +77,7 @@ def test_gpu_hours_are_drawn_of_what_was_trained_here(tmp_path: Path) -> None:
     assert [row.method for row in public.rows("gpu_hours")] == ["mae", "ct", "ibot"]
 
 
-def test_weights_are_not_compared_with_themselves(tmp_path: Path) -> None:
+def test_weights_are_not_compared_with_themselves(tmp_path):
     """Table 6 holds our own MAE against the public one: with one of them it decides nothing."""
     paper = load("paper", starting_from="public")
     rows = paper.rows("reimplementation")
@@ -106,7 +106,7 @@ def test_weights_are_not_compared_with_themselves(tmp_path: Path) -> None:
          "no run names `public` weights to import"),
     ],
 )  # fmt: skip
-def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_mistakes_are_named(tmp_path, changes, words):
     assert len(load(write(tmp_path, starting_from="public")).runs) == 3
     with pytest.raises(UserError, match=words):
         load(write(tmp_path, **{"starting_from": "public"} | changes))
@@ -119,9 +119,7 @@ def snakemake(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*command, *config], capture_output=True, text=True, check=False)
 
 
-def test_what_is_missing_is_a_warning_in_a_dry_run_and_an_error_in_a_real_one(
-    tmp_path: Path,
-) -> None:
+def test_what_is_missing_is_a_warning_in_a_dry_run_and_an_error_in_a_real_one(tmp_path):
     write(tmp_path)
     target = "results/mine-public/runs/ct_base/done"
     dry = snakemake(tmp_path, "-n", target)

@@ -51,7 +51,7 @@ def pipeline(published: Path, metrics: dict[str, float], sha256: str | None = No
     return run
 
 
-def test_a_number_that_is_the_same_agrees(published: Path, tmp_path: Path, capsys) -> None:
+def test_a_number_that_is_the_same_agrees(published, tmp_path, capsys):
     run = pipeline(published, {"knn": 86.4, "linear_probe": 71.0})
     assert verify(published, [KNN, "low_shot.mae.linear_probe"], tmp_path / "out", run) == 0
     told = capsys.readouterr().out
@@ -70,9 +70,7 @@ def test_a_number_that_is_the_same_agrees(published: Path, tmp_path: Path, capsy
         (86.4, "0" * 64, 0),
     ],
 )
-def test_what_a_number_may_differ_by(
-    published: Path, tmp_path: Path, capsys, value: float, sha256: str | None, status: int
-) -> None:
+def test_what_a_number_may_differ_by(published, tmp_path, capsys, value, sha256, status):
     """Three predictions of the same encoder; of another one 2.5 errors of two accuracies, 5.4."""
     run = pipeline(published, {"knn": value}, sha256)
     assert verify(published, [KNN], tmp_path / "out", run) == status
@@ -82,7 +80,7 @@ def test_what_a_number_may_differ_by(
     assert f"{1 - status} of 1 cells agree" in told
 
 
-def test_what_cannot_be_verified(published: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_verified(published, tmp_path):
     """A failure is no agreement; an earlier call's experiment is written anew, another is not."""
     out = tmp_path / "out"
     assert verify(published, [KNN], out, lambda file, targets: 3) == 3
@@ -97,7 +95,7 @@ def test_what_cannot_be_verified(published: Path, tmp_path: Path) -> None:
         verify(published, [], out, lambda file, targets: 0)
 
 
-def test_cells_are_named_or_drawn(published: Path, tmp_path: Path) -> None:
+def test_cells_are_named_or_drawn(published, tmp_path):
     found = cells(published, load("digits"))
     names = [cell.name for cell in found]
     assert len(found) > 200 and KNN in names and len(names) == len(set(names))
@@ -114,7 +112,7 @@ def test_cells_are_named_or_drawn(published: Path, tmp_path: Path) -> None:
         verify(tmp_path, [], tmp_path / "out", lambda file, targets: 0)
 
 
-def test_deviations_over_seeds_come_first_and_of_one_seed_only_accuracies_are_judged() -> None:
+def test_deviations_over_seeds_come_first_and_of_one_seed_only_accuracies_are_judged():
     found = {cell.name: cell for cell in cells(PUBLISHED, load("digits"))}
     knn, silhouette = found[KNN], found["clustering.mae.silhouette"]
     several = replace(knn, std=0.5)
@@ -127,7 +125,7 @@ def test_deviations_over_seeds_come_first_and_of_one_seed_only_accuracies_are_ju
     assert tolerance(replace(silhouette, std=0.5), False, 500)[0] == pytest.approx(1.25)
 
 
-def test_seeds_that_are_not_published_are_not_made(tmp_path: Path) -> None:
+def test_seeds_that_are_not_published_are_not_made(tmp_path):
     folder = tmp_path / "digits_refined"
     shutil.copytree(PUBLISHED.with_name("digits_refined"), folder)
     experiment = load("digits_refined")

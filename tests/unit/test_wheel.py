@@ -20,7 +20,7 @@ def run(*words: str | Path, **more: str | Path) -> "subprocess.CompletedProcess[
     return done
 
 
-def test_profiles_find_their_scripts_in_a_wheel(tmp_path: Path) -> None:
+def test_profiles_find_their_scripts_in_a_wheel(tmp_path):
     """`--profile juwels` of an installed wheel: its script is there, and enters the environment."""
     site = tmp_path / "venv/lib/python3.12/site-packages"
     # What `pip wheel` packs, without packing it.
@@ -63,7 +63,7 @@ def interpreter(version: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_wheel_and_sdist_in_a_clean_environment(version: str, built: Path, tmp_path: Path) -> None:
+def test_wheel_and_sdist_in_a_clean_environment(version, built, tmp_path):
     """The wheel runs a pipeline's first rules; what is installed from the sdist has its files."""
     bin = tmp_path / "venv/bin"
     run(UV, "venv", "--quiet", "--python", interpreter(version), tmp_path / "venv")
@@ -92,7 +92,7 @@ def test_wheel_and_sdist_in_a_clean_environment(version: str, built: Path, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_demo_without_an_installation(built: Path, tmp_path: Path) -> None:
+def test_the_demo_without_an_installation(built, tmp_path):
     """`uvx --from WHEEL maect demo`, with the newest releases; its lines fit a page."""
     wheel = next(built.glob("*.whl"))
     python = ("--no-python-downloads", "--python", sys.executable)

@@ -62,7 +62,7 @@ def length(page: Path) -> int:
 @pytest.mark.parametrize(
     "page", sorted({*MOST_WORDS, *PAGES}), ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_a_page_is_short_and_so_are_its_sentences(page: Path) -> None:
+def test_a_page_is_short_and_so_are_its_sentences(page):
     text = page.read_text(encoding="utf-8")
     in_results = ROOT / "docs/results" in page.parents
     usual = MOST_WORDS_OF_RESULTS if in_results else MOST_WORDS_OF_A_PAGE
@@ -72,7 +72,7 @@ def test_a_page_is_short_and_so_are_its_sentences(page: Path) -> None:
     assert mean(text) < LONGEST_MEAN, f"{mean(text):.1f} words a sentence; split {longest}"
 
 
-def test_all_pages_together_can_be_read() -> None:
+def test_all_pages_together_can_be_read():
     total = sum(map(length, PAGES))
     assert total <= MOST_WORDS_OF_ALL, f"{total} words; cut what nobody has to know"
     assert len(PAGES) <= 50

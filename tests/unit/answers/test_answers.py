@@ -41,7 +41,7 @@ def index(run: Path, photographs: Path, tmp_path_factory: pytest.TempPathFactory
     return out
 
 
-def test_the_table_has_the_names_and_the_bits(run: Path, photographs: Path, index: Path) -> None:
+def test_the_table_has_the_names_and_the_bits(run, photographs, index):
     names = sorted(str(p.relative_to(photographs)) for p in photographs.rglob("No*"))
     encoded = maect.load(run).encode([photographs / name for name in names])
     frame = pd.read_parquet(index)
@@ -49,9 +49,7 @@ def test_the_table_has_the_names_and_the_bits(run: Path, photographs: Path, inde
     np.testing.assert_array_equal(np.stack(frame["vector"].to_list()), encoded)
 
 
-def test_bfloat16_is_asked_for_recorded_and_followed(
-    run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bfloat16_is_asked_for_recorded_and_followed(run, photographs, tmp_path, capsys):
     out, half = tmp_path / "a.parquet", tmp_path / "half.parquet"
     command = ["embed", str(run), str(photographs), "--device", "cpu"]
     assert main([*command, "--out", str(out)]) == 0
@@ -67,9 +65,7 @@ def test_bfloat16_is_asked_for_recorded_and_followed(
     assert len(lines) == 3 and lines[0] == f"1.0000  {rounded.files[0]}"
 
 
-def test_what_cannot_be_read_is_left_out_and_named(
-    run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_is_left_out_and_named(run, photographs, tmp_path, capsys):
     folder = tmp_path / "images"
     folder.mkdir()
     good = next(photographs.rglob("*.jpg")).read_bytes()
@@ -87,9 +83,7 @@ def test_what_cannot_be_read_is_left_out_and_named(
     assert "none of 2 images can be read" in capsys.readouterr().err
 
 
-def test_a_table_of_paths_and_class_folders_give_labels(
-    run: Path, photographs: Path, index: Path, tmp_path: Path
-) -> None:
+def test_a_table_of_paths_and_class_folders_give_labels(run, photographs, index, tmp_path):
     out = tmp_path / "labelled.parquet"
     command = ["embed", str(run), str(photographs), "--kind", "folder", "--out", str(out)]
     assert main(command) == 0
@@ -99,9 +93,7 @@ def test_a_table_of_paths_and_class_folders_give_labels(
     np.testing.assert_array_equal(vectors.values, plain.values)
 
 
-def test_wrong_input_is_one_line(
-    run: Path, photographs: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_one_line(run, photographs, index, tmp_path, capsys):
     other = tmp_path / "other.parquet"
     vectors = Vectors.read(index)
     resized = Vectors(vectors.files, vectors.values, None, {**vectors.about, "resize": 16})
@@ -129,7 +121,7 @@ def test_wrong_input_is_one_line(
         assert fault in error and error.count("\n") == 1, error
 
 
-def test_nearest_compares_all_as_the_index_is_spread() -> None:
+def test_nearest_compares_all_as_the_index_is_spread():
     rng = np.random.default_rng(0)
     # A large common part, and numbers that vary unequally: plain cosines would all be near 1.
     spread = np.linspace(0.1, 5, 8)
@@ -147,7 +139,7 @@ def test_nearest_compares_all_as_the_index_is_spread() -> None:
         np.testing.assert_allclose(near, np.sort(cosines)[::-1][:5], atol=1e-4)
 
 
-def test_few_images_have_no_spread_of_their_own() -> None:
+def test_few_images_have_no_spread_of_their_own():
     """Of two, standardised vectors would always be opposite."""
     values = np.array([[1, 0], [1, 1]], np.float32)
     similarity, found = nearest(Vectors(["a", "b"], values), values[:1], 2)
@@ -164,7 +156,7 @@ def blobs(sizes: tuple[int, ...]) -> Vectors:
 
 
 @pytest.mark.parametrize("how", [{}, {"count": 4}])
-def test_clusters_are_found_largest_first(how: dict[str, int]) -> None:
+def test_clusters_are_found_largest_first(how):
     vectors = blobs((10, 40, 20, 30))
     clusters = cluster(vectors.values, **how)
     assert clusters.count == 4
@@ -178,14 +170,14 @@ def test_clusters_are_found_largest_first(how: dict[str, int]) -> None:
         assert grain.count == count != 4 and sizes == sorted(sizes, reverse=True)
 
 
-def test_a_common_part_of_all_vectors_changes_no_group() -> None:
+def test_a_common_part_of_all_vectors_changes_no_group():
     """Raw vectors of an encoder point in nearly one direction; what differs is what counts."""
     vectors = blobs((10, 40, 20, 30))
     shifted = vectors.values * np.geomspace(1, 100, 16, dtype=np.float32) + 500
     assert cluster(shifted).cluster.tolist() == cluster(vectors.values).cluster.tolist()
 
 
-def test_groups_of_digits_are_as_good_as_those_of_louvain_in_networkx() -> None:
+def test_groups_of_digits_are_as_good_as_those_of_louvain_in_networkx():
     """Which found 14 groups, with an adjusted Rand index of 0.765 and 0.816 of information."""
     images, truth = load_digits(return_X_y=True)
     found = cluster(images.astype(np.float32)).cluster
@@ -196,9 +188,7 @@ def test_groups_of_digits_are_as_good_as_those_of_louvain_in_networkx() -> None:
     assert (found == again).all()
 
 
-def test_more_images_than_a_graph_holds_follow_the_nearest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_images_than_a_graph_holds_follow_the_nearest(monkeypatch):
     vectors = blobs((60, 50, 40))
     monkeypatch.setattr("maect.evaluate.clustering.LARGEST", 90)
     found = graph_groups(comparable(vectors.values, scale_of(vectors.values)))
@@ -211,14 +201,12 @@ def test_more_images_than_a_graph_holds_follow_the_nearest(
     [([3, 3, 3, 3, 4, 6, 8, 9, 9], 0.15), ([2, 3, 4, 5, 6, 7, 8, 9, 9], 1.0),
      ([1, 1, 1, 1, 1, 2, 3, 4, 5], 1.0), ([1, 2, 4, 4, 4, 4, 5, 6, 9], 0.5)],
 )  # fmt: skip
-def test_a_number_that_many_resolutions_agree_on_is_chosen(
-    counts: list[int], resolution: float
-) -> None:
+def test_a_number_that_many_resolutions_agree_on_is_chosen(counts, resolution):
     found = {grain: np.arange(count) for grain, count in zip(GRAINS, counts, strict=True)}
     assert choose_resolution(found) == resolution
 
 
-def test_weights_of_the_graph_are_shared_neighbours() -> None:
+def test_weights_of_the_graph_are_shared_neighbours():
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(60, 4)).astype(np.float32)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
@@ -231,12 +219,12 @@ def test_weights_of_the_graph_are_shared_neighbours() -> None:
             assert weights[i, j] == pytest.approx(expected)
 
 
-def test_identical_images_are_no_clusters() -> None:
+def test_identical_images_are_no_clusters():
     with pytest.raises(UserError, match="cannot form 2 clusters"):
         cluster(np.ones((3, 4), np.float32))
 
 
-def test_the_page_shows_pictures_without_a_network(index: Path, tmp_path: Path) -> None:
+def test_the_page_shows_pictures_without_a_network(index, tmp_path):
     assert main(["cluster", str(index), "--out", str(tmp_path), "--groups", "3"]) == 0
     with open(tmp_path / "clusters.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -248,7 +236,7 @@ def test_the_page_shows_pictures_without_a_network(index: Path, tmp_path: Path) 
     assert rows[0]["file"] in page  # the one nearest to the mean of the largest cluster
 
 
-def test_the_page_has_a_coarser_and_a_finer_grouping(index: Path, tmp_path: Path) -> None:
+def test_the_page_has_a_coarser_and_a_finer_grouping(index, tmp_path):
     vectors = blobs((40, 40, 40, 40, 40))
     clusters = cluster(vectors.values)
     assert clusters.count == 5
@@ -260,12 +248,7 @@ def test_the_page_has_a_coarser_and_a_finer_grouping(index: Path, tmp_path: Path
     assert len(numbers) > 1 and re.findall(r'id="grain(\d+)" checked', page) == ["5"]
 
 
-def test_predict_by_what_was_fitted_and_kept(
-    run: Path,
-    predicted: tuple[list[str], Path, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_predict_by_what_was_fitted_and_kept(run, predicted, tmp_path, capsys):
     predict, kept, out = predicted
     # From the file alone, what was written when it was fitted.
     assert out.read_text() == (kept.parent / "p.csv").read_text()
@@ -287,7 +270,7 @@ def test_predict_by_what_was_fitted_and_kept(
     assert "another encoder" in capsys.readouterr().err
 
 
-def test_only_features_behind_the_norm_are_fitted(tmp_path: Path) -> None:
+def test_only_features_behind_the_norm_are_fitted(tmp_path):
     for change in ({"norm": False}, {"blocks": 4}):
         path = tmp_path / "val.before_norm.safetensors"
         record = {"encoder_sha256": "e", "class_names": ["a", "b"], "resize": 16} | change
@@ -299,7 +282,7 @@ def test_only_features_behind_the_norm_are_fitted(tmp_path: Path) -> None:
             fit_classifier(path)
 
 
-def test_predict_by_a_linear_probe(run: Path, photographs: Path, tmp_path: Path) -> None:
+def test_predict_by_a_linear_probe(run, photographs, tmp_path):
     """The file that the protocol leaves: batch norm and a linear layer.
 
     Images are resized as they were for it.

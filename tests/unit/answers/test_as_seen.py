@@ -178,14 +178,8 @@ ENCODING = (embed, search, predict, compare)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("command", ENCODING, ids=lambda command: command.__name__)
 def test_encoders_see_what_a_person_sees(
-    command: Callable[..., list[str]],
-    name: str,
-    run: Path,
-    fitted: Files,
-    tmp_path: Path,
-    encoded_images: list[Picture],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    command, name, run, fitted, tmp_path, encoded_images, caplog
+):
     case = CASES[name]()
     assert main([*command(case, run, tmp_path, fitted), *case.option]) == 0
     assert_close(encoded_images[0], crop(case.picture, 20, 16), case.tolerance)
@@ -193,7 +187,7 @@ def test_encoders_see_what_a_person_sees(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_python_and_pages_see_the_same(name: str, run: Path, tmp_path: Path) -> None:
+def test_python_and_pages_see_the_same(name, run, tmp_path):
     case = CASES[name]()
     pixels = Pixels.model_validate({"range": (0, (1 << int(name[4:])) - 1)} if case.stated else {})
     encoder = maect.load(run, pixels={"range": pixels.range})
@@ -208,9 +202,7 @@ def test_python_and_pages_see_the_same(name: str, run: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_duplicates_compare_what_a_person_sees(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_duplicates_compare_what_a_person_sees(name, tmp_path, monkeypatch):
     case, hashed = CASES[name](), list[Picture]()
     own = duplicates.perceptual_hash
 
@@ -227,7 +219,7 @@ def test_duplicates_compare_what_a_person_sees(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shards_have_what_a_person_sees(name: str, tmp_path: Path) -> None:
+def test_shards_have_what_a_person_sees(name, tmp_path):
     """And what reads them: training, features, `duplicates`, and people's own code."""
     case, out = CASES[name](), tmp_path / "shards"
     images = case.folder(tmp_path / "i")
@@ -241,7 +233,7 @@ def test_shards_have_what_a_person_sees(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_new_experiments_read_what_a_person_sees(name: str, tmp_path: Path) -> None:
+def test_new_experiments_read_what_a_person_sees(name, tmp_path):
     case = CASES[name]()
     images = case.folder(tmp_path / "i")
     pixels = inspect_images(images, 1).pixels
@@ -254,14 +246,7 @@ def test_new_experiments_read_what_a_person_sees(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("bits", [10, 12, 14])
 @pytest.mark.parametrize("command", ENCODING, ids=lambda command: command.__name__)
-def test_a_missing_range_is_proposed(
-    command: Callable[..., list[str]],
-    bits: int,
-    run: Path,
-    fitted: Files,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_missing_range_is_proposed(command, bits, run, fitted, tmp_path, caplog):
     case = deep(bits)
     assert main(command(case, run, tmp_path, fitted)) == 0
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
@@ -270,9 +255,7 @@ def test_a_missing_range_is_proposed(
 
 
 @pytest.mark.parametrize("bits", [10, 12, 14])
-def test_sharding_and_duplicates_propose_it_too(
-    bits: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sharding_and_duplicates_propose_it_too(bits, tmp_path, caplog):
     case = deep(bits)
     images = case.folder(tmp_path / "i", 2)
     assert main(["duplicates", str(images), "--out", str(tmp_path / "d")]) == 0
@@ -282,9 +265,7 @@ def test_sharding_and_duplicates_propose_it_too(
     assert hint in caplog.text
 
 
-def test_dark_images_among_bright_ones_are_counted(
-    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dark_images_among_bright_ones_are_counted(run, tmp_path, caplog):
     """Together their values go up to white."""
     images = tmp_path / "i"
     images.mkdir()
@@ -295,7 +276,7 @@ def test_dark_images_among_bright_ones_are_counted(
     assert "--pixels range=0,4095 for 12 bits" in caplog.text
 
 
-def test_dark_images_are_counted_over_parts() -> None:
+def test_dark_images_are_counted_over_parts():
     dark = {"deep": {"images": 2, "values": [0, 4095], "levels": "ff"}}
     bright = {"deep": {"images": 3, "values": [0, 65535], "levels": "ff"}}
     part = merged([dark, bright])
@@ -306,7 +287,7 @@ def test_dark_images_are_counted_over_parts() -> None:
     assert warning(part, Pixels(range=(0, 65535))) is None
 
 
-def test_what_is_proposed_fits_the_values() -> None:
+def test_what_is_proposed_fits_the_values():
     assert full_scale(0, 16320) == (0, 16383) and full_scale(100, 4095) == (0, 4095)
     assert full_scale(30000, 35000) == (30000, 35000)  # far from black
     binary = {"deep": {"images": 3, "values": [0, 65535], "levels": f"{1 | 1 << 255:x}"}}
@@ -314,7 +295,7 @@ def test_what_is_proposed_fits_the_values() -> None:
     assert full_scale(-200, 900) == (-200, 900) and full_scale(0.1, 0.7) == (0.1, 0.7)
 
 
-def test_shards_of_turned_images_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shards_of_turned_images_say_so(tmp_path, caplog):
     """As torchvision does, whose numbers are the paper's, but not in silence."""
     case = turned()
     images = case.folder(tmp_path / "i")
@@ -325,9 +306,7 @@ def test_shards_of_turned_images_say_so(tmp_path: Path, caplog: pytest.LogCaptur
     assert "pixels: {orientation: exif}" in caplog.text
 
 
-def test_a_resumed_command_repeats_the_warning(
-    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_command_repeats_the_warning(run, tmp_path, caplog):
     """What was read before is not read again."""
     words = compare(deep(12), run, tmp_path, (tmp_path, tmp_path))
     for _ in range(2):
@@ -347,7 +326,7 @@ def every_encoder(run: Path, tiny: str) -> dict[str, str]:
     return {"imported": str(run), "exported": "exported", "public": tiny, "trained": "trained"}
 
 
-def test_encoders_of_all_kinds_read_alike(every_encoder: dict[str, str]) -> None:
+def test_encoders_of_all_kinds_read_alike(every_encoder):
     for kind, folder in every_encoder.items():
         encoder = maect.load(folder)
         for name in ("plain", "rotated", "grey", "cmyk", "bits16"):
@@ -371,11 +350,8 @@ def test_encoders_of_all_kinds_read_alike(every_encoder: dict[str, str]) -> None
 
 
 def test_a_comparison_reads_deep_images_by_one_range(
-    every_encoder: dict[str, str],
-    tmp_path: Path,
-    encoded_images: list[Picture],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    every_encoder, tmp_path, encoded_images, caplog
+):
     """The range that one of them states is taken for the others."""
     images = deep(12).folder(tmp_path / "i", 40)
     both = [every_encoder["imported"], every_encoder["trained"]]
@@ -390,9 +366,7 @@ def test_a_comparison_reads_deep_images_by_one_range(
 # --- What is recorded -------------------------------------------------------------------------
 
 
-def test_the_reading_is_recorded_and_followed(
-    run: Path, tmp_path: Path, encoded_images: list[Picture], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_reading_is_recorded_and_followed(run, tmp_path, encoded_images, capsys):
     case, out = deep(12), tmp_path / "v.parquet"
     images = case.folder(tmp_path / "i", 3)
     words = ["embed", str(run), str(images), "--out", str(out)]
@@ -419,9 +393,7 @@ def test_the_reading_is_recorded_and_followed(
     assert_close(encoded_images[0], crop(case.picture, 20, 16), 1)
 
 
-def test_vectors_of_an_earlier_version_are_read_as_they_were_made(
-    run: Path, tmp_path: Path, encoded_images: list[Picture]
-) -> None:
+def test_vectors_of_an_earlier_version_are_read_as_they_were_made(run, tmp_path, encoded_images):
     case, out = turned(), tmp_path / "v.parquet"
     images = case.folder(tmp_path / "i")
     stored = ["--pixels", "orientation=stored background=none"]
@@ -438,7 +410,7 @@ def test_vectors_of_an_earlier_version_are_read_as_they_were_made(
     assert main([*words, *stored]) == 0  # what is there is kept
 
 
-def test_an_import_keeps_the_range(every_encoder: dict[str, str]) -> None:
+def test_an_import_keeps_the_range(every_encoder):
     words = ["import", "weights/tiny.safetensors", "deep", "--timm", TINY, "--image-size", "64"]
     assert main([*words, "--pixels", "range=0,4095"]) == 0
     encoder = maect.load("deep")
@@ -458,9 +430,7 @@ def test_an_import_keeps_the_range(every_encoder: dict[str, str]) -> None:
         ('{"range": [0', "--pixels"),
     ],
 )
-def test_what_cannot_be_stated_is_said_in_a_line(
-    text: str, fault: str, run: Path, photographs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_stated_is_said_in_a_line(text, fault, run, photographs, capsys):
     assert main(["embed", str(run), str(photographs), "--pixels", text, "--out", "x.parquet"]) == 2
     error = capsys.readouterr().err
     assert fault in error and error.count("\n") == 1

@@ -50,7 +50,7 @@ def root(run: Path, photographs: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_card_says_data_training_results_and_licence(root: Path) -> None:
+def test_the_card_says_data_training_results_and_licence(root):
     out = root / "hub"
     assert main(["export", str(root / "runs/ct"), str(out), "--licence", "cc-by-4.0"]) == 0
     card = (out / "README.md").read_text(encoding="utf-8")
@@ -80,9 +80,7 @@ def test_the_card_says_data_training_results_and_licence(root: Path) -> None:
         ("import", {"head": {"lookup": "oracle"}}, "trained with labels"),
     ],
 )
-def test_the_card_says_with_labels_if_any_stage_read_them(
-    root: Path, origin: str, tuning: dict[str, Any], words: str
-) -> None:
+def test_the_card_says_with_labels_if_any_stage_read_them(root, origin, tuning, words):
     changes: dict[str, dict[str, Any]] = {"ct": {"settings": load_recipe("ct_min", "tiny", tuning)}}
     if origin == "import":
         changes["mae"] = {"stage": "import", "recipe": None, "settings": Import(layout="dino")}
@@ -97,7 +95,7 @@ def test_the_card_says_with_labels_if_any_stage_read_them(
     assert card.count("with labels") + card.count("without labels") == 2 * bool(words)
 
 
-def test_the_hub_reads_the_card(root: Path) -> None:
+def test_the_hub_reads_the_card(root):
     """By its own client: a dozen numbers at most, each with task, data set and metric."""
     from huggingface_hub import ModelCard
 
@@ -133,15 +131,13 @@ def test_the_hub_reads_the_card(root: Path) -> None:
         (["--base-model", "a/b/c"], "a/b/c: not a name of a repository"),
     ],
 )
-def test_what_the_hub_would_not_take_is_refused(
-    root: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_hub_would_not_take_is_refused(root, words, said, capsys):
     repository = [] if "--repository" in words else ["--repository", "me/birds"]
     assert main(["publish", str(root / "runs/ct"), str(root / "hub"), *words, *repository]) == 2
     assert said in capsys.readouterr().err and not (root / "hub").exists()
 
 
-def test_an_unsaid_licence_is_said_to_be_none(root: Path) -> None:
+def test_an_unsaid_licence_is_said_to_be_none(root):
     shutil.rmtree(root / "shards")  # results may have been freed of them
     out = root / "hub"
     assert main(["export", str(root / "runs/ct"), str(out)]) == 0
@@ -151,7 +147,7 @@ def test_an_unsaid_licence_is_said_to_be_none(root: Path) -> None:
     assert "- `birds`, split `train`" in card.splitlines()
 
 
-def test_each_number_is_of_its_own_split_or_of_no_images(root: Path) -> None:
+def test_each_number_is_of_its_own_split_or_of_no_images(root):
     """A shifted test set has its own, and a speed has none."""
     evaluations = root / "evaluations/ct"
     for name, metrics in (("robustness", {"fog": 33.25}), ("throughput", {"flash_gain": 21.5})):
@@ -166,7 +162,7 @@ def test_each_number_is_of_its_own_split_or_of_no_images(root: Path) -> None:
     assert found == {93.51: "val", 33.25: "fog"}
 
 
-def test_only_test_images_give_the_accuracy_of_a_classifier(root: Path) -> None:
+def test_only_test_images_give_the_accuracy_of_a_classifier(root):
     """No held-out training images, which a twin is scored on, nor others under the split's name."""
     test = root / "shards/birds/test"
     shutil.copytree(root / "shards/birds/train", test)

@@ -32,14 +32,7 @@ def other(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return rewritten(run, tmp_path_factory.mktemp("others") / "runs/mae", 0.5)
 
 
-def test_encoders_and_folders_make_a_table(
-    run: Path,
-    other: Path,
-    folders: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_encoders_and_folders_make_a_table(run, other, folders, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     words = ["compare", str(run), str(other), "--out", str(out), "--threads", "1", "--images"]
     words += [str(folders / name) for name in ("split", "whole", "flat")]
@@ -84,9 +77,7 @@ def test_encoders_and_folders_make_a_table(
     pd.testing.assert_frame_equal(again, split.reset_index(drop=True), check_dtype=False)
 
 
-def test_knn_is_that_of_the_protocol_on_the_same_images(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_knn_is_that_of_the_protocol_on_the_same_images(run, tmp_path, monkeypatch):
     """Shards of an unchanged folder: the same held-out images, grid, k, T and accuracies."""
     images, rng = tmp_path / "images", np.random.default_rng(5)
     for number in range(260):
@@ -129,9 +120,7 @@ def test_knn_is_that_of_the_protocol_on_the_same_images(
         assert score[measure].value == pytest.approx(metrics[metric], abs=1e-9)
 
 
-def test_geometry_adds_corrections(
-    run: Path, other: Path, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_geometry_adds_corrections(run, other, folders, tmp_path, capsys):
     """The measures without it stay as they are."""
     out = tmp_path / "out"
     words = ["compare", str(run), str(other), "--images", str(folders / "split"), "--threads", "1"]
@@ -154,8 +143,8 @@ def test_geometry_adds_corrections(
 
 
 def test_an_interrupted_comparison_resumes_and_a_damaged_file_is_made_again(
-    run: Path, other: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run, other, folders, tmp_path, monkeypatch
+):
     words = ["compare", str(run), str(other), "--images", str(folders / "split"), "--threads", "1"]
     assert main([*words, "--out", str(tmp_path / "whole")]) == 0
     encode, calls = ImageEncoder.readable, []
@@ -185,9 +174,7 @@ def test_an_interrupted_comparison_resumes_and_a_damaged_file_is_made_again(
     assert len(calls) == 2 + 3 + 2 and "vectors" in read_arrays(kept)[0]
 
 
-def test_what_one_encoder_cannot_read_is_left_out_for_all(
-    run: Path, other: Path, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_one_encoder_cannot_read_is_left_out_for_all(run, other, folders, tmp_path, capsys):
     images = tmp_path / "images"
     shutil.copytree(folders / "split", images)
     (images / "train/a/broken.png").write_bytes((images / "train/a/0.png").read_bytes()[:300])
@@ -200,9 +187,7 @@ def test_what_one_encoder_cannot_read_is_left_out_for_all(
     assert set(frame["train_images"]) == {75}
 
 
-def test_names_and_faults_are_said_in_a_line(
-    run: Path, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_and_faults_are_said_in_a_line(run, folders, tmp_path, capsys):
     assert named(["a/b", "x=c/b"], "encoders") == {"b": Path("a/b"), "x": Path("c/b")}
     whole = str(folders / "whole")
 
@@ -224,7 +209,7 @@ def test_names_and_faults_are_said_in_a_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_classes_beside_loose_images_are_no_labels(folders: Path, tmp_path: Path) -> None:
+def test_classes_beside_loose_images_are_no_labels(folders, tmp_path):
     images = tmp_path / "images"
     shutil.copytree(folders / "whole", images)
     shutil.copy(images / "a/0.png", images / "loose.png")
@@ -232,9 +217,7 @@ def test_classes_beside_loose_images_are_no_labels(folders: Path, tmp_path: Path
     assert folder.labels is None and "1 image lies beside class folders" in folder.remarks[0]
 
 
-def test_imagenets_images_are_scored_by_reals_labels(
-    run: Path, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_imagenets_images_are_scored_by_reals_labels(run, folders, tmp_path, capsys):
     for number, path in enumerate(sorted((folders / "split").glob("*/*/*.png"))):
         copy = tmp_path / "images" / path.relative_to(folders / "split").parent
         copy.mkdir(parents=True, exist_ok=True)

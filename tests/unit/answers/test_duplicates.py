@@ -42,9 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_copies_come_first_and_what_cannot_be_read_is_named(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_come_first_and_what_cannot_be_read_is_named(folder, tmp_path, capsys):
     images = Path(shutil.copytree(folder, tmp_path / "images"))
     # Its name in what is captured of other tests would end xdist's worker.
     shutil.copy(images / "07.png", os.fsencode(images) + b"/k\xe4fer.png")
@@ -68,9 +66,7 @@ def test_copies_come_first_and_what_cannot_be_read_is_named(
     assert (tmp_path / "index.html").read_text().count("data:image/jpeg;base64,/9j/") == 8
 
 
-def test_links_are_named_and_are_no_copies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_are_named_and_are_no_copies(tmp_path, capsys):
     """Whoever deletes the second name of each pair must not lose the only file."""
     images = tmp_path / "images"
     (images / "z").mkdir(parents=True)
@@ -108,7 +104,7 @@ def digits(root: Path, count: int) -> Path:
     return root
 
 
-def test_the_border_comes_from_the_images(tmp_path: Path) -> None:
+def test_the_border_comes_from_the_images(tmp_path):
     """Digits by different hands differ in few bits of their hashes, and are no duplicates."""
     images, out = digits(tmp_path / "digits", 300), tmp_path / "out"
     for number in range(5):
@@ -121,14 +117,14 @@ def test_the_border_comes_from_the_images(tmp_path: Path) -> None:
     assert planted <= near and len(near - planted) <= 8
 
 
-def test_what_is_cut_is_said() -> None:
+def test_what_is_cut_is_said():
     rows = [(0, 1, 0.5), (0, 2, 0.9), (1, 2, 0.7), (0, 1, 0.8)]
     assert most_of(rows, 2) == ({(0, 2): 0.9, (0, 1): 0.8}, True)
     assert most_of(rows, 3) == ({(0, 2): 0.9, (0, 1): 0.8, (1, 2): 0.7}, False)
 
 
 @pytest.mark.parametrize("width", [2, 4, 16])
-def test_the_border_is_where_one_pair_is_expected(width: int) -> None:
+def test_the_border_is_where_one_pair_is_expected(width):
     points = np.random.default_rng(width).normal(size=(600, width))
     i, j = np.triu_indices(600, 1)
     distances = np.square(points[i] - points[j]).sum(1)
@@ -140,7 +136,7 @@ def test_the_border_is_where_one_pair_is_expected(width: int) -> None:
     assert border(np.zeros(100), 50, 100) is None and border(distances[:3], 3, 3) is None
 
 
-def test_vectors_stand_beside_hashes(run: Path, folder: Path, tmp_path: Path) -> None:
+def test_vectors_stand_beside_hashes(run, folder, tmp_path):
     index, out = tmp_path / "all.parquet", tmp_path / "pairs"
     assert main(["embed", str(run), str(folder), "--out", str(index)]) == 0
     assert main(["duplicates", str(index), "--out", str(out)]) == 0
@@ -149,7 +145,7 @@ def test_vectors_stand_beside_hashes(run: Path, folder: Path, tmp_path: Path) ->
     assert {"half.jpg", "bright.jpg", "mirrored.jpg"} < {pair["b"] for pair in pairs}
 
 
-def test_a_hash_is_of_what_is_seen() -> None:
+def test_a_hash_is_of_what_is_seen():
     flat = [perceptual_hash(Image.new("RGB", (9, 9), color)) for color in ("red", "blue")]
     assert not np.any(flat)  # pictures of one colour are not alike for that
     one, other = perceptual_hash(scene(3)), perceptual_hash(scene(4))
@@ -157,9 +153,7 @@ def test_a_hash_is_of_what_is_seen() -> None:
     assert one @ perceptual_hash(scene(3).resize((200, 160))) > 56 > one @ other + 20
 
 
-def test_images_are_sorted_into_folders_and_stay(
-    photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_are_sorted_into_folders_and_stay(photographs, tmp_path, capsys):
     names = sorted(str(p.relative_to(photographs)) for p in photographs.rglob("No*"))
     table = tmp_path / "clusters.csv"
     groups = [str(i % 11) if i else "" for i in range(len(names))]
@@ -178,7 +172,7 @@ def test_images_are_sorted_into_folders_and_stay(
     assert "not empty" in capsys.readouterr().err
 
 
-def test_a_table_that_a_spreadsheet_saved(tmp_path: Path) -> None:
+def test_a_table_that_a_spreadsheet_saved(tmp_path):
     photograph(0, 20, 20).save(tmp_path / "a.png")
     (tmp_path / "t.csv").write_text("file,class\r\na.png,Käfer\r\n", encoding="utf-8-sig")
     words = [str(tmp_path / "t.csv"), str(tmp_path), str(tmp_path.with_name("sorted"))]
@@ -200,9 +194,7 @@ def test_a_table_that_a_spreadsheet_saved(tmp_path: Path) -> None:
         ("file,class\na.png,K\udce4fer", "save it as CSV UTF-8"),
     ],
 )
-def test_tables_that_cannot_be_sorted_by(
-    text: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_that_cannot_be_sorted_by(text, fault, tmp_path, capsys):
     images, table, out = tmp_path / "images", tmp_path / "t.csv", tmp_path / "out"
     images.mkdir()
     photograph(0, 20, 20).save(images / "a.png")

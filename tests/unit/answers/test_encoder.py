@@ -48,13 +48,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_vectors_are_the_bits_of_the_features_file(
-    run: Path,
-    photographs: Path,
-    vectors: NDArray[np.float32],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_vectors_are_the_bits_of_the_features_file(run, photographs, vectors, tmp_path, caplog):
     shards, out = tmp_path / "shards", tmp_path / "ct.safetensors"
     assert main(["shard", str(photographs), str(shards), "--kind", "unlabelled"]) == 0
     assert main(["features", str(run), "--shards", str(shards), "--out", str(out)]) == 0
@@ -76,9 +70,7 @@ def test_vectors_are_the_bits_of_the_features_file(
     assert f"{run}: name the shards with --shards" in caplog.text
 
 
-def test_an_exported_folder_is_not_imported(
-    exported: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_exported_folder_is_not_imported(exported, tmp_path, caplog):
     for weights in (exported, exported / "model.safetensors"):
         assert main(["import", str(weights), str(tmp_path / "back")]) == 2
     assert caplog.text.count(f"{exported}: written by `maect export`") == 2
@@ -86,9 +78,7 @@ def test_an_exported_folder_is_not_imported(
 
 
 @pytest.mark.usefixtures("at_once")
-def test_features_of_another_resize_are_extracted_again(
-    run: Path, photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_features_of_another_resize_are_extracted_again(run, photographs, tmp_path, caplog):
     shards = tmp_path / "shards"
     assert main(["shard", str(photographs), str(shards), "--kind", "unlabelled"]) == 0
     bare = tmp_path / "bare"  # which says nothing of the resizing of images
@@ -110,9 +100,7 @@ def test_features_of_another_resize_are_extracted_again(
 
 
 @pytest.mark.usefixtures("at_once")
-def test_features_leave_files_of_others_alone(
-    run: Path, photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_features_leave_files_of_others_alone(run, photographs, tmp_path, caplog):
     shards, experiment = tmp_path / "shards", tmp_path / "birds.yaml"
     assert main(["shard", str(photographs), str(shards), "--kind", "unlabelled"]) == 0
     experiment.write_text("runs: {}\n")
@@ -124,9 +112,7 @@ def test_features_leave_files_of_others_alone(
     assert experiment.read_text() == "runs: {}\n" and not (tmp_path / "encoder.yaml").exists()
 
 
-def test_other_batches_and_other_forms_of_an_image(
-    run: Path, photographs: Path, vectors: NDArray[np.float32]
-) -> None:
+def test_other_batches_and_other_forms_of_an_image(run, photographs, vectors):
     files, encoder = files_of(photographs), maect.load(run)
     np.testing.assert_array_equal(encoder.encode(files, batch_size=7, threads=1), vectors)
     np.testing.assert_array_equal(encoder.encode([f.read_bytes() for f in files]), vectors)
@@ -138,21 +124,14 @@ def test_other_batches_and_other_forms_of_an_image(
     assert encoder.encode([]).shape == (0, encoder.width)
 
 
-def test_an_exported_folder_is_the_same_encoder(
-    exported: Path, photographs: Path, vectors: NDArray[np.float32]
-) -> None:
+def test_an_exported_folder_is_the_same_encoder(exported, photographs, vectors):
     encoder = maect.load(exported)
     assert (encoder.resize, encoder.pooling) == (20, "mean")
     np.testing.assert_array_equal(encoder.encode(files_of(photographs)), vectors)
 
 
 @torch.inference_mode()
-def test_timm_and_transformers_make_the_same_vectors(
-    exported: Path,
-    photographs: Path,
-    vectors: NDArray[np.float32],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_timm_and_transformers_make_the_same_vectors(exported, photographs, vectors, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoImageProcessor, AutoModel
 
@@ -171,7 +150,7 @@ def test_timm_and_transformers_make_the_same_vectors(
         np.testing.assert_allclose(by_transformers, vector, atol=tolerance, err_msg="transformers")
 
 
-def test_what_cannot_be_encoded_is_named(run: Path, photographs: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_encoded_is_named(run, photographs, tmp_path):
     encoder, broken = maect.load(run), tmp_path / "broken.jpg"
     broken.write_bytes(files_of(photographs)[0].read_bytes()[:200])
     with pytest.raises(UserError, match=r"broken\.jpg: .*truncated"):
@@ -191,7 +170,7 @@ def test_what_cannot_be_encoded_is_named(run: Path, photographs: Path, tmp_path:
             maect.load(run, **options)
 
 
-def test_a_damaged_encoder_is_refused(run: Path, exported: Path, tmp_path: Path) -> None:
+def test_a_damaged_encoder_is_refused(run, exported, tmp_path):
     for folder, name in ((run, "encoder.safetensors"), (exported, "model.safetensors")):
         copy = tmp_path / folder.name / name
         copy.parent.mkdir(exist_ok=True)

@@ -57,19 +57,19 @@ def birds(run: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.Monk
     return results
 
 
-def test_embed_and_search(birds: Path) -> None:
+def test_embed_and_search(birds):
     names = execute("embed_and_search")
     assert names["vectors"].shape == (30, names["encoder"].width) and len(names["nearest"]) == 5
     assert Path("groups/index.html").exists()
 
 
-def test_add_a_protocol(birds: Path) -> None:
+def test_add_a_protocol(birds):
     names = execute("add_a_protocol")
     assert -1 < names["metrics"]["similarity"] < 1
 
 
 @pytest.mark.slow
-def test_read_the_report(birds: Path) -> None:
+def test_read_the_report(birds):
     shards, features = birds / "shards/birds/val", birds / "val.safetensors"
     words = ["--shards", str(shards), "--out", str(features)]
     assert main(["features", str(birds / "runs/ct"), *words]) == 0
@@ -99,9 +99,7 @@ def test_read_the_report(birds: Path) -> None:
         pytest.param(("download",), id="all", marks=pytest.mark.slow),
     ],
 )
-def test_tune_on_my_images(
-    skip: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tune_on_my_images(skip, tmp_path, monkeypatch):
     """With an encoder for 16 pixels under the name of ViT-B."""
     from maect.data.bundled import write_digits
 

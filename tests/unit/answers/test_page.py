@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from PIL import Image
 
@@ -21,9 +20,7 @@ TUTORIAL = DOCS / "tutorials/groups.md"
 ELSEWHERE = ("fiftyone", "lancedb")
 
 
-def test_the_page_works_word_for_word(
-    run: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_works_word_for_word(run, photographs, tmp_path, monkeypatch):
     home = tmp_path / "results/birds/runs/ct_min"
     home.parent.mkdir(parents=True)
     shutil.copytree(run, home)
@@ -52,9 +49,7 @@ def test_the_page_works_word_for_word(
         assert (tmp_path / name).exists()
 
 
-def test_the_tutorial_on_groups_works_word_for_word(
-    run: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tutorial_on_groups_works_word_for_word(run, photographs, tmp_path, monkeypatch):
     monkeypatch.setattr("maect.data.retrieve.retrieve", lambda what, out: [out / what])
     for name in ("dinov2_small", "siglip2_base"):
         shutil.copytree(run, tmp_path / "weights" / name)

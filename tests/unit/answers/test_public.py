@@ -23,7 +23,7 @@ from maect.records import RunRecord
 from .conftest import photograph
 
 
-def test_every_name_can_be_retrieved_and_is_known_to_timm() -> None:
+def test_every_name_can_be_retrieved_and_is_known_to_timm():
     assert {"dinov2_small", "dinov3_base", "siglip2_base", "mae_base", "ibot_large"} <= {*PUBLIC}
     for name, one in PUBLIC.items():
         (remote,) = CATALOGUE[name]
@@ -32,9 +32,7 @@ def test_every_name_can_be_retrieved_and_is_known_to_timm() -> None:
             find_timm(one.timm).encoder(one.image_size)
 
 
-def test_a_name_is_imported_once_and_used_everywhere(
-    tiny: str, photographs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_is_imported_once_and_used_everywhere(tiny, photographs, capsys):
     images = Path(shutil.copytree(photographs, "birds"))
     assert main(["embed", tiny, str(images), "--kind", "folder"]) == 0
     assert "birds.parquet: 30 images, 0 left out; 192 numbers each" in capsys.readouterr().out
@@ -56,9 +54,7 @@ def test_a_name_is_imported_once_and_used_everywhere(
     assert main(["cluster", "birds.parquet", "--out", "groups", "--groups", "3"]) == 0
 
 
-def test_what_to_download_is_said_in_one_line(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_to_download_is_said_in_one_line(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv(public.VARIABLE, str(tmp_path / "elsewhere"))
     with pytest.raises(UserError) as told:
         load(tiny)
@@ -90,7 +86,7 @@ class Counting:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_an_interrupted_embed_goes_on(run: Path, photographs: Path, tmp_path: Path) -> None:
+def test_an_interrupted_embed_goes_on(run, photographs, tmp_path):
     whole, out = tmp_path / "whole.parquet", tmp_path / "x.parquet"
     embed_into(whole, load(run), photographs)
     encoder = load(run)
@@ -107,9 +103,7 @@ def test_an_interrupted_embed_goes_on(run: Path, photographs: Path, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_only_new_and_changed_images_are_computed(
-    run: Path, photographs: Path, tmp_path: Path
-) -> None:
+def test_only_new_and_changed_images_are_computed(run, photographs, tmp_path):
     images, out = tmp_path / "images", tmp_path / "x.parquet"
     shutil.copytree(photographs, images)
     files = sorted(images.rglob("No*"))
@@ -146,9 +140,7 @@ def test_only_new_and_changed_images_are_computed(
     assert counted.images == 29  # otherwise resized: all of them
 
 
-def test_an_image_that_becomes_readable_is_computed(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_that_becomes_readable_is_computed(run, tmp_path, monkeypatch):
     """As the message asks: `pip install pydicom`, and the same command again."""
     images, out = tmp_path / "images", tmp_path / "x.parquet"
     images.mkdir()
@@ -166,7 +158,7 @@ def test_an_image_that_becomes_readable_is_computed(
     assert embed_into(out, encoder, images).images == 1
 
 
-def test_images_of_an_archive_are_not_those_that_lie_beside_it(run: Path, tmp_path: Path) -> None:
+def test_images_of_an_archive_are_not_those_that_lie_beside_it(run, tmp_path):
     archive, out = tmp_path / "birds.zip", tmp_path / "x.parquet"
     for name in ("1.png", "2.png"):
         photograph(int(name[0]), 30, 30).save(tmp_path / name)
@@ -184,9 +176,7 @@ def test_images_of_an_archive_are_not_those_that_lie_beside_it(run: Path, tmp_pa
     assert np.array_equal(one, two)
 
 
-def test_a_table_that_is_read_is_not_written(
-    run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_that_is_read_is_not_written(run, photographs, tmp_path, capsys):
     shutil.copytree(photographs, tmp_path / "images")
     table, kept = tmp_path / "images/mine.csv", tmp_path / "kept.safetensors"
     text = "".join(f"{p.relative_to(table.parent)},{p.parent.name}\n"
@@ -211,9 +201,7 @@ def test_a_table_that_is_read_is_not_written(
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_an_interrupted_predict_goes_on(
-    run: Path, predicted: tuple[list[str], Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_predict_goes_on(run, predicted, monkeypatch):
     predict, _, out = predicted
     whole = out.read_bytes()
     out.unlink()

@@ -48,9 +48,7 @@ def tuned(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.inference_mode()
-def test_the_folder_of_a_repository(
-    tuned: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_a_repository(tuned, photographs, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
@@ -99,9 +97,7 @@ def test_the_folder_of_a_repository(
     torch.testing.assert_close(pooled, torch.from_numpy(vectors), rtol=1e-4, atol=1e-4)
 
 
-def test_classes_by_the_head_of_a_fine_tuned_run(
-    tuned: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_classes_by_the_head_of_a_fine_tuned_run(tuned, photographs, tmp_path, capsys):
     out = tmp_path / "classes.csv"
     assert main(["predict", str(tuned), str(photographs), "--out", str(out)]) == 0
     with open(out, encoding="utf-8") as file:

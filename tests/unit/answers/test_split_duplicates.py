@@ -55,7 +55,7 @@ def search(results: Path, out: Path) -> Found:
     return search_splits(results / "runs/ct", out)[0]
 
 
-def test_pairs_across_splits(results: Path, tmp_path: Path) -> None:
+def test_pairs_across_splits(results, tmp_path):
     found = search(results, tmp_path)
     across = found.pairs
     assert found.similarity == 0.95 and not found.cut
@@ -72,9 +72,7 @@ def test_pairs_across_splits(results: Path, tmp_path: Path) -> None:
     assert len(across) == int((unit[0] @ unit[1].T >= found.similarity).sum())
 
 
-def test_the_command_writes_tables_and_a_page(
-    results: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_tables_and_a_page(results, capsys):
     assert main(["duplicates", str(results / "runs/ct")]) == 0
     out = results / "duplicates/ct"
     said = capsys.readouterr().out
@@ -87,9 +85,7 @@ def test_the_command_writes_tables_and_a_page(
     assert "<code>exclude-train.txt</code> (2 images)" in page
 
 
-def test_a_report_shows_pairs_of_the_images_as_they_are_now(
-    results: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_report_shows_pairs_of_the_images_as_they_are_now(results, caplog):
     assert main(["duplicates", str(results / "runs/ct")]) == 0
     record, explored = results / "duplicates.json", results / "explore.safetensors"
     pairs = json.loads((results / "duplicates/ct/pairs.json").read_text())
@@ -111,7 +107,7 @@ def test_a_report_shows_pairs_of_the_images_as_they_are_now(
         pairs_of(record, explored)
 
 
-def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
+def test_what_is_missing_is_said(results, tmp_path):
     shutil.copytree(results, tmp_path / "r")
     # Another experiment has sharded the same images.
     own = tmp_path / "r/shards/mine/train"
@@ -125,7 +121,7 @@ def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
         open_splits(tmp_path / "r/runs/ct")
 
 
-def test_a_picture_that_is_there_many_times_is_not_paired_with_all(tmp_path: Path) -> None:
+def test_a_picture_that_is_there_many_times_is_not_paired_with_all(tmp_path):
     """A thousand copies are no million pairs."""
     images = {name: tmp_path / "images" / name for name in ("train", "val")}
     for folder, copies in zip(images.values(), (12, 9), strict=True):
@@ -137,7 +133,7 @@ def test_a_picture_that_is_there_many_times_is_not_paired_with_all(tmp_path: Pat
     assert len({pair.a for pair in across}) == 12 and len({pair.b for pair in across}) == 9
 
 
-def test_links_between_splits_are_named(tmp_path: Path) -> None:
+def test_links_between_splits_are_named(tmp_path):
     """They are a leak, and no copies: the file behind them may be the only one."""
     images = {name: tmp_path / "images" / name for name in ("train", "val")}
     for folder in images.values():
@@ -157,7 +153,7 @@ def test_links_between_splits_are_named(tmp_path: Path) -> None:
     }
 
 
-def test_the_threshold_comes_from_the_images(tmp_path: Path) -> None:
+def test_the_threshold_comes_from_the_images(tmp_path):
     """A tuned encoder puts a class close together: of its images many have a cosine of 0.95."""
     rng = np.random.default_rng(0)
     centers = rng.normal(size=(10, 32))

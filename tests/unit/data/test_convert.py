@@ -3,7 +3,6 @@
 import io
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ def turned(code: int, kind: str = "JPEG", size: tuple[int, int] = (90, 61)) -> b
 
 
 @pytest.mark.parametrize("code", range(1, 9))
-def test_every_orientation_is_cropped_as_if_it_were_upright(code: int) -> None:
+def test_every_orientation_is_cropped_as_if_it_were_upright(code):
     data = turned(code)
     ready = make_ready(data, EXIF)
     with Image.open(io.BytesIO(data)) as image:
@@ -101,7 +100,7 @@ def folder(root: Path, **files: bytes) -> Path:
     return root
 
 
-def test_turned_images_in_shards(tmp_path: Path) -> None:
+def test_turned_images_in_shards(tmp_path):
     straight = {f"{n}__jpg": turned(1, size=(80 + n, 60)) for n in range(3)}
     plain = folder(tmp_path / "plain", **straight)
     shard(plain, tmp_path / "a", "folder", 1)
@@ -134,7 +133,7 @@ def test_turned_images_in_shards(tmp_path: Path) -> None:
     assert np.array_equal(open_index(tmp_path / "e").rows[:, 4:], c.rows[:, 4:])
 
 
-def test_transparent_images_get_a_background() -> None:
+def test_transparent_images_get_a_background():
     logo = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     logo.putpixel((3, 3), (0, 0, 0, 255))
     data = encode(logo, "PNG")
@@ -156,9 +155,7 @@ def said_of(shards: Path) -> str | None:
     return warning(record, Pixels.of_shards(record["options"]))
 
 
-def test_transparency_without_a_background_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_transparency_without_a_background_is_said(tmp_path, caplog):
     logo, opaque = (Image.new("RGBA", (8, 8), (9, 8, 7, alpha)) for alpha in (0, 255))
     palette = encode(Image.new("P", (4, 4)), "GIF", transparency=0)
     files = {"a__png": encode(logo, "PNG"), "b__png": encode(opaque, "PNG"), "c__gif": palette}
@@ -203,7 +200,7 @@ def npy(values: np.ndarray) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "npy", "float", "DICOM", "inverted"])
-def test_deep_images_by_their_range(kind: str) -> None:
+def test_deep_images_by_their_range(kind):
     values = scan(1)
     data = {
         "PNG": lambda: encode(Image.fromarray(values), "PNG"),
@@ -225,9 +222,7 @@ def colors(seed: int, channels: int = 3) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("kind", "pixels"), [("grey", None), ("color", EXIF), ("TIFF", None)])
-def test_few_levels_are_a_warning_with_a_hint(
-    tmp_path: Path, kind: str, pixels: Pixels | None
-) -> None:
+def test_few_levels_are_a_warning_with_a_hint(tmp_path, kind, pixels):
     make = {
         "grey": lambda n: encode(Image.fromarray(scan(n)), "PNG"),
         "color": lambda n: deep_png(colors(n)),
@@ -253,7 +248,7 @@ def test_few_levels_are_a_warning_with_a_hint(
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "packed"])
-def test_deep_colors_by_their_range(kind: str, channels: int) -> None:
+def test_deep_colors_by_their_range(kind, channels):
     """Pillow keeps the upper half of them."""
     values = colors(1, channels)
     expected = np.rint(255 * (values.astype(float) - 100) / 3995)
@@ -312,7 +307,7 @@ def multispectral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "out"
 
 
-def test_images_of_five_channels(multispectral: Path) -> None:
+def test_images_of_five_channels(multispectral):
     index = open_index(multispectral)
     assert (index.channels, index.n) == (5, 5) and verify(multispectral) == 5
     (batch,) = evaluation_parts(index, image_size=20, parts=[range(5)], threads=2, resize=20)
@@ -343,7 +338,7 @@ def test_images_of_five_channels(multispectral: Path) -> None:
     assert exact == 0
 
 
-def test_changes_of_colours_are_refused() -> None:
+def test_changes_of_colours_are_refused():
     encoder = load_encoder("tiny", 16, BANDS)
     with pytest.raises(
         ValueError, match=r"jitter and gray change colours, .* 3 channels and not 5"
@@ -353,7 +348,7 @@ def test_changes_of_colours_are_refused() -> None:
     load_recipe("ct_aug", "tiny").check_encoder(load_encoder("tiny", 16, EXIF))
 
 
-def test_pixels_are_part_of_an_encoder_only_where_they_are_stated() -> None:
+def test_pixels_are_part_of_an_encoder_only_where_they_are_stated():
     plain = load_encoder("tiny")
     own = load_encoder("tiny", 16, BANDS)
     for encoder, stated in ((plain, False), (own, True)):
@@ -374,7 +369,7 @@ def test_pixels_are_part_of_an_encoder_only_where_they_are_stated() -> None:
 
 
 @pytest.mark.parametrize("pixels", [BANDS, DEEP, Pixels(mean=(0.1, 0.2, 0.3))])
-def test_public_weights_see_other_channels(pixels: Pixels) -> None:
+def test_public_weights_see_other_channels(pixels):
     weights = dict(build_encoder(load_encoder("tiny")).state_dict())
     made = convert({"model": weights}, "mae", "mae_x.pth", "tiny", None, pixels)
     old, new = weights[PATCHES], made.tensors[PATCHES]
@@ -392,7 +387,7 @@ def test_public_weights_see_other_channels(pixels: Pixels) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16])
-def test_a_band_beyond_the_colours_is_kept(kind: type) -> None:
+def test_a_band_beyond_the_colours_is_kept(kind):
     """Near infrared behind red, green and blue: of 8 bits it was dropped, as if it were alpha."""
     values = np.random.default_rng(0).integers(0, 256, (20, 30, 4)).astype(kind)
     data = tiff(values, photometric="rgb", extrasamples=["unspecified"])
@@ -406,7 +401,7 @@ def test_a_band_beyond_the_colours_is_kept(kind: type) -> None:
         assert np.array_equal(colors, values[..., :3])
 
 
-def test_what_shows_through_is_no_channel_of_a_tiff() -> None:
+def test_what_shows_through_is_no_channel_of_a_tiff():
     values = colors(1, 4)
     data = tiff(values, photometric="rgb", extrasamples=["unassalpha"])
     assert inspect_image(data).channels == 3
@@ -417,7 +412,7 @@ def test_what_shows_through_is_no_channel_of_a_tiff() -> None:
 
 
 @pytest.mark.parametrize("code", range(1, 9))
-def test_a_deep_tiff_is_upright_as_pillow_turns_it(code: int) -> None:
+def test_a_deep_tiff_is_upright_as_pillow_turns_it(code):
     values = scan(1)[:20, :12]
     data = tiff(values, extratags=[(274, "H", 1, code, True)])
     with Image.open(io.BytesIO(data)) as image:
@@ -431,7 +426,7 @@ def test_a_deep_tiff_is_upright_as_pillow_turns_it(code: int) -> None:
     assert (inspect_image(data).height, inspect_image(data).width) == upright.shape
 
 
-def test_one_bit_is_black_and_white_whatever_the_range() -> None:
+def test_one_bit_is_black_and_white_whatever_the_range():
     data = tiff(scan(1) > 2000, photometric="minisblack")
     assert inspect_image(data).values is None
     made = np.asarray(read_rgb(make_ready(data, Pixels(range=(0, 4095))).data))
@@ -451,9 +446,7 @@ GREY = Pixels(orientation="exif", channels=1, mean=(0.5,), std=(0.5,))
         (lambda: npy(scan(1) > 2000), DEEP, "values of type bool"),
     ],
 )
-def test_values_that_have_no_brightness_are_refused(
-    data: Callable[[], bytes], pixels: Pixels, message: str
-) -> None:
+def test_values_that_have_no_brightness_are_refused(data, pixels, message):
     with pytest.raises(UnreadableError, match=message):
         make_ready(data(), pixels)
     if pixels is DEEP:

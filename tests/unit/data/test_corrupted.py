@@ -35,7 +35,7 @@ def read(kind: str, images: Path) -> np.ndarray:
     return np.stack([np.asarray(image.convert("RGB")).astype(float) for image in decoded])
 
 
-def test_each_takes_away_what_it_says(tmp_path: Path) -> None:
+def test_each_takes_away_what_it_says(tmp_path):
     images = small_photographs(tmp_path / "images")
     plain = read("folder", images)
     found = {kind: read(kind, images) for kind in KINDS}
@@ -56,7 +56,7 @@ def test_each_takes_away_what_it_says(tmp_path: Path) -> None:
     assert 2 < np.abs(found["jpeg"] - plain).mean() < 20
 
 
-def test_noise_is_an_images_own(tmp_path: Path) -> None:
+def test_noise_is_an_images_own(tmp_path):
     grey = Image.new("RGB", (32, 32), (128, 128, 128))
     for name in ("a/1.png", "a/2.png", "b/1.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def test_noise_is_an_images_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shards_of_a_corrupted_set(kind: str, tmp_path: Path) -> None:
+def test_shards_of_a_corrupted_set(kind, tmp_path):
     images = small_photographs(tmp_path / "images", 2)
     shard(images, tmp_path / "plain", "folder", 1, split="val")
     for out, threads in (("a", 1), ("b", 3)):
@@ -84,7 +84,7 @@ def test_shards_of_a_corrupted_set(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_images_are_made_ready_before_they_are_changed(kind: str, tmp_path: Path) -> None:
+def test_images_are_made_ready_before_they_are_changed(kind, tmp_path):
     """A logo on its background, and grey by its range: neither is black."""
     logo = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
     logo.putpixel((3, 3), (200, 0, 0, 255))

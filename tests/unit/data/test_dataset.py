@@ -29,7 +29,7 @@ def ids_of(loader: DataLoader[Any]) -> list[list[int]]:
     return [batch["id"].tolist() for batch in loader]
 
 
-def test_a_sample(images: Path, shards: Path) -> None:
+def test_a_sample(images, shards):
     pictures, tensors = maect.shards(shards), maect.shards(str(shards), image="tensor")
     index = open_index(shards)
     assert len(pictures) == 24 and pictures.classes == ["c0", "c1", "c2"]
@@ -49,7 +49,7 @@ def test_a_sample(images: Path, shards: Path) -> None:
         maect.shards(images)
 
 
-def test_order_is_that_of_a_training(shards: Path) -> None:
+def test_order_is_that_of_a_training(shards):
     """On ranks, over the end of an epoch, from a step on, and in another process."""
     dataset = maect.shards(shards, image="tensor", transform=_corner)
     given: dict[str, Any] = {"seed": 7, "steps": 6}
@@ -93,7 +93,7 @@ def sample_on(rank: int, folder: Path, meeting: Path) -> None:
     meeting.with_name(f"{rank}.json").write_text(json.dumps(batches))
 
 
-def test_ranks_are_those_of_torch_distributed(shards: Path, tmp_path: Path) -> None:
+def test_ranks_are_those_of_torch_distributed(shards, tmp_path):
     arguments = (shards, tmp_path / "meeting")
     start_processes(sample_on, arguments, nprocs=2, start_method="fork")
     a, b = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
@@ -102,7 +102,7 @@ def test_ranks_are_those_of_torch_distributed(shards: Path, tmp_path: Path) -> N
     assert sorted(chain(*whole)) == list(range(24))
 
 
-def test_a_view(shards: Path, tmp_path: Path) -> None:
+def test_a_view(shards, tmp_path):
     class_view(shards, tmp_path / "view", ["c2", "c0"])
     dataset = maect.shards(tmp_path / "view")
     found = {sample["key"]: sample["label"] for sample in dataset}
@@ -116,9 +116,7 @@ def test_a_view(shards: Path, tmp_path: Path) -> None:
     assert set(batch) == ids and max(ids) > 15
 
 
-def test_the_page_works_word_for_word(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_works_word_for_word(shards, tmp_path, monkeypatch):
     home = tmp_path / "results/birds/shards/birds"
     home.mkdir(parents=True)
     (home / "train").symlink_to(shards)

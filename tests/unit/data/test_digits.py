@@ -12,9 +12,7 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     return {str(p.relative_to(folder)): np.asarray(Image.open(p)).astype(int) for p in paths}
 
 
-def test_digits_are_complete_and_shifted_ones_are_those_of_validation_changed(
-    tmp_path: Path,
-) -> None:
+def test_digits_are_complete_and_shifted_ones_are_those_of_validation_changed(tmp_path):
     write_digits(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.png")}
     write_digits(tmp_path)  # kept as they are

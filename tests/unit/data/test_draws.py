@@ -7,7 +7,7 @@ from maect.data import random
 from maect.data.random import drop_path_factors, ids_shuffle, lookup_numbers, wrong_lookups
 
 
-def test_each_draw_is_made_of_the_samples_own_numbers() -> None:
+def test_each_draw_is_made_of_the_samples_own_numbers():
     """What these depend on, and that they are uniform, is tested with the generator."""
     ids, epochs, rates = np.arange(40) + 5, np.arange(40) % 3, np.array([0.0, 0.1, 0.4])
     order = ids_shuffle(16, 1, epochs, ids, [0, 2])
@@ -33,7 +33,7 @@ def test_each_draw_is_made_of_the_samples_own_numbers() -> None:
     torch.testing.assert_close(factors, torch.from_numpy(kept).float())
 
 
-def test_draws_are_pinned() -> None:
+def test_draws_are_pinned():
     # A change of these values changes every run: never update them.
     ids, epochs = np.array([7, 8, 1000]), np.array([0, 0, 3])
     assert ids_shuffle(6, 1, epochs, ids, range(2)).tolist() == [

@@ -38,7 +38,7 @@ def shard_as_the_rules_do(wanted: Experiment, split: str) -> Path:
     return out
 
 
-def test_options_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_every_kind(tmp_path, monkeypatch):
     monkeypatch.setenv("MINE", str(tmp_path / "images"))
     images = tmp_path / "images"
     images.mkdir()
@@ -103,14 +103,14 @@ IMAGES = {"train": {"images": "/i/train"}, "val": {"images": "/i/val", "kind": "
         ({"images": "/i", "kind": "folders"}, "unknown kind of source; did you mean 'folder'?"),
     ],
 )
-def test_mistakes_are_named_on_reading(split: dict, message: str, tmp_path: Path) -> None:
+def test_mistakes_are_named_on_reading(split, message, tmp_path):
     with pytest.raises(UserError) as fault:
         load(str(experiment(tmp_path, IMAGES | {"dogs": split})))
     assert message in str(fault.value) and "mine.yaml" in str(fault.value)
     assert "\n" not in str(fault.value)
 
 
-def test_lost_lists_are_named_before_anything_runs(tmp_path: Path) -> None:
+def test_lost_lists_are_named_before_anything_runs(tmp_path):
     splits = {
         "val": {"images": str(tmp_path), "kind": "imagenet_val", "labels": "/no/devkit.tar.gz"},
         "unpacked": {"images": str(tmp_path), "kind": "imagenet_val", "labels": str(tmp_path)},
@@ -124,7 +124,7 @@ def test_lost_lists_are_named_before_anything_runs(tmp_path: Path) -> None:
     ]
 
 
-def test_view_in_the_workflow(tmp_path: Path) -> None:
+def test_view_in_the_workflow(tmp_path):
     image_folder(tmp_path / "images", per_class=4)
     (tmp_path / "classes.txt").write_text("c2\nc0\n")
     splits = {

@@ -1,7 +1,5 @@
 """The source `list`: a table gives the shards that a folder would."""
 
-from pathlib import Path
-
 import pytest
 from sample_images import image_folder
 
@@ -12,7 +10,7 @@ from maect.data.sources.image_files import ImageList
 
 
 @pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
-def test_a_table_gives_what_its_folder_would(ending: str, separator: str, tmp_path: Path) -> None:
+def test_a_table_gives_what_its_folder_would(ending, separator, tmp_path):
     images = image_folder(tmp_path / "images", 2, 3)
     names = sorted(str(path.relative_to(tmp_path)) for path in images.rglob("*.jpg"))
     rows = [["label", "width", "path"], *([name.split("/")[1], "9", name] for name in names)]
@@ -27,7 +25,7 @@ def test_a_table_gives_what_its_folder_would(ending: str, separator: str, tmp_pa
         assert index.labels[i] == int(key.split("/")[1][1:])
 
 
-def test_classes_that_are_called_otherwise_are_indexed_again(tmp_path: Path) -> None:
+def test_classes_that_are_called_otherwise_are_indexed_again(tmp_path):
     images, out = image_folder(tmp_path / "images", 2, 3), tmp_path / "out"
     names = sorted(str(path.relative_to(tmp_path)) for path in images.rglob("*.jpg"))
     for classes in (("cat", "dog"), ("benign", "malignant")):  # in the same order
@@ -37,7 +35,7 @@ def test_classes_that_are_called_otherwise_are_indexed_again(tmp_path: Path) -> 
         assert open_index(out).class_names == classes
 
 
-def test_a_table_without_labels(tmp_path: Path) -> None:
+def test_a_table_without_labels(tmp_path):
     (tmp_path / "mine.csv").write_text("path\na.jpg\nb/c.jpg\n")
     listing = ImageList(tmp_path / "mine.csv").listing()
     assert [(entry.name, entry.label) for entry in listing.entries] == [
@@ -61,7 +59,7 @@ def test_a_table_without_labels(tmp_path: Path) -> None:
         (b'path\n"a.jpg\n', "not a table in UTF-8"),
     ],
 )
-def test_wrong_tables_are_refused(text: bytes, message: str, tmp_path: Path) -> None:
+def test_wrong_tables_are_refused(text, message, tmp_path):
     (tmp_path / "mine.csv").write_bytes(text)
     with pytest.raises(UserError, match=message) as fault:
         ImageList(tmp_path / "mine.csv").listing()

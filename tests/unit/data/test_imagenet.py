@@ -61,14 +61,14 @@ def check(out: Path, images: dict[str, bytes], labels: dict[str, int]) -> None:
         assert index.labels[i] == labels[name], name
 
 
-def test_classes_are_the_thousand() -> None:
+def test_classes_are_the_thousand():
     names = imagenet_classes()
     assert len(names) == 1000
     assert {name: names.index(name) for name in WNIDS} == PLACES
     assert set(DOGS15) < set(names)
 
 
-def test_train_as_distributed_and_unpacked(tmp_path: Path) -> None:
+def test_train_as_distributed_and_unpacked(tmp_path):
     packed = tmp_path / "ILSVRC2012_img_train.tar"
     images = train_tar(packed)
     labels = {name: PLACES[name.split("/")[0]] for name in images}
@@ -80,7 +80,7 @@ def test_train_as_distributed_and_unpacked(tmp_path: Path) -> None:
     assert open_index(tmp_path / "a").digest == open_index(tmp_path / "b").digest
 
 
-def test_a_train_tar_of_over_eight_gigabytes(tmp_path: Path) -> None:
+def test_a_train_tar_of_over_eight_gigabytes(tmp_path):
     """Offsets beyond 2^33, in a sparse file: a member of no known kind takes nine gigabytes."""
     parts = [tmp_path / "a.tar", tmp_path / "b.tar"]
     images = train_tar(parts[0], WNIDS[:1]) | train_tar(parts[1], WNIDS[1:])
@@ -141,7 +141,7 @@ def devkit(root: Path) -> Path:
         ("kaggle", True),
     ],
 )
-def test_val(labels: str, packed: bool, tmp_path: Path) -> None:
+def test_val(labels, packed, tmp_path):
     images, truth = val_images(), val_labels()
     source = tmp_path / ("ILSVRC2012_img_val.tar" if packed else "val")
     if packed:
@@ -178,9 +178,7 @@ def test_val(labels: str, packed: bool, tmp_path: Path) -> None:
         ("imagenet_val", ["a.JPEG"], "first 3\na.JPEG n00000000", r"labels.txt:2"),
     ],
 )
-def test_refusals(
-    kind: str, names: list[str], labels: str | None, message: str, tmp_path: Path
-) -> None:
+def test_refusals(kind, names, labels, message, tmp_path):
     write_all(tmp_path / "in", dict.fromkeys(names, picture(0)))
     file = tmp_path / "labels.txt"
     file.write_text(f"{labels}\n")
@@ -189,7 +187,7 @@ def test_refusals(
         shard(tmp_path / "in", tmp_path / "out", kind, 1, **given)
 
 
-def test_v2_folders_are_numbers(tmp_path: Path) -> None:
+def test_v2_folders_are_numbers(tmp_path):
     labels = {f"{number}/0a1b2c{number}.jpeg": number for number in (0, 2, 10, 100, 999)}
     images = {name: picture(number) for name, number in labels.items()}
     root = tmp_path / "imagenetv2-matched-frequency-format-val"
@@ -205,7 +203,7 @@ def test_v2_folders_are_numbers(tmp_path: Path) -> None:
         ("imagenet-a", ["0.000116_digital clock _ digital clock_0.865662.jpg", "0.1_x_0.2.jpg"]),
     ],
 )
-def test_renditions_and_adversarial(root: str, names: list[str], tmp_path: Path) -> None:
+def test_renditions_and_adversarial(root, names, tmp_path):
     labels = {f"{wnid}/{name}": PLACES[wnid] for wnid in WNIDS for name in names}
     images = {name: picture(number) for number, name in enumerate(labels)}
     write_all(tmp_path / root, images)

@@ -55,7 +55,7 @@ def same(a: Batch, b: Batch) -> bool:
     )
 
 
-def test_every_sample_once_in_each_of_three_epochs(index: Index) -> None:
+def test_every_sample_once_in_each_of_three_epochs(index):
     # 20 does not divide 24; three epochs are 72 samples, of four batches 80.
     found = batches(index, 4)
     ids = np.concatenate([b.ids for b in found])[:72].reshape(3, 24)
@@ -69,23 +69,23 @@ def test_every_sample_once_in_each_of_three_epochs(index: Index) -> None:
 
 
 @pytest.mark.parametrize("start", [1, 4, 1000])
-def test_resumed_batches_are_bit_identical(index: Index, start: int) -> None:
+def test_resumed_batches_are_bit_identical(index, start):
     reference = batches(index, 6) if start < 6 else batches(index, 6, start=start - 3)
     resumed = batches(index, 2, start=start)
     assert all(same(a, b) for a, b in zip(reference[start % 997 :][:2], resumed, strict=True))
 
 
-def test_threads_do_not_matter(index: Index) -> None:
+def test_threads_do_not_matter(index):
     reference = batches(index, 3, threads=1)
     for threads in (2, 7):
         assert all(map(same, reference, batches(index, 3, threads=threads)))
 
 
-def test_seed_matters(index: Index) -> None:
+def test_seed_matters(index):
     assert not same(batches(index, 1)[0], batches(index, 1, seed=4)[0])
 
 
-def test_pixels_are_torchvisions_crops(index: Index) -> None:
+def test_pixels_are_torchvisions_crops(index):
     batch = batches(index, 1)[0]
     for view in range(2):
         for place in (0, 7, 19):
@@ -106,7 +106,7 @@ def test_pixels_are_torchvisions_crops(index: Index) -> None:
             assert abs(found - np.asarray(expected)).max() <= 2
 
 
-def test_evaluation_is_resize_and_centre_crop(index: Index) -> None:
+def test_evaluation_is_resize_and_centre_crop(index):
     from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 
     reference = Compose([Resize(37, interpolation=InterpolationMode.BICUBIC), CenterCrop(32)])
@@ -127,7 +127,7 @@ def test_evaluation_is_resize_and_centre_crop(index: Index) -> None:
         assert abs(squeezed[i].permute(1, 2, 0).numpy().astype(int) - np.asarray(whole)).max() <= 2
 
 
-def test_wrong_arguments_are_named(index: Index) -> None:
+def test_wrong_arguments_are_named(index):
     with pytest.raises(UserError, match="batch_size 20 is not a multiple of 3 ranks"):
         batches(index, 1, world_size=3)
     with pytest.raises(ValueError, match="rank 2 of 2"):
@@ -136,7 +136,7 @@ def test_wrong_arguments_are_named(index: Index) -> None:
         list(evaluation_parts(index, image_size=32, resize=16, parts=[range(1)], threads=1))
 
 
-def test_damage_after_sharding_names_the_sample(shards: Path, tmp_path: Path) -> None:
+def test_damage_after_sharding_names_the_sample(shards, tmp_path):
     """One bit is enough; shards of older versions have no checksums, there it must not decode."""
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
     index = open_index(copy)
@@ -157,7 +157,7 @@ def test_damage_after_sharding_names_the_sample(shards: Path, tmp_path: Path) ->
         batches(replace(open_index(copy), checksums=sums), 2)
 
 
-def test_abandoned_loader_leaves_no_threads(index: Index) -> None:
+def test_abandoned_loader_leaves_no_threads(index):
     before = threading.active_count()
     loader = stream(index, 1000, global_batch=8, seed=0, image_size=16, threads=3)
     next(iter(loader))
@@ -169,9 +169,7 @@ def test_abandoned_loader_leaves_no_threads(index: Index) -> None:
 LOCAL = View(crop_scale=(0.05, 0.25), size=12)
 
 
-def test_views_of_several_sizes_come_from_one_decode(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_views_of_several_sizes_come_from_one_decode(index, monkeypatch):
     views = (VIEWS[0], LOCAL, LOCAL, VIEWS[1])
     reads = []
     read = Index.read
@@ -199,7 +197,7 @@ def test_views_of_several_sizes_come_from_one_decode(
                     assert np.array_equal(out[0], images[row].numpy())
 
 
-def test_ranks_restarts_and_packed_memory_of_several_sizes(index: Index) -> None:
+def test_ranks_restarts_and_packed_memory_of_several_sizes(index):
     views = (*VIEWS, LOCAL, LOCAL, LOCAL)
     whole = batches(index, 3, views=views)
     ranks = [batches(index, 3, views=views, rank=r, world_size=4) for r in range(4)]
@@ -222,7 +220,7 @@ def test_ranks_restarts_and_packed_memory_of_several_sizes(index: Index) -> None
     assert (half.step, half.epochs.tolist()) == (0, [0] * 10)
 
 
-def test_views_of_parts_are_those_of_a_trainings_first_epoch(index: Index) -> None:
+def test_views_of_parts_are_those_of_a_trainings_first_epoch(index):
     views = (*VIEWS, LOCAL)
     (whole,) = batches(index, 1, views=views, global_batch=24)
     parts = [range(3, 10), range(1)]
@@ -234,7 +232,7 @@ def test_views_of_parts_are_those_of_a_trainings_first_epoch(index: Index) -> No
         assert torch.equal(whole.images[1][:, places], batch.images[1])
 
 
-def test_decoded_views_are_changed_by_epoch_and_sample(index: Index) -> None:
+def test_decoded_views_are_changed_by_epoch_and_sample(index):
     def change(views, epoch, sample):  # type: ignore[no-untyped-def]
         views[0][:, 0, 0] = (epoch, sample, len(views))
 
@@ -247,7 +245,7 @@ def test_decoded_views_are_changed_by_epoch_and_sample(index: Index) -> None:
         assert same(one, other)
 
 
-def test_packed_tensors_are_aligned_and_apart() -> None:
+def test_packed_tensors_are_aligned_and_apart():
     shapes = {"a": (torch.uint8, (3, 5)), "b": (torch.int64, (2,)), "c": (torch.float32, (4, 1))}
     tensors = Packed(BatchLayout(shapes), False).tensors
     for number, tensor in enumerate(tensors.values()):
@@ -258,7 +256,7 @@ def test_packed_tensors_are_aligned_and_apart() -> None:
         assert (tensors[name] == number).all() and (tensors[name].data_ptr() - start) % 64 == 0
 
 
-def test_packed_batches_hold_what_is_drawn_for_them(index: Index) -> None:
+def test_packed_batches_hold_what_is_drawn_for_them(index):
     def draw(epochs, ids):  # type: ignore[no-untyped-def]
         return {
             "masks": random.ids_shuffle(4, 3, epochs, ids, range(2)),

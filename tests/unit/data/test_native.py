@@ -95,7 +95,7 @@ def cases(count: int, seed: int = 0) -> Iterator[tuple[bytes, np.ndarray, int]]:
         yield data, np.concatenate(crops), size
 
 
-def test_pixels_are_pillows(decoder: None) -> None:
+def test_pixels_are_pillows(decoder):
     differing = total = 0
     for data, geometries, size in cases(80):
         out = np.zeros((len(geometries), 3, size, size), np.uint8)
@@ -107,7 +107,7 @@ def test_pixels_are_pillows(decoder: None) -> None:
     assert differing <= 1e-4 * total
 
 
-def test_without_it_pixels_are_pillows(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_without_it_pixels_are_pillows(use, tmp_path):  # type: ignore[no-untyped-def]
     assert use(tmp_path / "missing.so") is None
     for data, geometries, size in cases(30, seed=3):
         out = np.zeros((len(geometries), 3, size, size), np.uint8)
@@ -115,7 +115,7 @@ def test_without_it_pixels_are_pillows(use, tmp_path: Path) -> None:  # type: ig
         np.testing.assert_array_equal(out, reference(data, geometries, size))
 
 
-def test_plain_build_gives_the_same_bits(fast: Path, use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_plain_build_gives_the_same_bits(fast, use, tmp_path):  # type: ignore[no-untyped-def]
     slow = compiled(tmp_path, "-DPLAIN", "-O1", "-Werror")
     results = []
     for path in (fast, slow):
@@ -128,7 +128,7 @@ def test_plain_build_gives_the_same_bits(fast: Path, use, tmp_path: Path) -> Non
     assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_views_of_several_sizes_are_views_apart(decoder: None, use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_views_of_several_sizes_are_views_apart(decoder, use, tmp_path):  # type: ignore[no-untyped-def]
     """By the native way and by Pillow."""
     data = jpeg(photographs()[0])
     width, height = (np.array([side]) for side in photographs()[0].size)
@@ -153,7 +153,7 @@ def test_views_of_several_sizes_are_views_apart(decoder: None, use, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["cmyk", "progressive", "rgb", "411"])
-def test_what_it_refuses_is_still_decoded(kind: str, decoder: None) -> None:
+def test_what_it_refuses_is_still_decoded(kind, decoder):
     photo = photographs()[0].resize((120, 90))
     data = {
         "cmyk": lambda: jpeg(photo.convert("CMYK")),
@@ -169,7 +169,7 @@ def test_what_it_refuses_is_still_decoded(kind: str, decoder: None) -> None:
     assert np.abs(out.astype(int) - reference(data, geometry, 32)).max() <= 1
 
 
-def test_a_corrupt_file_goes_to_the_referee(decoder: None) -> None:
+def test_a_corrupt_file_goes_to_the_referee(decoder):
     data = jpeg(photographs()[0])
     geometry = center_crops(np.array([640]), np.array([427]), 36, 32)
     out = np.zeros((1, 3, 32, 32), np.uint8)
@@ -198,12 +198,12 @@ def test_a_corrupt_file_goes_to_the_referee(decoder: None) -> None:
         (2**31 - 1, 0, 2**31 - 1, 427, 32, 32, 0, 0),
     ],
 )
-def test_impossible_crops_are_refused(geometry: tuple[int, ...], decoder: None) -> None:
+def test_impossible_crops_are_refused(geometry, decoder):
     out = np.zeros((1, 3, 32, 32), np.uint8)
     assert not native.render(jpeg(photographs()[0]), np.array([geometry], np.int32), out)
 
 
-def test_a_library_that_is_broken_or_of_another_source_is_not_used(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_library_that_is_broken_or_of_another_source_is_not_used(use, tmp_path):  # type: ignore[no-untyped-def]
     old = compiled(tmp_path, "-O0", "-USOURCE", "-DSOURCE=0123456789abcdef")
     assert use(old) is None and native.fault() == "built from another source"
     assert decoder_name().startswith("Pillow ")
@@ -215,7 +215,7 @@ def test_a_library_that_is_broken_or_of_another_source_is_not_used(use, tmp_path
     assert said == f"no native decoder here (not built): JPEGs load slowly, by {decoder_name()}"
 
 
-def test_a_libjpeg_lies_beside_what_was_built(fast: Path, use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_libjpeg_lies_beside_what_was_built(fast, use, tmp_path):  # type: ignore[no-untyped-def]
     """A node without libjpeg decoded by other code, more slowly, and nothing said so."""
     asked = subprocess.run(["readelf", "-d", fast], capture_output=True, text=True).stdout
     if "libjpeg" not in asked:
@@ -229,16 +229,14 @@ def test_a_libjpeg_lies_beside_what_was_built(fast: Path, use, tmp_path: Path) -
     assert decoder_name().startswith("native (libjpeg-turbo ")
 
 
-def test_without_compiler_the_message_has_a_hint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_compiler_the_message_has_a_hint(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
     with pytest.raises(UserError, match=r"no-compiler: No such file.*libjpeg62-turbo-dev"):
         build.build(tmp_path / "lib.so")
     assert not list(tmp_path.iterdir())
 
 
-def test_short_fuzz_under_sanitizers(fast: Path) -> None:
+def test_short_fuzz_under_sanitizers(fast):
     from fuzz import fuzz
 
     try:

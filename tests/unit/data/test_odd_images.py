@@ -107,7 +107,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "images", root / "shards"
 
 
-def test_odd_images_are_kept_under_what_they_are(kept: tuple[Path, Path]) -> None:
+def test_odd_images_are_kept_under_what_they_are(kept):
     names = set()
     for tar in kept[1].glob("*.tar"):
         with tarfile.open(tar) as file:
@@ -116,7 +116,7 @@ def test_odd_images_are_kept_under_what_they_are(kept: tuple[Path, Path]) -> Non
     assert len(names) == len(KEPT)
 
 
-def test_odd_images_load_as_pillow_shows_them(kept: tuple[Path, Path]) -> None:
+def test_odd_images_load_as_pillow_shows_them(kept):
     index = open_index(kept[1])
     (batch,) = evaluation_parts(index, image_size=32, parts=[range(index.n)], threads=2)
     originals = {Path(name).stem: name for name in KEPT if "thin" not in name}
@@ -138,7 +138,7 @@ def test_odd_images_load_as_pillow_shows_them(kept: tuple[Path, Path]) -> None:
         assert abs(batch[0][i].permute(1, 2, 0).numpy() - expected).max() <= 2, key
 
 
-def test_thin_images_do_not_need_the_whole_enlargement(kept: tuple[Path, Path]) -> None:
+def test_thin_images_do_not_need_the_whole_enlargement(kept):
     # Resized in full, 1 x 65,500 pixels would be 256 x 16.8 million.
     out = np.zeros((1, 3, 224, 224), np.uint8)
     for size in ((65_500, 1), (1, 65_500)):
@@ -148,7 +148,7 @@ def test_thin_images_do_not_need_the_whole_enlargement(kept: tuple[Path, Path]) 
         assert abs(out[0].astype(int) - np.array([10, 200, 90])[:, None, None]).max() <= 3
 
 
-def test_window_of_an_elongated_image_is_that_of_the_whole(tmp_path: Path) -> None:
+def test_window_of_an_elongated_image_is_that_of_the_whole(tmp_path):
     rng = np.random.default_rng(0)
     image = Image.fromarray(rng.integers(0, 256, (9, 400, 3), np.uint8))
     *_, w, h, left, top = center_crops(np.array([400]), np.array([9]), 18, 16)[0].tolist()
@@ -158,7 +158,7 @@ def test_window_of_an_elongated_image_is_that_of_the_whole(tmp_path: Path) -> No
     assert abs(out[0].transpose(1, 2, 0).astype(int) - np.asarray(whole, int)).max() <= 1
 
 
-def test_one_number_of_bits_for_all_channels() -> None:
+def test_one_number_of_bits_for_all_channels():
     """As some programs write it, and Pillow reads it."""
     data = bytearray(tiff(np.full((4, 5, 3), 7, np.uint8), photometric="rgb"))
     with tifffile.TiffFile(io.BytesIO(data)) as file:
@@ -167,7 +167,7 @@ def test_one_number_of_bits_for_all_channels() -> None:
     assert np.unique(read_rgb(bytes(data))).tolist() == [7]
 
 
-def test_deep_colours_in_planes_are_refused() -> None:
+def test_deep_colours_in_planes_are_refused():
     """Pillow took each byte of an uncompressed one for a value: stripes, and nothing said so."""
     colors = np.random.default_rng(0).integers(0, 1 << 16, (3, 20, 30)).astype(np.uint16)
     for how, compression in (("contig", None), ("separate", "zlib"), ("separate", None)):
@@ -182,7 +182,7 @@ def test_deep_colours_in_planes_are_refused() -> None:
             assert np.array_equal(shown, (colors >> 8).transpose(1, 2, 0))
 
 
-def test_all_of_them_are_reported_by_name(tmp_path: Path) -> None:
+def test_all_of_them_are_reported_by_name(tmp_path):
     (tmp_path / "images/c").mkdir(parents=True)
     for name, make in REFUSED.items():
         (tmp_path / "images/c" / name).write_bytes(make())
@@ -195,7 +195,7 @@ def test_all_of_them_are_reported_by_name(tmp_path: Path) -> None:
     assert "good" not in report
 
 
-def test_large_pictures_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_pictures_are_decoded_one_at_a_time(monkeypatch):
     """A few kilobytes may declare gigabytes; several threads decode at once."""
     at_work, most, convert = 0, 0, decode.to_rgb
 

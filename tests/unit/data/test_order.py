@@ -10,7 +10,7 @@ from maect.data.order import Order, Permutation
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**32))
-def test_permutation_is_a_bijection_with_its_inverse(n: int, seed: int) -> None:
+def test_permutation_is_a_bijection_with_its_inverse(n, seed):
     permutation = Permutation(n, seed, 0, random.CHUNK)
     image = permutation(np.arange(n))
     assert sorted(image.tolist()) == list(range(n))
@@ -25,7 +25,7 @@ def test_permutation_is_a_bijection_with_its_inverse(n: int, seed: int) -> None:
     st.integers(1, 9),
     st.integers(0, 99),
 )
-def test_every_sample_once_an_epoch(n: int, batch: int, chunk: int, window: int, seed: int) -> None:
+def test_every_sample_once_an_epoch(n, batch, chunk, window, seed):
     order = Order(n, seed, chunk, window)
     steps = -(-3 * n // batch)
     taken = [order.take(step * batch, batch) for step in range(steps)]
@@ -37,7 +37,7 @@ def test_every_sample_once_an_epoch(n: int, batch: int, chunk: int, window: int,
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 10**9), st.integers(0, 10**12), st.integers(1, 300))
-def test_any_position_is_found_without_its_past(n: int, start: int, count: int) -> None:
+def test_any_position_is_found_without_its_past(n, start, count):
     whole, _ = Order(n, 3).take(start, count)
     fresh = Order(n, 3)
     halves = [
@@ -47,7 +47,7 @@ def test_any_position_is_found_without_its_past(n: int, start: int, count: int) 
     assert whole.tolist() == np.concatenate(halves[::-1]).tolist()
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_epochs_and_seeds_differ():
     n = 5000
     first, second = Order(n, 0).take(0, n)[0], Order(n, 0).take(n, n)[0]
     other = Order(n, 1).take(0, n)[0]
@@ -56,7 +56,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert abs(np.corrcoef(first, np.arange(n))[0, 1]) < 0.06
 
 
-def test_reads_stay_in_few_chunks() -> None:
+def test_reads_stay_in_few_chunks():
     rows, _ = Order(10**8, 0).take(123_456_789, 8192)
     # Two windows of 64 chunks at most, out of 781,250.
     assert len(np.unique(rows // 128)) <= 128
@@ -66,7 +66,7 @@ def digest(rows: np.ndarray) -> str:
     return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
 
 
-def test_order_is_pinned() -> None:
+def test_order_is_pinned():
     # A change of these values changes every run: never update them.
     pinned = [296, 213, 487, 989, 7, 121, 648, 625, 511, 163]
     assert Order(1000, 5).take(995, 10)[0].tolist() == pinned
@@ -79,12 +79,12 @@ def test_order_is_pinned() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 30])
-def test_rows_can_index_whatever_their_number(count: int) -> None:
+def test_rows_can_index_whatever_their_number(count):
     rows, epochs = Order(10, 0).take(7, count)
     assert rows.shape == epochs.shape == (count,)
     assert rows.dtype == epochs.dtype == np.int64
 
 
-def test_an_empty_order_is_refused() -> None:
+def test_an_empty_order_is_refused():
     with pytest.raises(ValueError, match="an order needs at least one sample"):
         Order(0, 0)

@@ -15,7 +15,7 @@ from test_imagenet import add
 
 from maect.core.errors import UserError
 from maect.data.changes import advice, changes
-from maect.data.index import Index, open_index
+from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.data.sources import kind_of, open_source
 
@@ -39,9 +39,7 @@ def pack(images: Path, path: Path, below: str = "") -> Path:
 @pytest.mark.parametrize(
     ("name", "below"), [("a.zip", ""), ("a.zip", "birds/all/"), ("a.tar", "x/"), ("a.tar", "./")]
 )
-def test_an_archive_gives_what_its_folder_would(
-    name: str, below: str, images: Path, index: Index, tmp_path: Path
-) -> None:
+def test_an_archive_gives_what_its_folder_would(name, below, images, index, tmp_path):
     archive = pack(images, tmp_path / name, below)
     assert kind_of(archive) == "archive"
     shard(archive, tmp_path / "train", "archive", 2, threads=2)
@@ -51,7 +49,7 @@ def test_an_archive_gives_what_its_folder_would(
         assert made.record["ignored"]["suffixes"] == {".txt": 1}
 
 
-def test_an_archive_without_folders_has_no_classes(images: Path, tmp_path: Path) -> None:
+def test_an_archive_without_folders_has_no_classes(images, tmp_path):
     listing = open_source("archive", pack(images / "c0", tmp_path / "a.zip", "all/")).listing()
     assert listing.class_names == [] and {e.label for e in listing.entries} == {-1}
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
@@ -69,13 +67,8 @@ def test_an_archive_without_folders_has_no_classes(images: Path, tmp_path: Path)
     ("below", "stray"), [("", "birds/x.jpg"), ("", "x.jpg"), ("all", "birds/x.jpg")]
 )
 def test_a_stray_image_does_not_take_the_classes_away(
-    below: str,
-    stray: str,
-    images: Path,
-    index: Index,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    below, stray, images, index, tmp_path, caplog
+):
     """A contact sheet beside the class folders made all images unlabelled, and nothing said so."""
     shutil.copytree(images, tmp_path / "images/birds" / below)
     shutil.copy(images / "c0/000.jpg", tmp_path / "images" / stray)
@@ -85,7 +78,7 @@ def test_a_stray_image_does_not_take_the_classes_away(
     assert "a.zip: left out: 1 image in no class folder" in caplog.text
 
 
-def test_links_in_a_tar_are_refused(images: Path, tmp_path: Path) -> None:
+def test_links_in_a_tar_are_refused(images, tmp_path):
     """GNU tar writes the second name of a file as a link."""
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.add(images / "c0/000.jpg", "c0/0.jpg")
@@ -96,9 +89,7 @@ def test_links_in_a_tar_are_refused(images: Path, tmp_path: Path) -> None:
         open_source("archive", tmp_path / "a.tar").listing()
 
 
-def test_a_webdataset_gives_what_its_folder_would(
-    shards: Path, index: Index, tmp_path: Path
-) -> None:
+def test_a_webdataset_gives_what_its_folder_would(shards, index, tmp_path):
     (tmp_path / "names.txt").write_text("c0\nc1\nc2\n")
     folder = tmp_path / "tars"
     folder.mkdir()
@@ -112,7 +103,7 @@ def test_a_webdataset_gives_what_its_folder_would(
     assert images == {key: (made.read(i), int(made.labels[i])) for i, key in enumerate(made.keys())}
 
 
-def test_samples_of_a_webdataset(tmp_path: Path, images: Path) -> None:
+def test_samples_of_a_webdataset(tmp_path, images):
     """Names that recur in each tar, classes by name, and samples without image."""
     whole = (images / "c0/000.jpg").read_bytes()
     for number, label in enumerate(("owl", "tit")):
@@ -141,7 +132,7 @@ def test_samples_of_a_webdataset(tmp_path: Path, images: Path) -> None:
         (["k.jpg", "k.cls", "l.jpg", "l.cls", "k.jpg"], r"holds 'k.jpg' twice; make it"),
     ],
 )
-def test_one_image_and_one_class_of_a_sample(names: list[str], found: str, tmp_path: Path) -> None:
+def test_one_image_and_one_class_of_a_sample(names, found, tmp_path):
     """Sorted, a depth map comes before the photograph."""
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         for number, name in enumerate(names):
@@ -167,7 +158,7 @@ def table(images: Path, labels: list[object], paths: bool = True) -> pa.Table:
     return pa.table({"id": range(len(files)), "image": rows, "label": labels})
 
 
-def test_tables_of_hugging_face(images: Path, index: Index, tmp_path: Path) -> None:
+def test_tables_of_hugging_face(images, index, tmp_path):
     made = with_names(table(images, [i // 8 for i in range(24)]), ["c0", "c1", "c2"])
     for number in range(2):
         part = made.slice(12 * number, 12)
@@ -188,7 +179,7 @@ def with_names(made: pa.Table, names: list[str]) -> pa.Table:
     return made.replace_schema_metadata(about)
 
 
-def test_tables_without_paths_or_names(images: Path, tmp_path: Path) -> None:
+def test_tables_without_paths_or_names(images, tmp_path):
     parquet.write_table(table(images, ["b", "a"] * 12, paths=False), tmp_path / "a.parquet")
     listing = open_source("parquet", tmp_path / "a.parquet").listing()
     assert listing.class_names == ["a", "b"]
@@ -214,9 +205,7 @@ TWO = {"image": [b"1", b"2"], "label": [0, 1]}
         ),
     ],
 )
-def test_tables_that_cannot_be_read_are_refused(
-    tables: list[pa.Table], message: str, tmp_path: Path
-) -> None:
+def test_tables_that_cannot_be_read_are_refused(tables, message, tmp_path):
     for number, made in enumerate(tables):
         parquet.write_table(made, tmp_path / f"train-{number}.parquet")
     with pytest.raises(UserError, match=message):
@@ -228,7 +217,7 @@ def changes_since(out: Path) -> str | None:
     return found and advice(out, found)
 
 
-def test_images_that_changed_are_noticed(tmp_path: Path) -> None:
+def test_images_that_changed_are_noticed(tmp_path):
     own, out = image_folder(tmp_path / "own", 2, 3), tmp_path / "train"
     shard(own, out, "folder", 1)
     assert changes_since(out) is None

@@ -84,15 +84,13 @@ def from_tar(index: Index, monkeypatch: pytest.MonkeyPatch, **options: int) -> l
 
 
 @pytest.mark.parametrize("size", [1, 24, 70])
-def test_array_and_tar_give_the_same_bits(
-    small: Path, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_array_and_tar_give_the_same_bits(small, size, monkeypatch):
     index = open_index(small)
     assert np.load(small / "pixels.npy", mmap_mode="r").shape == (96, 64, 64, 3)
     assert same(images_of(index, size=size), from_tar(index, monkeypatch, size=size))
 
 
-def test_training_reads_no_tar(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_reads_no_tar(small, monkeypatch):
     def refused(*_: object) -> None:
         raise AssertionError
 
@@ -105,9 +103,7 @@ def test_training_reads_no_tar(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone", "other"])
-def test_unsound_array_is_a_line_and_the_tar(
-    damage: str, copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsound_array_is_a_line_and_the_tar(damage, copy, monkeypatch, caplog):
     path, index = copy / "pixels.npy", open_index(copy)
     if damage == "gone":
         path.unlink()
@@ -128,7 +124,7 @@ def test_unsound_array_is_a_line_and_the_tar(
     assert same(found, from_tar(index, monkeypatch))
 
 
-def test_made_for_shards_that_have_none_and_nothing_else_changes(copy: Path, small: Path) -> None:
+def test_made_for_shards_that_have_none_and_nothing_else_changes(copy, small):
     for name in ("pixels.npy", "pixels.json"):
         (copy / name).unlink()
     before = {p: p.stat().st_mtime_ns for p in copy.rglob("*") if p.is_file()}
@@ -138,7 +134,7 @@ def test_made_for_shards_that_have_none_and_nothing_else_changes(copy: Path, sma
     assert (copy / "pixels.npy").read_bytes() == (small / "pixels.npy").read_bytes()
 
 
-def test_verification_compares_every_image(copy: Path) -> None:
+def test_verification_compares_every_image(copy):
     assert verify(copy) == 96
     array = np.load(copy / "pixels.npy", mmap_mode="r+")
     array[17, 0, 0, 0] ^= 1
@@ -151,9 +147,7 @@ def test_verification_compares_every_image(copy: Path) -> None:
         verify(copy)
 
 
-def test_a_view_and_a_staged_copy_use_it(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_view_and_a_staged_copy_use_it(copy, tmp_path, monkeypatch):
     class_view(copy, tmp_path / "view", ["b"])
     index = open_index(tmp_path / "view")
     expected = from_tar(index, monkeypatch)
@@ -165,7 +159,7 @@ def test_a_view_and_a_staged_copy_use_it(
     assert same(images_of(staged), expected)
 
 
-def test_crops_outside_of_an_image_are_refused() -> None:
+def test_crops_outside_of_an_image_are_refused():
     images, out = np.zeros((2, 8, 8, 3), np.uint8), np.zeros((1, 1, 3, 4, 4), np.uint8)
     inside = np.array([[[0, 0, 6, 5, 4, 4, 0, 0]]], np.int32)
 
@@ -181,7 +175,7 @@ def test_crops_outside_of_an_image_are_refused() -> None:
             crop(number, width, height, inside)
 
 
-def test_one_larger_image_leaves_all_in_the_tar(tmp_path: Path) -> None:
+def test_one_larger_image_leaves_all_in_the_tar(tmp_path):
     write_images(tmp_path / "train/a")
     Image.new("RGB", (65, 3)).save(tmp_path / "train/a/large.png")
     shard(tmp_path / "train", tmp_path / "out", "folder", 1)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from maect.data import random
 
 
-def test_first_words_follow_splitmix64() -> None:
+def test_first_words_follow_splitmix64():
     # From state 0 the generator's published first outputs.
     words = random.mix(np.array([1, 2, 3], np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     assert [hex(w) for w in words] == [
@@ -16,12 +16,12 @@ def test_first_words_follow_splitmix64() -> None:
     ]
 
 
-def test_streams_differ() -> None:
+def test_streams_differ():
     streams = [value for name, value in vars(random).items() if name.isupper() and name[0] != "_"]
     assert len(streams) > 10 and len(set(streams)) == len(streams)
 
 
-def test_bits_are_pinned() -> None:
+def test_bits_are_pinned():
     # A change of these values changes every run: never update them.
     words = random.bits(5, [0, 1], [7, 8], 1, random.CROP, 2)
     assert words.tolist() == [
@@ -39,7 +39,7 @@ def test_bits_are_pinned() -> None:
 
 
 @given(st.integers(0, 2**63), st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 39))
-def test_sample_is_independent_of_its_batch(seed: int, epoch: int, n: int, which: int) -> None:
+def test_sample_is_independent_of_its_batch(seed, epoch, n, which):
     ids = np.arange(n)
     which %= n
     together = random.bits(seed, np.full(n, epoch), ids, 0, random.COLOR, 5)
@@ -50,7 +50,7 @@ def test_sample_is_independent_of_its_batch(seed: int, epoch: int, n: int, which
 
 
 @pytest.mark.parametrize("change", ["seed", "epoch", "view", "stream"])
-def test_every_argument_matters(change: str) -> None:
+def test_every_argument_matters(change):
     base = {"seed": 1, "epoch": 2, "view": 0, "stream": random.CROP}
     other = dict(base, **{change: base[change] + 1})
 
@@ -63,7 +63,7 @@ def test_every_argument_matters(change: str) -> None:
     assert len(np.intersect1d(x, y)) == 0
 
 
-def test_uniform_has_a_uniform_distribution() -> None:
+def test_uniform_has_a_uniform_distribution():
     from scipy.stats import kstest
 
     u = random.uniform(3, 0, np.arange(50_000), 0, random.MASK, 4)
@@ -75,6 +75,6 @@ def test_uniform_has_a_uniform_distribution() -> None:
     assert abs(np.corrcoef(u[:-1, 0], u[1:, 0])[0, 1]) < 0.02
 
 
-def test_ids_must_be_integers() -> None:
+def test_ids_must_be_integers():
     with pytest.raises(TypeError, match="integers expected, not float64"):
         random.bits(0, 0, [0.5], 0, random.CROP, 1)

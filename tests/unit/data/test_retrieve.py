@@ -7,7 +7,6 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,7 +81,7 @@ def server() -> Iterator[Server]:
     running.server_close()
 
 
-def test_fetch_once(server: Server, tmp_path: Path) -> None:
+def test_fetch_once(server, tmp_path):
     remote = server.remote(sha256=SHA256)
     for _ in range(2):
         assert fetch_all([remote], tmp_path) == [tmp_path / "file.bin"]
@@ -91,7 +90,7 @@ def test_fetch_once(server: Server, tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"file.bin", "file.bin.sha256"}
 
 
-def test_broken_connections_are_resumed(server: Server, tmp_path: Path) -> None:
+def test_broken_connections_are_resumed(server, tmp_path):
     server.break_after = [1_000_000, 700_000]
     fetch_all([server.remote(sha256=SHA256)], tmp_path, wait=0)
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
@@ -104,9 +103,7 @@ def test_broken_connections_are_resumed(server: Server, tmp_path: Path) -> None:
     assert (tmp_path / "again/file.bin").read_bytes() == CONTENT
 
 
-def test_versions_are_never_spliced_and_a_server_without_ranges_sends_it_again(
-    server: Server, tmp_path: Path
-) -> None:
+def test_versions_are_never_spliced_and_a_server_without_ranges_sends_it_again(server, tmp_path):
     server.ranges = False
     server.break_after = [1_000_000]
     fetch_all([server.remote(sha256=SHA256)], tmp_path / "whole", wait=0)
@@ -118,15 +115,13 @@ def test_versions_are_never_spliced_and_a_server_without_ranges_sends_it_again(
     assert (tmp_path / "file.bin").read_bytes() == CONTENT[::-1]
 
 
-def test_a_wrong_checksum_leaves_nothing(server: Server, tmp_path: Path) -> None:
+def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
     with pytest.raises(UserError, match="sha256 differs"):
         fetch_all([server.remote(sha256="0" * 64)], tmp_path, wait=0)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_changed_here_is_noticed_until_it_is_forgotten(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_file_that_changed_here_is_noticed_until_it_is_forgotten(server, tmp_path):
     """Such as a login page in place of weights whose hash is not known."""
     (tmp_path / "file.bin").write_text("<html>")
     fetch_all([server.remote()], tmp_path)
@@ -142,9 +137,7 @@ def test_a_file_that_changed_here_is_noticed_until_it_is_forgotten(
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
 
 
-def test_a_busy_server_is_asked_again_and_a_missing_file_is_not(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_busy_server_is_asked_again_and_a_missing_file_is_not(server, tmp_path):
     server.status = [503, 429]
     fetch_all([server.remote(sha256=SHA256)], tmp_path, wait=0)
     assert len(server.asked) == 3
@@ -153,7 +146,7 @@ def test_a_busy_server_is_asked_again_and_a_missing_file_is_not(
     assert len(server.asked) == 4
 
 
-def test_offline_says_what_to_fetch_by_hand(tmp_path: Path) -> None:
+def test_offline_says_what_to_fetch_by_hand(tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
         port = closed.server_port
     remote = Remote(f"http://127.0.0.1:{port}/list.txt", "list.txt")
@@ -181,7 +174,7 @@ def archive(kind: str, folder: str = "things") -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz"])
-def test_archives_are_unpacked_once(kind: str, server: Server, tmp_path: Path) -> None:
+def test_archives_are_unpacked_once(kind, server, tmp_path):
     server.files[f"/x.{kind}"] = archive(kind)
     remote = server.remote(f"x.{kind}", unpacks_to="things")
     for _ in range(2):
@@ -191,7 +184,7 @@ def test_archives_are_unpacked_once(kind: str, server: Server, tmp_path: Path) -
     assert not list(tmp_path.glob(".unpack-*"))
 
 
-def test_archives_that_are_broken_or_write_elsewhere(server: Server, tmp_path: Path) -> None:
+def test_archives_that_are_broken_or_write_elsewhere(server, tmp_path):
     inside = tmp_path / "in/side"
     remote = server.remote("x.tar.gz", unpacks_to="things")
     for wrong in (archive("tar.gz")[:-30], archive("tar.gz", "../../things")):
@@ -206,7 +199,7 @@ def test_archives_that_are_broken_or_write_elsewhere(server: Server, tmp_path: P
     assert (inside / "things").is_dir()
 
 
-def test_names_of_the_catalogue(tmp_path: Path) -> None:
+def test_names_of_the_catalogue(tmp_path):
     with pytest.raises(UserError, match="did you mean 'imagenet_sketch'"):
         retrieve("imagenet_sketsh", tmp_path)
     addresses = [r.url for group in CATALOGUE.values() for r in group]

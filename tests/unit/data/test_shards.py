@@ -20,7 +20,7 @@ from sample_images import image_folder, jpeg, random_crop
 from maect.core import files
 from maect.core.errors import UserError
 from maect.core.files import read_record
-from maect.data.index import OFFSET, Index, open_index
+from maect.data.index import OFFSET, open_index
 from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.data.sources.base import Entry
@@ -40,7 +40,7 @@ def original(images: Path, key: str) -> bytes:
     return (images / f"{key}.jpg").read_bytes()
 
 
-def test_index_gives_the_original_bytes(images: Path, shards: Path) -> None:
+def test_index_gives_the_original_bytes(images, shards):
     index = open_index(shards)
     assert index.n == 24 and index.class_names == ("c0", "c1", "c2")
     assert index.rows[:, 0].tolist() == list(range(24))
@@ -54,16 +54,14 @@ def test_index_gives_the_original_bytes(images: Path, shards: Path) -> None:
             assert image.size == tuple(index.rows[i, 5:7])
 
 
-def test_a_read_that_returns_less_is_continued(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_returns_less_is_continued(index, monkeypatch):
     whole = [index.read(i) for i in range(4)]
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda file, size, start: pread(file, min(size, 700), start))
     assert [index.read(i) for i in range(4)] == whole and min(map(len, whole)) > 700
 
 
-def test_stock_webdataset_and_plain_tar_read_the_same(shards: Path, index: Index) -> None:
+def test_stock_webdataset_and_plain_tar_read_the_same(shards, index):
     tars = [str(path) for path in index.shards]
     found = list(webdataset.WebDataset(tars, shardshuffle=False).decode("pil", only="cls"))
     assert [s["__key__"] for s in found] == index.keys()
@@ -75,9 +73,7 @@ def test_stock_webdataset_and_plain_tar_read_the_same(shards: Path, index: Index
     assert {(m.mtime, m.uid, m.uname, m.mode) for m in members} == {(0, 0, "", 0o644)}
 
 
-def test_threads_change_no_byte_and_the_number_of_shards_no_id(
-    images: Path, shards: Path, tmp_path: Path
-) -> None:
+def test_threads_change_no_byte_and_the_number_of_shards_no_id(images, shards, tmp_path):
     shard(images, tmp_path / "train", "folder", 3, threads=4)
     assert tree(tmp_path / "train") == tree(shards)
     shard(images, tmp_path / "five/train", "folder", 5)
@@ -86,7 +82,7 @@ def test_threads_change_no_byte_and_the_number_of_shards_no_id(
     assert (a.labels == b.labels).all()
 
 
-def test_digest_changes_with_one_bit(images: Path, shards: Path, tmp_path: Path) -> None:
+def test_digest_changes_with_one_bit(images, shards, tmp_path):
     copy = Path(shutil.copytree(images, tmp_path / "images"))
     data = bytearray((copy / "c1/003.jpg").read_bytes())
     data[-10] ^= 1
@@ -95,11 +91,11 @@ def test_digest_changes_with_one_bit(images: Path, shards: Path, tmp_path: Path)
     assert open_index(tmp_path / "train").digest != open_index(shards).digest
 
 
-def test_images_are_shuffled(index: Index) -> None:
+def test_images_are_shuffled(index):
     assert (np.diff(index.labels) == 0).mean() < 0.6  # in order, 21 of 23
 
 
-def test_repeated_it_changes_nothing(images: Path, tmp_path: Path) -> None:
+def test_repeated_it_changes_nothing(images, tmp_path):
     out = tmp_path / "train"
     assert shard(images, out, "folder", 3) == 24
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
@@ -121,9 +117,7 @@ def shard_until(stop_at: int, images: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("stop_at", [1, 5, 8, 11, 16, 20, 22])
-def test_killed_anywhere_it_continues(
-    stop_at: int, images: Path, shards: Path, tmp_path: Path
-) -> None:
+def test_killed_anywhere_it_continues(stop_at, images, shards, tmp_path):
     out = tmp_path / "train"
     job = multiprocessing.get_context("fork").Process(
         target=shard_until, args=(stop_at, images, out)
@@ -144,9 +138,7 @@ def test_killed_anywhere_it_continues(
     assert not list(out.rglob(".*.tmp"))
 
 
-def test_only_one_job_works_in_a_folder(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_job_works_in_a_folder(images, tmp_path, monkeypatch):
     out, other = tmp_path / "train", image_folder(tmp_path / "images", 2, 2)
 
     def meanwhile(*_: object) -> None:
@@ -164,7 +156,7 @@ def test_only_one_job_works_in_a_folder(
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "fewer"])
-def test_a_damaged_part_of_the_index(damage: str, images: Path, tmp_path: Path) -> None:
+def test_a_damaged_part_of_the_index(damage, images, tmp_path):
     out = tmp_path / "train"
     shard(images, out, "folder", 2)
     (out / "index.json").unlink()  # as if the job was killed before it wrote the index
@@ -185,7 +177,7 @@ def test_a_damaged_part_of_the_index(damage: str, images: Path, tmp_path: Path) 
     assert shard(images, out, "folder", 2) == 24 and part.read_bytes() == whole
 
 
-def test_a_lost_or_cut_tar_is_written_again(images: Path, shards: Path, tmp_path: Path) -> None:
+def test_a_lost_or_cut_tar_is_written_again(images, shards, tmp_path):
     out = tmp_path / "train"
     shard(images, out, "folder", 3)
     (out / "train-000001.tar").unlink()
@@ -198,7 +190,7 @@ def test_a_lost_or_cut_tar_is_written_again(images: Path, shards: Path, tmp_path
 
 
 @pytest.mark.parametrize("change", ["image", "shards", "option"])
-def test_finished_shards_of_another_plan_are_not_overwritten(change: str, tmp_path: Path) -> None:
+def test_finished_shards_of_another_plan_are_not_overwritten(change, tmp_path):
     source = image_folder(tmp_path / "images", per_class=2)
     out = tmp_path / "out"
     shard(source, out, "folder", 2)
@@ -211,7 +203,7 @@ def test_finished_shards_of_another_plan_are_not_overwritten(change: str, tmp_pa
     assert tree(out) == before
 
 
-def test_unreadable_images_are_named_before_training(tmp_path: Path) -> None:
+def test_unreadable_images_are_named_before_training(tmp_path):
     source, out = image_folder(tmp_path / "images"), tmp_path / "out"
     whole = (source / "c0/001.jpg").read_bytes()
     odd = source / "c0" / os.fsdecode(b"caf\xe9.jpg")  # a name that is not UTF-8
@@ -241,9 +233,7 @@ def test_unreadable_images_are_named_before_training(tmp_path: Path) -> None:
     assert excluded == [names[0], *names[2:]]
 
 
-def test_a_file_system_that_fails_for_a_moment_loses_no_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_fails_for_a_moment_loses_no_image(tmp_path, monkeypatch):
     """With `skip_unreadable` what could not be read once was left out for good."""
     source, read, left = image_folder(tmp_path / "images"), Folder.read, [2]
     monkeypatch.setattr(files, "WAITS", (0.0, 0.0))
@@ -262,7 +252,7 @@ def test_a_file_system_that_fails_for_a_moment_loses_no_image(
         shard(source, tmp_path / "other", "folder", 1, **options)
 
 
-def test_unreadable_images_can_be_left_out(tmp_path: Path) -> None:
+def test_unreadable_images_can_be_left_out(tmp_path):
     source, out = image_folder(tmp_path / "images"), tmp_path / "out"
     (source / "c0/001.jpg").write_bytes(b"")
     (tmp_path / "only.txt").write_text(
@@ -323,7 +313,7 @@ def empty(source: Path) -> None:
         (None, {"only": NAMES[:1], "exclude": NAMES}, r"only\.txt and \S+exclude\.txt: no image"),
     ],
 )  # fmt: skip
-def test_refusals(prepare, arguments: dict, message: str, tmp_path: Path) -> None:
+def test_refusals(prepare, arguments, message, tmp_path):
     source = image_folder(tmp_path / "images", 2, 2)
     if prepare is not None:
         prepare(source)
@@ -340,7 +330,7 @@ def test_refusals(prepare, arguments: dict, message: str, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_names_that_tars_and_webdataset_do_not_like(tmp_path: Path) -> None:
+def test_names_that_tars_and_webdataset_do_not_like(tmp_path):
     source = tmp_path / "images"
     rng = np.random.default_rng(0)
     names = [
@@ -365,7 +355,7 @@ def test_names_that_tars_and_webdataset_do_not_like(tmp_path: Path) -> None:
     assert len(set(index.keys())) == len(names)
 
 
-def test_links_are_followed_and_what_is_no_image_is_counted(tmp_path: Path) -> None:
+def test_links_are_followed_and_what_is_no_image_is_counted(tmp_path):
     source = image_folder(tmp_path / "images", 1, 2)
     shutil.copytree(source / "c0", tmp_path / "more")
     (source / "c0/more").symlink_to(tmp_path / "more")
@@ -376,7 +366,7 @@ def test_links_are_followed_and_what_is_no_image_is_counted(tmp_path: Path) -> N
     assert record["ignored"] == {"count": 1, "suffixes": {".txt": 1}, "first": ["c0/readme.txt"]}
 
 
-def test_unlabelled_images(tmp_path: Path) -> None:
+def test_unlabelled_images(tmp_path):
     source = image_folder(tmp_path / "images", 2, 2)
     shutil.copy(source / "c0/000.jpg", source / "alone.jpg")
     shard(source, tmp_path / "out", "unlabelled", 1)
@@ -387,7 +377,7 @@ def test_unlabelled_images(tmp_path: Path) -> None:
     assert all("cls" not in sample for sample in stock)
 
 
-def test_recompression_is_an_option_named_in_the_index(tmp_path: Path) -> None:
+def test_recompression_is_an_option_named_in_the_index(tmp_path):
     source = image_folder(tmp_path / "images")
     shard(source, tmp_path / "out", "folder", 2, shorter_side=40)
     index = open_index(tmp_path / "out")
@@ -415,14 +405,14 @@ def flip_last_bit(folder: Path) -> None:
         (flip_last_bit, "index.npy: changed since it was written"),
     ],
 )
-def test_a_damaged_folder_is_not_opened(damage, message: str, shards: Path, tmp_path: Path) -> None:
+def test_a_damaged_folder_is_not_opened(damage, message, shards, tmp_path):
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
     damage(copy)
     with pytest.raises(UserError, match=message):
         open_index(copy)
 
 
-def test_changed_names_are_not_read(shards: Path, tmp_path: Path) -> None:
+def test_changed_names_are_not_read(shards, tmp_path):
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
     index = open_index(copy)
     (copy / "keys.txt").write_text("c0/000\n")
@@ -433,7 +423,7 @@ def test_changed_names_are_not_read(shards: Path, tmp_path: Path) -> None:
         index.keys()
 
 
-def test_the_name_in_a_damaged_header_can_be_printed(shards: Path, tmp_path: Path) -> None:
+def test_the_name_in_a_damaged_header_can_be_printed(shards, tmp_path):
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
     index = open_index(copy)
     with open(index.shards[0], "r+b") as file:
@@ -442,7 +432,7 @@ def test_the_name_in_a_damaged_header_can_be_printed(shards: Path, tmp_path: Pat
     assert index.key(0).isprintable() and index.key(0).startswith("c0/\\n")
 
 
-def test_shards_are_closed_with_their_index(shards: Path, tmp_path: Path) -> None:
+def test_shards_are_closed_with_their_index(shards, tmp_path):
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
 
     def opened() -> set[str]:
@@ -456,7 +446,7 @@ def test_shards_are_closed_with_their_index(shards: Path, tmp_path: Path) -> Non
     assert not opened()
 
 
-def test_an_index_is_made_again_if_a_tar_was_written_again(tmp_path: Path) -> None:
+def test_an_index_is_made_again_if_a_tar_was_written_again(tmp_path):
     """Bitmaps that were edited in place: every size and name is as it was."""
     for number in range(4):
         path = tmp_path / "images" / "a" / f"{number}.bmp"

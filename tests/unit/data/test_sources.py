@@ -31,12 +31,7 @@ class Grey(Folder):
             return jpeg(image.convert("L"))
 
 
-def test_a_new_kind_is_known_everywhere(
-    images: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_new_kind_is_known_everywhere(images, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SOURCES, Grey.kind, Grey)
     file = tmp_path / "mine.yaml"
     split = f"{{images: {images}, kind: grey, shards: 2}}"
@@ -52,7 +47,7 @@ def test_a_new_kind_is_known_everywhere(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("target", [".", "..", "../b"])
-def test_a_link_to_a_folder_that_it_lies_in_is_refused(target: str, tmp_path: Path) -> None:
+def test_a_link_to_a_folder_that_it_lies_in_is_refused(target, tmp_path):
     for name in "ab":
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / "x.jpg").write_bytes(picture(1))
@@ -65,7 +60,7 @@ def test_a_link_to_a_folder_that_it_lies_in_is_refused(target: str, tmp_path: Pa
         shard(tmp_path / "images", tmp_path / "out", "folder", 1)
 
 
-def test_class_folders_have_names_in_utf8(tmp_path: Path) -> None:
+def test_class_folders_have_names_in_utf8(tmp_path):
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
     (folder / "a.jpg").write_bytes(picture(1))
@@ -81,14 +76,14 @@ def val_tar(path: Path, names: list[str]) -> Path:
     return path
 
 
-def test_members_that_repeat_are_refused(tmp_path: Path) -> None:
+def test_members_that_repeat_are_refused(tmp_path):
     tar = val_tar(tmp_path / "val.tar", ["a.JPEG", "b.JPEG", "a.JPEG"])
     with pytest.raises(UserError, match=r"val\.tar: holds 'a\.JPEG' 2 times"):
         shard(tar, tmp_path / "out", "imagenet_val", 1, labels=tar.with_suffix(".txt"))
 
 
 @pytest.mark.timeout(60)
-def test_a_tar_that_was_cut_between_two_images_is_refused(images: Path, tmp_path: Path) -> None:
+def test_a_tar_that_was_cut_between_two_images_is_refused(images, tmp_path):
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         for number in range(3):
             tar.add(images / f"c0/00{number}.jpg", f"{number}.jpg")
@@ -114,7 +109,7 @@ def test_a_tar_that_was_cut_between_two_images_is_refused(images: Path, tmp_path
     ],
 )
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME])
-def test_tars_with_impossible_sizes_end(size: bytes, kind: bytes, tmp_path: Path) -> None:
+def test_tars_with_impossible_sizes_end(size, kind, tmp_path):
     header = bytearray(tarfile.TarInfo("a.JPEG").tobuf(tarfile.GNU_FORMAT))
     header[124:136], header[148:157] = size, b" " * 8 + kind
     header[148:156] = f"{sum(header):06o}\0 ".encode()

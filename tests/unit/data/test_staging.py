@@ -14,7 +14,7 @@ from maect.data.staging import stage
 from maect.data.subsets import class_view
 
 
-def test_a_staged_split_and_a_staged_view_are_the_same(shards: Path, tmp_path: Path) -> None:
+def test_a_staged_split_and_a_staged_view_are_the_same(shards, tmp_path):
     copy = Path(shutil.copytree(shards, tmp_path / "shared/train"))
     out = stage(copy, str(tmp_path))
     shutil.rmtree(copy)
@@ -32,7 +32,7 @@ def state(folder: Path) -> dict[Path, tuple[int, int]]:
     return {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in folder.iterdir()}
 
 
-def test_staging_again_copies_only_what_is_gone(shards: Path, tmp_path: Path) -> None:
+def test_staging_again_copies_only_what_is_gone(shards, tmp_path):
     out = stage(shards, str(tmp_path))
     (out / ".lock").unlink()
     before = state(out)
@@ -47,7 +47,7 @@ def test_staging_again_copies_only_what_is_gone(shards: Path, tmp_path: Path) ->
     assert open_index(out).digest == open_index(shards).digest
 
 
-def test_shards_written_again_are_staged_again(images: Path, tmp_path: Path) -> None:
+def test_shards_written_again_are_staged_again(images, tmp_path):
     shard(images, tmp_path / "train", "folder", 3)
     first = stage(tmp_path / "train", str(tmp_path))
     shutil.rmtree(tmp_path / "train")
@@ -56,7 +56,7 @@ def test_shards_written_again_are_staged_again(images: Path, tmp_path: Path) -> 
     assert second != first and len(open_index(second).shards) == 2
 
 
-def test_processes_of_a_node_share_one_copy(shards: Path, tmp_path: Path) -> None:
+def test_processes_of_a_node_share_one_copy(shards, tmp_path):
     context = multiprocessing.get_context("fork")
     with context.Pool(3) as pool:
         folders = pool.starmap(stage, [(shards, str(tmp_path))] * 3)
@@ -65,9 +65,7 @@ def test_processes_of_a_node_share_one_copy(shards: Path, tmp_path: Path) -> Non
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_place_is_a_folder_or_a_variable_of_the_node(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_place_is_a_folder_or_a_variable_of_the_node(shards, tmp_path, monkeypatch):
     host = socket.gethostname()
     monkeypatch.delenv("MAECT_NODE", raising=False)
     for storage in ("MAECT_NODE", "$MAECT_NODE", "/tmp/$MAECT_NODE"):
@@ -83,9 +81,7 @@ def test_place_is_a_folder_or_a_variable_of_the_node(
         stage(shards, str(tmp_path / "nowhere"))
 
 
-def test_too_little_room_is_one_message(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_room_is_one_message(shards, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage)

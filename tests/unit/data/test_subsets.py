@@ -8,14 +8,14 @@ from PIL import Image
 
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_record
-from maect.data.index import Index, open_index
+from maect.data.index import open_index
 from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.data.sources.base import read_list
 from maect.data.subsets import balanced_rows, class_view, rows_by_name
 
 
-def test_class_view_copies_nothing(shards: Path, tmp_path: Path) -> None:
+def test_class_view_copies_nothing(shards, tmp_path):
     whole = open_index(shards)
     assert class_view(shards, tmp_path / "view", ["c2", "c0"]) == 16
     view = open_index(tmp_path / "view")
@@ -30,7 +30,7 @@ def test_class_view_copies_nothing(shards: Path, tmp_path: Path) -> None:
     assert view.digest != whole.digest
 
 
-def test_view_of_a_view(shards: Path, tmp_path: Path) -> None:
+def test_view_of_a_view(shards, tmp_path):
     class_view(shards, tmp_path / "a", ["c1", "c2"])
     class_view(tmp_path / "a", tmp_path / "deep/b", ["c2"])
     b = open_index(tmp_path / "deep/b")
@@ -38,7 +38,7 @@ def test_view_of_a_view(shards: Path, tmp_path: Path) -> None:
     assert b.labels.tolist() == [0] * 8
 
 
-def test_rows_by_name(index: Index) -> None:
+def test_rows_by_name(index):
     keys = index.keys()
     names = [keys[row] + ".JPEG" for row in (3, 17, 5)]
     assert rows_by_name(keys, names, index.directory).tolist() == [3, 5, 17]
@@ -61,13 +61,13 @@ LABELS = np.array([0, 0, -1, 1, 1, -1])
         (lambda s: balanced_rows(np.full(5, -1), 1, 0), "needs labels"),
     ],
 )  # fmt: skip
-def test_refusals(refused, message: str, shards: Path) -> None:
+def test_refusals(refused, message, shards):
     with pytest.raises(UserError, match=message):
         refused(shards)
 
 
 @pytest.mark.parametrize("per_class", [1, 2, 5])
-def test_balanced_subsets(index: Index, per_class: int) -> None:
+def test_balanced_subsets(index, per_class):
     rows = balanced_rows(index.labels, per_class, 0)
     assert Counter(index.labels[rows].tolist()) == {0: per_class, 1: per_class, 2: per_class}
     assert (np.diff(rows) > 0).all()
@@ -76,19 +76,19 @@ def test_balanced_subsets(index: Index, per_class: int) -> None:
     assert any(rows.tolist() != balanced_rows(index.labels, per_class, s).tolist() for s in (1, 2))
 
 
-def test_samples_without_label_are_in_no_subset() -> None:
+def test_samples_without_label_are_in_no_subset():
     assert set(balanced_rows(LABELS, 2, 3)) == {0, 1, 3, 4}
     assert set(balanced_rows(LABELS, 2, 3, ["a", "b"])) == {0, 1, 3, 4}
 
 
 @pytest.mark.parametrize(("text", "message"), [("", "empty"), ("a.jpg\nb.jpg\na.jpg\n", "repeat")])
-def test_wrong_lists(text: str, message: str, tmp_path: Path) -> None:
+def test_wrong_lists(text, message, tmp_path):
     (tmp_path / "list.txt").write_text(text)
     with pytest.raises(UserError, match=message):
         read_list(tmp_path / "list.txt")
 
 
-def test_a_list_may_name_what_a_tar_calls_otherwise(tmp_path: Path) -> None:
+def test_a_list_may_name_what_a_tar_calls_otherwise(tmp_path):
     names = ["c/plain.png", "c/back\\slash.png", "c/1.2.png", f"c/{'long' * 30}.png"]
     for number, name in enumerate(names):
         path = tmp_path / "images" / name
@@ -101,7 +101,7 @@ def test_a_list_may_name_what_a_tar_calls_otherwise(tmp_path: Path) -> None:
     assert index.keys()[found[1][0]] == "c/back_slash"
 
 
-def test_verify_passes_what_is_sound(shards: Path, tmp_path: Path) -> None:
+def test_verify_passes_what_is_sound(shards, tmp_path):
     assert verify(shards, threads=2) == 24
     class_view(shards, tmp_path / "view", ["c1"])
     assert verify(tmp_path / "view") == 8
@@ -142,7 +142,7 @@ def move_image_and_miscount(copy: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("damage", [break_image, change_keys, move_image_and_miscount])
-def test_verify_names_the_damage(damage, shards: Path, tmp_path: Path) -> None:
+def test_verify_names_the_damage(damage, shards, tmp_path):
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
     expected = damage(copy)
     with pytest.raises(UserError) as fault:

@@ -43,14 +43,14 @@ def picture(seed: int = 0, size: int = 32) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(resized).transpose(2, 0, 1))
 
 
-def test_operations_are_those_of_timms_increasing_policy() -> None:
+def test_operations_are_those_of_timms_increasing_policy():
     assert list(OPERATIONS) == auto_augment._RAND_INCREASING_TRANSFORMS
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("magnitude", [0.0, 3.3, 8.7, 9.0, 10.0])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_each_operation_is_timms(name: str, magnitude: float, sign: int) -> None:
+def test_each_operation_is_timms(name, magnitude, sign):
     """timm negates where `random.random()` is above one half."""
     op = auto_augment.AugmentOp(name, prob=1.0, magnitude=magnitude, hparams=HPARAMS)
     with (
@@ -63,7 +63,7 @@ def test_each_operation_is_timms(name: str, magnitude: float, sign: int) -> None
     assert np.array_equal(image.transpose(1, 2, 0), expected)
 
 
-def test_randaugment_applies_what_is_drawn_for_the_sample() -> None:
+def test_randaugment_applies_what_is_drawn_for_the_sample():
     """Each of its operations at even odds, as strong as a normal distribution says."""
     change, left, clipped = randaugment(2, 9.8, seed=3), 0, 0
     assert change is not None and randaugment(0, 9.8, 3) is None
@@ -95,7 +95,7 @@ def timms_draws(row: np.ndarray) -> Iterator[None]:
         yield
 
 
-def test_erasing_has_timms_rectangles() -> None:
+def test_erasing_has_timms_rectangles():
     size, ours, theirs = 24, [], []
     draws = random.uniform(0, 0, np.arange(200), 0, random.ERASE, 24)
     for row in draws[:, 1:-1]:
@@ -108,7 +108,7 @@ def test_erasing_has_timms_rectangles() -> None:
     assert ours == theirs
 
 
-def test_erasing_fills_the_rectangle_that_is_drawn_for_the_sample() -> None:
+def test_erasing_fills_the_rectangle_that_is_drawn_for_the_sample():
     ids, epochs = np.arange(80) + 5, np.arange(80) % 2
     images = torch.full((80, 3, 16, 12), 5.0)
     expected, erased = images.clone(), 0
@@ -126,11 +126,11 @@ def test_erasing_fills_the_rectangle_that_is_drawn_for_the_sample() -> None:
     assert 10 < erased < 35 and torch.equal(erase(images, 0.25, 1, epochs, ids), expected)
 
 
-def test_no_rectangle_fits_into_a_line() -> None:
+def test_no_rectangle_fits_into_a_line():
     assert rectangle(np.full(22, 0.5), 1, 100) is None
 
 
-def test_mixing_is_timms() -> None:
+def test_mixing_is_timms():
     """timm pairs first with last; put each image's partner there and compare pixels and labels."""
     size, classes = 20, 5
     rng = np.random.default_rng(0)
@@ -160,7 +160,7 @@ def test_mixing_is_timms() -> None:
     assert kinds == {True, False}
 
 
-def test_partners_are_each_others_and_stay_in_an_even_share() -> None:
+def test_partners_are_each_others_and_stay_in_an_even_share():
     rows = torch.arange(12)
     other = partners(rows)
     assert torch.equal(partners(other), rows) and not (other == rows).any()
@@ -168,7 +168,7 @@ def test_partners_are_each_others_and_stay_in_an_even_share() -> None:
     assert torch.equal(apply_mix(rows[:3], Mix()), rows[:3])  # nothing to mix: any number
 
 
-def test_mixtures_are_drawn_by_step() -> None:
+def test_mixtures_are_drawn_by_step():
     """Shares of a beta distribution; boxes cover the rest, but for what is outside."""
     size, kinds = 20, set()
     for mixup, cutmix in ((0.8, 1.0), (0.8, 0), (0, 0.5)):

@@ -28,7 +28,7 @@ def column(values: list[float]) -> torch.Tensor:
     return torch.tensor(values).view(-1, 1, 1, 1)
 
 
-def test_normalize_is_torchvisions(pieces: torch.Tensor) -> None:
+def test_normalize_is_torchvisions(pieces):
     expected = F.normalize(pieces.float() / 255, list(ours.MEAN), list(ours.STD))
     torch.testing.assert_close(normalize(pieces, PAPER), expected)
     torch.testing.assert_close(normalize(pieces.float() / 255, PAPER), expected)
@@ -38,7 +38,7 @@ def test_normalize_is_torchvisions(pieces: torch.Tensor) -> None:
     ]  # fmt: skip
 
 
-def test_images_stay_on_their_device(pieces: torch.Tensor) -> None:
+def test_images_stay_on_their_device(pieces):
     images, ids = pieces.to("meta"), np.arange(24)
     for device_of in (normalize, denormalize):
         assert device_of(images, PAPER).is_meta
@@ -46,7 +46,7 @@ def test_images_stay_on_their_device(pieces: torch.Tensor) -> None:
     assert ours.erase(images.float(), 1.0, 0, ids * 0, ids).is_meta
 
 
-def test_crops_have_the_distribution_of_torchvision() -> None:
+def test_crops_have_the_distribution_of_torchvision():
     from scipy.stats import ks_2samp
     from torchvision.transforms import RandomResizedCrop
 
@@ -76,7 +76,7 @@ def crop_by_hand(width: int, height: int, scale: tuple[float, float], u: list[fl
     return (width - w) // 2, (height - h) // 2, w, h
 
 
-def test_crops_are_those_of_a_loop_over_tries() -> None:
+def test_crops_are_those_of_a_loop_over_tries():
     """Of images of all shapes, tiny and extreme ones too."""
     rng = np.random.default_rng(0)
     sides = np.concatenate(
@@ -114,7 +114,7 @@ def blended(contrast: float, saturation: float):  # type: ignore[no-untyped-def]
         (ours.hue, F.adjust_hue, -0.1, 0.1),
     ],
 )
-def test_each_colour_change(change, reference, low, high, pieces: torch.Tensor) -> None:
+def test_each_colour_change(change, reference, low, high, pieces):
     x = pieces.float() / 255
     factors = np.linspace(low, high, len(x)).tolist()
     found = change(x, column(factors))
@@ -127,7 +127,7 @@ def test_each_colour_change(change, reference, low, high, pieces: torch.Tensor) 
         assert error.mean() < (2.5 if change is ours.hue else 0.7)
 
 
-def test_jitter_applies_each_samples_own_order(pieces: torch.Tensor) -> None:
+def test_jitter_applies_each_samples_own_order(pieces):
     x = pieces.float() / 255
     u = np.random.default_rng(0).random((len(x), 8))
     chosen = np.arange(len(x)) % 3 != 0
@@ -148,7 +148,7 @@ def test_jitter_applies_each_samples_own_order(pieces: torch.Tensor) -> None:
     assert len(orders) > 8
 
 
-def test_blur_is_gaussian_with_each_samples_sigma(pieces: torch.Tensor) -> None:
+def test_blur_is_gaussian_with_each_samples_sigma(pieces):
     x = pieces.float() / 255
     sigma = np.linspace(0.1, 2.0, len(x))
     found = ours.blur(x, sigma)
@@ -161,7 +161,7 @@ def test_blur_is_gaussian_with_each_samples_sigma(pieces: torch.Tensor) -> None:
         assert error.mean() < 1.0  # Pillow approximates the Gaussian by three box filters
 
 
-def test_grey_and_solarize_are_pillows() -> None:
+def test_grey_and_solarize_are_pillows():
     photo = photographs()[0]
     x = tensor([photo])
     view = View(crop_scale=(0.2, 1), flip=0, gray=1)
@@ -178,7 +178,7 @@ def undo(x: torch.Tensor) -> np.ndarray:
     return ((x * std + mean) * 255).numpy()
 
 
-def test_order_is_jitter_blur_grey_solarize() -> None:
+def test_order_is_jitter_blur_grey_solarize():
     x = torch.randint(0, 256, (1, 3, 24, 24), dtype=torch.uint8)
     view = View(crop_scale=(0.2, 1), flip=1, jitter=1, blur=1, gray=1, solarize=1)
     u = random.uniform(7, 3, [11], 1, random.COLOR, 13)
@@ -190,7 +190,7 @@ def test_order_is_jitter_blur_grey_solarize() -> None:
     torch.testing.assert_close(augment(x, view, 1, 7, [3], [11], PAPER), normalize(y, PAPER))
 
 
-def test_sample_does_not_depend_on_its_batch(pieces: torch.Tensor) -> None:
+def test_sample_does_not_depend_on_its_batch(pieces):
     view = AUGMENTATIONS["aug"][1]
     ids, epochs = np.arange(24) + 100, np.arange(24) % 2
     together = augment(pieces, view, 1, 9, epochs, ids, PAPER)
@@ -201,7 +201,7 @@ def test_sample_does_not_depend_on_its_batch(pieces: torch.Tensor) -> None:
     assert torch.equal(together, again)
 
 
-def test_changes_of_several_views_are_those_of_each() -> None:
+def test_changes_of_several_views_are_those_of_each():
     views = {0: AUGMENTATIONS["aug"][0], 3: AUGMENTATIONS["min"][0], 1: AUGMENTATIONS["aug"][1]}
     ids, epochs = np.arange(50), np.arange(50) % 2
     together = vars(ours.draw_changes(views, 4, epochs, ids))
@@ -218,7 +218,7 @@ def test_changes_of_several_views_are_those_of_each() -> None:
     assert np.array_equal(each[2]["solarized"], u[:, 12] < view.solarize)
 
 
-def test_input_is_left_alone(pieces: torch.Tensor) -> None:
+def test_input_is_left_alone(pieces):
     before = pieces.clone()
     augment(pieces, AUGMENTATIONS["aug"][0], 0, 0, np.zeros(24, int), np.arange(24), PAPER)
     assert torch.equal(before, pieces)

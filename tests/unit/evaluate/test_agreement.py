@@ -22,7 +22,7 @@ from maect.measures import alignment, rank_me, uniformity
 from maect.recipes import View
 from maect.records import EvaluationRecord
 
-from .conftest import Rank, given, resolved, store
+from .conftest import given, resolved, store
 from .margins import clear
 
 
@@ -102,6 +102,6 @@ def test_the_same_view_twice_agrees(seen, rank, tmp_path):
     assert metrics["agreement"] == 100.0 and metrics["alignment"] == pytest.approx(0, abs=1e-10)
 
 
-def test_too_few_images_are_refused(seen, rank: Rank):
+def test_too_few_images_are_refused(seen, rank):
     with pytest.raises(UserError, match="150 training and 70 test images; 151 and 2 are needed"):
         Agreement(k=151).evaluate(rank, seen)

@@ -3,7 +3,6 @@
 import itertools
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,9 +63,7 @@ def reference(group: Classifiers, head: int) -> nn.Module:
     return module
 
 
-def test_classifiers_learn_as_modules_with_torchs_adamw(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_classifiers_learn_as_modules_with_torchs_adamw(images, tmp_path, monkeypatch):
     encoding = Encoding(images / "runs/mae/encoder.safetensors", CPU)
     train, test = (open_index(images / "shards" / split) for split in ("train", "val"))
     task = ProbeTask(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
@@ -118,7 +115,7 @@ def test_classifiers_learn_as_modules_with_torchs_adamw(
         torch.set_default_dtype(torch.float32)
 
 
-def test_held_out_images_choose_and_nothing_learns_from_them(images: Path, tmp_path: Path) -> None:
+def test_held_out_images_choose_and_nothing_learns_from_them(images, tmp_path):
     job = job_of(images, tmp_path / "attentive_probe.json")
     metrics = SETTINGS.evaluate(Rank(), job)
     encoding = Encoding(job.run / "encoder.safetensors", CPU)
@@ -150,7 +147,7 @@ def test_held_out_images_choose_and_nothing_learns_from_them(images: Path, tmp_p
     assert np.array_equal(other.training_images.rows, learnt.rows)
 
 
-def test_rates_rise_and_fall_as_there(images: Path, tmp_path: Path) -> None:
+def test_rates_rise_and_fall_as_there(images, tmp_path):
     plan = SETTINGS.schedule(None)  # type: ignore[arg-type]  # of any number of images
     assert (plan.steps, plan.ends, plan.warmup) == (12, [5, 10, 12], 3)
     rates = [Probes.rate(step, plan) for step in range(12)]

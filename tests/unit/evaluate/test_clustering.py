@@ -1,5 +1,4 @@
 from itertools import permutations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
 from maect.evaluate import clustering
-from maect.evaluate.base import EvaluationJob
 from maect.evaluate.protocols.stored_features import Clustering
 from maect.evaluate.store import open_features
 
@@ -30,7 +28,7 @@ def entropy(*columns) -> float:
 
 
 @pytest.mark.parametrize("clusters", [2, 4, 6])
-def test_scores_by_their_definitions(clusters: int) -> None:
+def test_scores_by_their_definitions(clusters):
     rng = np.random.default_rng(clusters)
     labels = np.append(np.arange(4), rng.integers(0, 4, 56))
     found = np.where(rng.random(60) < 0.6, labels % clusters, rng.integers(0, clusters, 60))
@@ -51,7 +49,7 @@ def test_scores_by_their_definitions(clusters: int) -> None:
     assert scores["ari"] == pytest.approx(100 * ari)
 
 
-def test_perfect_and_useless_clusters() -> None:
+def test_perfect_and_useless_clusters():
     labels = np.repeat(np.arange(5), 10)
     assert clustering.scores(labels, (labels + 2) % 5) == pytest.approx(
         dict.fromkeys(clustering.SCORES, 100.0)
@@ -60,7 +58,7 @@ def test_perfect_and_useless_clusters() -> None:
     assert one == pytest.approx({"accuracy": 20.0, "nmi": 0.0, "ami": 0.0, "ari": 0.0}, abs=1e-9)
 
 
-def test_protocol_is_the_plain_loop(job: EvaluationJob, rank: Rank) -> None:
+def test_protocol_is_the_plain_loop(job, rank):
     settings = Clustering(runs=7, batch_size=32)
     metrics = settings.evaluate(rank, job)
     test = open_features(job.path("test"))
@@ -100,14 +98,14 @@ def test_protocol_is_the_plain_loop(job: EvaluationJob, rank: Rank) -> None:
     assert arrays["centers"].shape == (6, 12) and confusion.shape == (6, 6)
 
 
-def test_processes_do_not_matter(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_do_not_matter(job, monkeypatch):
     """The same bits from this process alone, and from others."""
     monkeypatch.setattr(clustering, "SMALL", 0)
     runs = [Clustering(runs=4, batch_size=32).evaluate(Rank(cpus=n), job) for n in (1, 2)]
     assert runs[0] == runs[1]
 
 
-def test_clusters_name_the_features_that_they_are_of(tmp_path: Path) -> None:
+def test_clusters_name_the_features_that_they_are_of(tmp_path):
     parts = {"norm": "none", "blocks": 2, "precision": "bf16"}
     test = open_features(store(tmp_path / "a.safetensors", *blobs(9, 4, 2, 0), **parts))
     assert clustering.origin(test) == {
@@ -116,7 +114,7 @@ def test_clusters_name_the_features_that_they_are_of(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_class_subset(tmp_path: Path, job: EvaluationJob, rank: Rank) -> None:
+def test_class_subset(tmp_path, job, rank):
     features, labels = blobs(90, 12, 6, 1)
     names = ["ant", "bee", "cat", "dog", "eel", "fox"]
     test = store(tmp_path / "test.safetensors", features, labels, class_names=names)
@@ -131,9 +129,7 @@ def test_class_subset(tmp_path: Path, job: EvaluationJob, rank: Rank) -> None:
         Clustering(subsets={"pets": ("gnu",)}).evaluate(rank, job)
 
 
-def test_what_cannot_be_clustered(
-    tmp_path: Path, job: EvaluationJob, rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_clustered(tmp_path, job, rank, monkeypatch):
     """Of every class one image has no silhouette; found before anything is clustered."""
     names = ["ant", "bee", "cat"]
     plain, few = Clustering(runs=2), Clustering(runs=2, subsets={"few": ("bee", "cat")})

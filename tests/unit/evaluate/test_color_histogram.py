@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,6 @@ from maect.recipes import View
 from maect.train.stage import schedule
 
 from .by_hand import all_images, crops
-from .conftest import Rank
 from .test_linear_probe import job_of
 
 SETTINGS = ColorHistogram(
@@ -29,7 +26,7 @@ def plain_histogram(image: np.ndarray) -> np.ndarray:
     return np.stack([np.histogram(c, bins=64, range=(0, 256))[0] / c.size for c in image])
 
 
-def test_histograms_count_pixels() -> None:
+def test_histograms_count_pixels():
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (5, 3, 12, 12)).astype(np.uint8)
     images[0] = 255
@@ -61,7 +58,7 @@ class Model(nn.Module):
         return self.linear(self.norm(x.double())).view(-1, 3, 64).softmax(2)
 
 
-def test_protocol_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_protocol_is_the_plain_loop(images, tmp_path, rank):
     probes = 2
     job = job_of(images, tmp_path / "color_histogram.json")
     settings = SETTINGS.model_copy(update={"probes": probes})

@@ -34,7 +34,7 @@ def clouds(n: int, seed: int, spread: float = 1.0) -> tuple[np.ndarray, np.ndarr
     return values.astype(np.float32), labels
 
 
-def test_held_out_images_depend_on_content_alone() -> None:
+def test_held_out_images_depend_on_content_alone():
     labels = np.array([0] * 30 + [1] * 12 + [2] * 2 + [3])
     contents = [f"{17 * i % 101:03d}" for i in range(len(labels))]
     contents[5] = contents[7]  # the same image twice
@@ -46,7 +46,7 @@ def test_held_out_images_depend_on_content_alone() -> None:
     np.testing.assert_array_equal(again, chosen[order])
 
 
-def test_intervals_are_those_of_scipy() -> None:
+def test_intervals_are_those_of_scipy():
     rng = np.random.default_rng(3)
     scores = 100.0 * (rng.random((300, 2)) < [0.9, 0.6])
     low, high = intervals(scores, 9999)
@@ -60,7 +60,7 @@ def test_intervals_are_those_of_scipy() -> None:
     np.testing.assert_allclose(both[0][0] - both[0][1], 1.0)  # resampled together
 
 
-def test_where_all_are_right_the_interval_is_wilsons() -> None:
+def test_where_all_are_right_the_interval_is_wilsons():
     right = np.arange(20) < 13
     found = interval_metrics({"all": np.ones(20, bool), "none": np.zeros(20, bool), "some": right})
     for name, count in (("all", 20), ("none", 0)):
@@ -71,7 +71,7 @@ def test_where_all_are_right_the_interval_is_wilsons() -> None:
     assert (found["some_low"], found["some_high"]) == (low[0], high[0])
 
 
-def test_measures_are_those_of_a_second_implementation() -> None:
+def test_measures_are_those_of_a_second_implementation():
     (train, labels), (test, wanted) = clouds(200, 1), clouds(120, 2)
     contents = [f"{i:04d}" for i in range(len(train))]
     scores = measure_with_labels(train, labels, contents, test, wanted, threads=1)
@@ -96,7 +96,7 @@ def test_measures_are_those_of_a_second_implementation() -> None:
     assert scores["shots_2"].value == pytest.approx(mean)
 
 
-def test_the_penalty_is_chosen_on_what_is_held_out() -> None:
+def test_the_penalty_is_chosen_on_what_is_held_out():
     train, labels = clouds(80, 4, spread=2.0)
     held = held_out_by_content(labels, [f"{i:03d}" for i in range(80)], 4)
     tried = try_penalties(train, labels, held)
@@ -112,7 +112,7 @@ def test_the_penalty_is_chosen_on_what_is_held_out() -> None:
     assert max(one["accuracy"] for one in others) < max(accuracies.values())
 
 
-def test_what_is_too_little_is_refused_or_left_out() -> None:
+def test_what_is_too_little_is_refused_or_left_out():
     (train, labels), (test, wanted) = clouds(40, 1), clouds(20, 2)
     contents = [str(i) for i in range(40)]
     labels = np.where(labels == 3, 2, labels)
@@ -127,7 +127,7 @@ def test_what_is_too_little_is_refused_or_left_out() -> None:
         measure_with_labels(train, np.arange(40), contents, test, wanted)
 
 
-def test_spread_needs_no_labels() -> None:
+def test_spread_needs_no_labels():
     values, _ = clouds(300, 5)
     line = values[:, :1] @ np.ones((1, 8), np.float32)
     spread, flat = measure_without_labels(values), measure_without_labels(line)
@@ -135,7 +135,7 @@ def test_spread_needs_no_labels() -> None:
     assert spread["uniformity"].value < flat["uniformity"].value
 
 
-def test_a_choice_is_of_the_features_that_it_was_made_on(tmp_path, rank) -> None:
+def test_a_choice_is_of_the_features_that_it_was_made_on(tmp_path, rank):
     """A killed evaluation kept it; since then images are resized otherwise."""
     inputs = {"test": store(tmp_path / "test.safetensors", *blobs(90, 12, 6, 1))}
     job = EvaluationJob(tmp_path / "run", tmp_path / "out.json", inputs)

@@ -1,5 +1,4 @@
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from maect.evaluate.lars_probes import MultiQueryHead, adapt_gradient
 from maect.evaluate.protocols.probes import EfficientProbe
 
 from .by_hand import Plain
-from .conftest import Rank
 from .margins import clear
 from .test_linear_probe import job_of
 
@@ -53,7 +51,7 @@ class PlainAttention(Plain):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_probe_trains_like_a_plain_loop(decay: float) -> None:
+def test_probe_trains_like_a_plain_loop(decay):
     settings = SETTINGS.model_copy(update={"weight_decay": decay})
     probe = head_of(12, 5, settings)
     plain = PlainAttention(probe)
@@ -78,7 +76,7 @@ def test_probe_trains_like_a_plain_loop(decay: float) -> None:
     assert torch.equal(probe.predict(tokens), expected.argmax(1))
 
 
-def test_what_has_no_length_is_not_scaled() -> None:
+def test_what_has_no_length_is_not_scaled():
     weight = torch.zeros(2, 2, requires_grad=True)
     weight.grad = torch.ones(2, 2)
     adapt_gradient(weight, 0.0)
@@ -89,7 +87,7 @@ def test_what_has_no_length_is_not_scaled() -> None:
     assert not weight.grad.any()
 
 
-def test_initial_values_are_those_of_the_authors_modules() -> None:
+def test_initial_values_are_those_of_the_authors_modules():
     probe = head_of(64, 10)
     assert float(probe.queries.std()) == pytest.approx(0.02, rel=0.15)
     assert float(probe.values.abs().max()) <= 64**-0.5 < 1.01 * float(probe.values.abs().max())
@@ -97,7 +95,7 @@ def test_initial_values_are_those_of_the_authors_modules() -> None:
     assert torch.equal(probe.weight, again.weight) and torch.equal(probe.queries, again.queries)
 
 
-def test_what_does_not_work_is_one_line(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_what_does_not_work_is_one_line(images, tmp_path, rank):
     job = job_of(images, tmp_path / "efficient_probe.json")
     with pytest.raises(UserError, match="queries 5 do not divide the encoder's width 16"):
         SETTINGS.model_copy(update={"queries": 5}).evaluate(rank, job)

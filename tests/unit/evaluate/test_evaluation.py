@@ -28,8 +28,8 @@ def finished_run(images: Path, folder: Path) -> tuple[Path, str]:
 
 
 def test_tensors_of_a_job_that_was_stopped_are_not_those_of_the_result_beside_them(
-    images: Path, tmp_path: Path, rank: Rank
-) -> None:
+    images, tmp_path, rank
+):
     run, checksum = finished_run(images, tmp_path)
     test = store(tmp_path / "test.safetensors", *blobs(60, 12, 6, 0), encoder_sha256=checksum)
     config = resolved(EvaluationJob(run, tmp_path / "c.json", {"test": test}), Clustering(runs=2))
@@ -40,7 +40,7 @@ def test_tensors_of_a_job_that_was_stopped_are_not_those_of_the_result_beside_th
     assert not Completion(config).is_there()
 
 
-def test_json_says_what_was_done(job: EvaluationJob, rank: Rank) -> None:
+def test_json_says_what_was_done(job, rank):
     assert evaluate(rank, config=resolved(job, Knn(k=5))) == "done"
     result = read_record(job.out)
     assert set(result) == {"metrics", "settings", "provenance", "outcomes"}
@@ -52,14 +52,12 @@ def test_json_says_what_was_done(job: EvaluationJob, rank: Rank) -> None:
     assert "knn_best k and T on the test split" in provenance["test_data"]
 
 
-def test_other_ranks_leave_it_to_the_first(job: EvaluationJob) -> None:
+def test_other_ranks_leave_it_to_the_first(job):
     assert evaluate(Rank(rank=1, world_size=2), config=resolved(job, Knn())) == "done"
     assert not job.out.exists()
 
 
-def test_a_result_is_of_its_encoder_settings_and_inputs(
-    images: Path, tmp_path: Path, rank: Rank
-) -> None:
+def test_a_result_is_of_its_encoder_settings_and_inputs(images, tmp_path, rank):
     run, checksum = finished_run(images, tmp_path)
     features = {"encoder_sha256": checksum}
     paths = {
@@ -91,7 +89,7 @@ def test_a_result_is_of_its_encoder_settings_and_inputs(
     assert Completion(resolved(job, Knn(k=5))).is_there()
 
 
-def test_a_superseded_job_leaves_the_tensors_of_its_successor(tmp_path: Path, rank: Rank) -> None:
+def test_a_superseded_job_leaves_the_tensors_of_its_successor(tmp_path, rank):
     """They were replaced before it was asked who is current: the successor's result was damaged."""
     test = store(tmp_path / "val.safetensors", *blobs(90, 12, 6, 1))
     job = EvaluationJob(tmp_path / "run", tmp_path / "clustering.json", {"test": test})
@@ -105,7 +103,7 @@ def test_a_superseded_job_leaves_the_tensors_of_its_successor(tmp_path: Path, ra
     assert job.out.with_suffix(".safetensors").read_bytes() == left
 
 
-def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_a_damaged_encoder_is_no_result(images, tmp_path, rank):
     run, _ = finished_run(images, tmp_path)
     encoder = run / "encoder.safetensors"
     data = bytearray(encoder.read_bytes())
@@ -120,9 +118,7 @@ def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank
     assert not job.out.exists() and not (tmp_path / "val.safetensors").exists()
 
 
-def test_features_of_another_encoder_leave_what_was_there(
-    job: EvaluationJob, rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_of_another_encoder_leave_what_was_there(job, rank, monkeypatch):
     """Refused before the evaluation, which writes tensors beside the JSON."""
     monkeypatch.setattr(Clustering, "evaluate", lambda *_: pytest.fail("evaluated"))
     job.run.mkdir()
@@ -145,7 +141,7 @@ def test_features_of_another_encoder_leave_what_was_there(
         evaluate(rank, config=resolved(given(job, test=other), Knn()))
 
 
-def test_every_protocol_is_declared() -> None:
+def test_every_protocol_is_declared():
     for name, protocol in PROTOCOLS.items():
         assert name == protocol.name and protocol.title
         declared = protocol()

@@ -32,7 +32,7 @@ def job(images: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob
     return EvaluationJob(run, root / "explore.json", given)
 
 
-def test_a_map_with_names_pictures_groups_and_look_alikes(job: EvaluationJob, rank: Rank) -> None:
+def test_a_map_with_names_pictures_groups_and_look_alikes(job, rank):
     settings = Explore(splits=("train", "val"), images=100, clusters=5, neighbors=3)
     metrics = settings.evaluate(rank, job)
     assert (metrics["images"], metrics["clusters"]) == (100, 5)
@@ -68,9 +68,7 @@ def test_a_map_with_names_pictures_groups_and_look_alikes(job: EvaluationJob, ra
     assert np.abs(shown - image).mean() < 6
 
 
-def test_other_numbers_of_groups_are_left_where_none_is_given(
-    job: EvaluationJob, rank: Rank, tmp_path: Path
-) -> None:
+def test_other_numbers_of_groups_are_left_where_none_is_given(job, rank, tmp_path):
     job = EvaluationJob(job.run, tmp_path / "explore.json", job.inputs)
     metrics = Explore(splits=("train", "val"), images=60).evaluate(rank, job)
     explored = load_file(job.out.with_suffix(".safetensors"))
@@ -80,7 +78,7 @@ def test_other_numbers_of_groups_are_left_where_none_is_given(
     assert explored["grain_distance"].shape == (len(counts), 60) and counts
 
 
-def test_splits_with_other_classes_keep_their_names(job: EvaluationJob) -> None:
+def test_splits_with_other_classes_keep_their_names(job):
     """A view of some classes, or a split without labels, numbers its classes otherwise."""
     train, val = (open_features(job.path(f"features_{split}")) for split in ("train", "val"))
     names = [f"class {number}" for number in range(10)]
@@ -96,7 +94,7 @@ def test_splits_with_other_classes_keep_their_names(job: EvaluationJob) -> None:
     assert labels.tolist() == [*([-1] * 20), *some.labels[:20]]
 
 
-def test_what_cannot_be_explored_is_named(job: EvaluationJob, rank: Rank) -> None:
+def test_what_cannot_be_explored_is_named(job, rank):
     with pytest.raises(UserError, match="7 images; 20 are needed to explore"):
         Explore(splits=("val",), images=7).evaluate(rank, job)
     with pytest.raises(ValidationError, match="above 5,000,000: the page would not open"):
@@ -106,14 +104,14 @@ def test_what_cannot_be_explored_is_named(job: EvaluationJob, rank: Rank) -> Non
         Explore().evaluate(rank, wrong)
 
 
-def test_pictures_fit_into_a_report_whatever_they_show() -> None:
+def test_pictures_fit_into_a_report_whatever_they_show():
     noise = np.random.default_rng(0).integers(0, 256, (1000, 64, 64, 3), np.uint8)
     assert len(atlas(noise)) <= 2 * ATLAS_BYTES  # nothing is worse than noise
     smooth = np.broadcast_to(np.arange(64, dtype=np.uint8)[:, None], (9, 64, 64))
     assert len(atlas(np.stack([smooth] * 3, axis=-1))) < ATLAS_BYTES
 
 
-def test_umap_is_reproducible(tmp_path: Path, rank: Rank) -> None:
+def test_umap_is_reproducible(tmp_path, rank):
     features, labels = blobs(60, 8, 3, 0, spread=0.1)
     test = store(tmp_path / "t.safetensors", features, labels, class_names=["a", "b", "c"])
     points, chosen = [], labels[labels != 1]

@@ -1,5 +1,4 @@
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from .conftest import Rank
 MEAN, STD = [0.5, 0.3, 0.4], [0.3, 0.2, 0.25]
 
 
-def test_features_are_those_of_a_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_features_are_those_of_a_plain_loop(images, tmp_path, rank):
     encoder, out = images / "runs" / "mae" / "encoder.safetensors", tmp_path / "a.safetensors"
     shards = images / "shards" / "val"
     assert extract(rank, encoder=encoder, shards=shards, out=out, resize=16) == "done"
@@ -44,7 +43,7 @@ def test_features_are_those_of_a_plain_loop(images: Path, tmp_path: Path, rank: 
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-def test_features_before_the_final_norm(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_features_before_the_final_norm(images, tmp_path, rank):
     encoder, shards = images / "runs" / "mae" / "encoder.safetensors", images / "shards" / "val"
     files = [tmp_path / f"{name}.safetensors" for name in ("after", "before", "several")]
     given = {"encoder": encoder, "shards": shards, "resize": 16}
@@ -64,9 +63,7 @@ def test_features_before_the_final_norm(images: Path, tmp_path: Path, rank: Rank
     np.testing.assert_allclose(after.values[:8], expected[1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_restart_goes_on_with_the_same_bits(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_goes_on_with_the_same_bits(images, tmp_path, monkeypatch):
     options = {
         "encoder": images / "runs" / "mae" / "encoder.safetensors",
         "shards": images / "shards" / "train",
@@ -93,7 +90,7 @@ def test_a_restart_goes_on_with_the_same_bits(
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 1297, 1_281_167])
-def test_parts_cover_every_row_once(n: int) -> None:
+def test_parts_cover_every_row_once(n):
     ranges = part_ranges(n)
     assert ranges[0].start == 0 and ranges[-1].stop == n
     assert all(a.stop == b.start for a, b in pairwise(ranges))
@@ -101,7 +98,7 @@ def test_parts_cover_every_row_once(n: int) -> None:
     assert len(ranges) >= min(n, 8)
 
 
-def test_an_encoder_that_diverged_is_named(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_an_encoder_that_diverged_is_named(images, tmp_path, rank):
     module, settings, pooling = load_encoder_weights(
         images / "runs" / "mae" / "encoder.safetensors"
     )
@@ -116,7 +113,7 @@ def test_an_encoder_that_diverged_is_named(images: Path, tmp_path: Path, rank: R
         Encoding(tmp_path / "none.safetensors", torch.device("cpu"))
 
 
-def test_representations(images: Path) -> None:
+def test_representations(images):
     """Concatenated blocks and [CLS] with mean, against a walk through the blocks."""
     path = images / "runs" / "mae" / "encoder.safetensors"
     module, _, _ = load_encoder_weights(path)
@@ -138,9 +135,7 @@ def test_representations(images: Path) -> None:
     torch.testing.assert_close(every(x), torch.cat([o[:, 0] for o in outputs], 1))
 
 
-def test_the_other_pooling_of_several_class_tokens_is_the_mean_of_patches(
-    images: Path, tmp_path: Path
-) -> None:
+def test_the_other_pooling_of_several_class_tokens_is_the_mean_of_patches(images, tmp_path):
     """Pixio's: the mean of its [CLS] tokens stood beside the first of them."""
     _, settings, _ = load_encoder_weights(images / "runs" / "mae" / "encoder.safetensors")
     settings = settings.model_copy(update={"registers": 7})
@@ -154,7 +149,7 @@ def test_the_other_pooling_of_several_class_tokens_is_the_mean_of_patches(
     assert list(representations(encoding)) == ["concat_1", "concat_cls_mean", "concat_mean"]
 
 
-def test_norm_after_the_mean_is_of_the_last_block(images: Path, tmp_path: Path) -> None:
+def test_norm_after_the_mean_is_of_the_last_block(images, tmp_path):
     """A fine-tuned encoder: the means of earlier blocks are as they are, as without that norm."""
     original = images / "runs" / "mae" / "encoder.safetensors"
     module, settings, _ = load_encoder_weights(original)

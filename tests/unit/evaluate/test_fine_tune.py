@@ -33,9 +33,7 @@ def rows_of(split: Index, images: Index) -> list[int]:
     return np.flatnonzero(np.isin(split.rows[:, ID], images.rows[:, ID])).tolist()
 
 
-def test_the_images_are_those_of_logistic_regression(
-    images: Path, tmp_path: Path, rank: Rank
-) -> None:
+def test_the_images_are_those_of_logistic_regression(images, tmp_path, rank):
     encoder, shards = images / "runs" / "mae" / "encoder.safetensors", images / "shards" / "train"
     extract(rank, encoder=encoder, shards=shards, out=tmp_path / "train.safetensors", resize=16)
     features, index = open_features(tmp_path / "train.safetensors"), open_index(shards)
@@ -63,9 +61,7 @@ def test_the_images_are_those_of_logistic_regression(
         official.model_copy(update={"fraction": 0.01}).training_images(index)
 
 
-def test_shots_need_images_of_every_class_that_the_split_names(
-    images: Path, tmp_path: Path
-) -> None:
+def test_shots_need_images_of_every_class_that_the_split_names(images, tmp_path):
     """A view names its own classes, so those that it leaves out are not missed."""
     class_view(images / "shards" / "train", tmp_path / "view", ["3", "1"])
     view, settings = open_index(tmp_path / "view"), FineTune(shots=2, **FEW | {"batch_size": 4})
@@ -76,7 +72,7 @@ def test_shots_need_images_of_every_class_that_the_split_names(
         settings.training_images(without)
 
 
-def test_fractions_of_every_class() -> None:
+def test_fractions_of_every_class():
     labels = np.repeat([0, 1, 2, -1], [100, 37, 3, 20])
     tenth, half = fraction_rows(labels, 0.1, 7), fraction_rows(labels, 0.5, 7)
     assert np.bincount(labels[tenth]).tolist() == [10, 4, 1]
@@ -85,7 +81,7 @@ def test_fractions_of_every_class() -> None:
     assert tenth.tolist() != fraction_rows(labels, 0.1, 8).tolist()
 
 
-def test_what_cannot_be_trained_on(images: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_on(images, tmp_path):
     class_view(images / "shards" / "train", tmp_path / "one", ["3"])
     whole, one = open_index(images / "shards" / "train"), open_index(tmp_path / "one")
     for index, values, message in (
@@ -106,9 +102,7 @@ def test_what_cannot_be_trained_on(images: Path, tmp_path: Path) -> None:
             FineTune(batch_size=size).check_ranks(ranks, how)
 
 
-def test_a_mean_and_what_it_is_the_mean_of(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mean_and_what_it_is_the_mean_of(images, tmp_path, monkeypatch):
     accuracies = iter([40.0, 41.0, 50.0])
 
     class Trained:
@@ -140,7 +134,7 @@ def test_a_mean_and_what_it_is_the_mean_of(
     assert list(metrics["losses"]) == ["fine_tune-seed2"]
 
 
-def test_only_the_runs_that_were_asked_for_are_scored(images: Path, tmp_path: Path) -> None:
+def test_only_the_runs_that_were_asked_for_are_scored(images, tmp_path):
     stage, test = FineTune(**FEW), open_index(images / "shards" / "val")
     record = {
         "run": "r", "stage": "fine_tune", "settings": stage.model_dump(mode="json"), "seed": 0,
@@ -155,7 +149,7 @@ def test_only_the_runs_that_were_asked_for_are_scored(images: Path, tmp_path: Pa
         FineTuned(tmp_path, stage, 0, test, torch.device("cpu"))
 
 
-def test_as_many_runs_as_are_asked_for(tmp_path: Path) -> None:
+def test_as_many_runs_as_are_asked_for(tmp_path):
     job = EvaluationJob(
         tmp_path / "run", tmp_path / "fine_tune.json", {"trained": [tmp_path / "a"]}
     )
@@ -164,7 +158,7 @@ def test_as_many_runs_as_are_asked_for(tmp_path: Path) -> None:
         settings.evaluate(Rank(), job)
 
 
-def test_twins_leave_out_a_part_of_every_class(images: Path) -> None:
+def test_twins_leave_out_a_part_of_every_class(images):
     settings = Accuracy(shots=(2, 5), splits=1, held_out=0.2, **FEW)
     plan, index = settings.trainings(), open_index(images / "shards" / "train")
     assert list(plan) == [

@@ -48,14 +48,14 @@ def timms(model: Classifier, **options) -> VisionTransformer:
         ("encoder", {"global_pool": "avg", "fc_norm": False}),  # the file says mean
     ],
 )
-def test_logits_are_timms(images: Path, pooling: str, options: dict) -> None:
+def test_logits_are_timms(images, pooling, options):
     model = classifier(images, PLAIN.model_copy(update={"pooling": pooling}))
     vit = timms(model, **options)
     x = batch().images
     torch.testing.assert_close(model.logits(x), vit(x), atol=1e-5, rtol=1e-5)
 
 
-def test_the_head_is_small_random_and_seeded(images: Path) -> None:
+def test_the_head_is_small_random_and_seeded(images):
     one, two = classifier(images, PLAIN), classifier(images, PLAIN, seed=1)
     assert torch.equal(one.head.weight, classifier(images, PLAIN).head.weight)
     assert not torch.equal(one.head.weight, two.head.weight)
@@ -64,7 +64,7 @@ def test_the_head_is_small_random_and_seeded(images: Path) -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
-def test_loss_in_float64(images: Path, smoothing: float, share: float) -> None:
+def test_loss_in_float64(images, smoothing, share):
     model = classifier(images, PLAIN.model_copy(update={"label_smoothing": smoothing}))
     torch.nn.init.normal_(model.head.weight)
     examples = batch(share=share)
@@ -84,14 +84,14 @@ def test_loss_in_float64(images: Path, smoothing: float, share: float) -> None:
     assert float(loss) == pytest.approx(total / len(logits), rel=1e-5)
 
 
-def test_drop_rates() -> None:
+def test_drop_rates():
     linear = drop_rates(FineTune(drop_path=0.3), 4)
     assert linear == pytest.approx([0, 0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3])
     assert drop_rates(FineTune(drop_path=0.3, drop_path_schedule="constant"), 3) == [0.3] * 6
     assert drop_rates(FineTune(drop_path=0.3), 1) == [0.3] * 2
 
 
-def test_drop_path_drops_whole_branches_of_single_samples(images: Path) -> None:
+def test_drop_path_drops_whole_branches_of_single_samples(images):
     model = classifier(images, PLAIN.model_copy(update={"drop_path": 0.5}))
     torch.nn.init.normal_(model.head.weight)
     seen: list[torch.Tensor] = []
@@ -110,7 +110,7 @@ def test_drop_path_drops_whole_branches_of_single_samples(images: Path) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["cls", "fc_norm"])
-def test_layer_decay_is_timms(images: Path, pooling: str) -> None:
+def test_layer_decay_is_timms(images, pooling):
     settings = FineTune(pooling=pooling, layer_decay=0.65, base_lr=1e-3, batch_size=512)
     model = classifier(images, settings)
     from timm.optim import param_groups_layer_decay  # which imports PyTorch's compiler
@@ -136,7 +136,7 @@ def test_layer_decay_is_timms(images: Path, pooling: str) -> None:
         assert found[name] == pytest.approx(values), name
 
 
-def test_freezing(images: Path) -> None:
+def test_freezing(images):
     settings = PLAIN.model_copy(update={"frozen_blocks": 2})
     model = classifier(images, settings)
     names = {name for group in settings.parameter_groups(model) for name in group["names"]}
@@ -150,7 +150,7 @@ def test_freezing(images: Path) -> None:
         too_many.check_encoder(model.encoder.settings)
 
 
-def test_schedule_ends_at_the_lowest_rate() -> None:
+def test_schedule_ends_at_the_lowest_rate():
     settings = FineTune(epochs=10, warmup_epochs=2, base_lr=1e-3, batch_size=256, min_lr=1e-4)
 
     rates = [settings.lr_multiplier(step, 100) for step in range(100)]

@@ -84,7 +84,7 @@ def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_killed_and_restarted(images: Path, tmp_path: Path, whole: Path) -> None:
+def test_killed_and_restarted(images, tmp_path, whole):
     job, log = trainings(images, tmp_path)["seed0"] | ALWAYS, tmp_path / "log"
     with pytest.raises(RuntimeError, match="no rank answered"):
         run(2, job, log=log, kill_at=5)
@@ -107,9 +107,7 @@ def dies_before_its_states_are_removed(context: Any, **job: Any) -> Any:
     return ranks.train(context, **job)
 
 
-def test_a_finished_run_keeps_no_states_whenever_it_was_killed(
-    images: Path, tmp_path: Path, whole: Path
-) -> None:
+def test_a_finished_run_keeps_no_states_whenever_it_was_killed(images, tmp_path, whole):
     job = trainings(images, tmp_path)["seed0"]
     log, folder = tmp_path / "log", tmp_path / "seed0"
     with pytest.raises(RuntimeError, match="no rank answered"):
@@ -133,7 +131,7 @@ def test_a_finished_run_keeps_no_states_whenever_it_was_killed(
     assert not left.exists() and RunRecord.path(folder).read_bytes() == record
 
 
-def test_one_rank_has_the_losses_of_two(images: Path, tmp_path: Path, whole: Path) -> None:
+def test_one_rank_has_the_losses_of_two(images, tmp_path, whole):
     job = trainings(images, tmp_path)["seed0"]
     assert run(1, job, log=tmp_path / "log") == ["done"]
     one, two = (
@@ -142,7 +140,7 @@ def test_one_rank_has_the_losses_of_two(images: Path, tmp_path: Path, whole: Pat
     np.testing.assert_allclose(one, two, rtol=1e-4)
 
 
-def test_what_the_result_says(images: Path, whole: Path) -> None:
+def test_what_the_result_says(images, whole):
     result = scored(images, whole)
     metrics, subsets = result["metrics"], result["provenance"]["subsets"]
     values = metrics["fine_tune_seeds"]
@@ -157,9 +155,7 @@ def test_what_the_result_says(images: Path, whole: Path) -> None:
     json.dumps(result, allow_nan=False)
 
 
-def test_the_best_epoch_is_scored_and_the_last_beside_it(
-    images: Path, tmp_path: Path, whole: Path
-) -> None:
+def test_the_best_epoch_is_scored_and_the_last_beside_it(images, tmp_path, whole):
     """MIM-Refiner, finetune/run/mae_large16.yaml: `best_checkpoint_callback`, `every_n_epochs: 1`,
     `metric_key: accuracy1/test/main`."""
     record = read_record(RunRecord.path(whole / "seed0"))
@@ -193,16 +189,14 @@ def test_the_best_epoch_is_scored_and_the_last_beside_it(
     assert metrics["fine_tune_seeds"][0] == last and "fine_tune_last" not in metrics
 
 
-def test_a_resumed_run_whose_first_epochs_were_not_scored_tells_none(
-    images: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_whose_first_epochs_were_not_scored_tells_none(images, tmp_path):
     job, log = trainings(images, tmp_path)["seed0"] | ALWAYS, tmp_path / "log"
     assert run(1, job | {"test": None, "stop_at": 9}, job, log=log) == ["requeue", "done"]
     assert "epochs are scored no more" in log.read_text(), "said before hours are spent"
     assert "scores" not in read_record(RunRecord.path(tmp_path / "seed0"))
 
 
-def test_any_protocol_can_encode_with_what_it_leaves(images: Path, whole: Path) -> None:
+def test_any_protocol_can_encode_with_what_it_leaves(images, whole):
     """Its file holds the norm behind the pooling, so features classify as the run itself does."""
     stage, seed = SETTINGS.trainings()["seed0"]
     test = open_index(images / "shards" / "val")
@@ -216,7 +210,7 @@ def test_any_protocol_can_encode_with_what_it_leaves(images: Path, whole: Path) 
     assert torch.equal(logits.argmax(1), trained.predict(x))
 
 
-def test_learns_digits_and_stops_at_a_loss_that_is_not_finite(images: Path, tmp_path: Path) -> None:
+def test_learns_digits_and_stops_at_a_loss_that_is_not_finite(images, tmp_path):
     plain = {"seeds": 1, "mixup": 0, "cutmix": 0, "random_erasing": 0, "randaugment_layers": 0}
     plain |= {"drop_path": 0, "epochs": 25, "base_lr": 6e-2, "layer_decay": 1.0}
     settings = SETTINGS.model_copy(update=plain)
@@ -229,9 +223,7 @@ def test_learns_digits_and_stops_at_a_loss_that_is_not_finite(images: Path, tmp_
     assert not RunRecord.path(tmp_path / "bad/seed0").exists()
 
 
-def test_the_last_epoch_is_scored_by_reals_labels(
-    images: Path, imagenet_val: Path, tmp_path: Path, whole: Path
-) -> None:
+def test_the_last_epoch_is_scored_by_reals_labels(images, imagenet_val, tmp_path, whole):
     index, settings = open_index(imagenet_val), SETTINGS.model_copy(update={"epoch": "last"})
     keys = index.keys()
     rows = sorted(zip(keys, index.labels.tolist(), strict=True), key=lambda row: row[0][-8:])
@@ -251,7 +243,7 @@ def test_the_last_epoch_is_scored_by_reals_labels(
     assert metrics["fine_tune_real"] == pytest.approx(np.mean(metrics["fine_tune_real_seeds"]))
 
 
-def test_a_twin_is_scored_on_what_it_leaves_out(images: Path, whole: Path) -> None:
+def test_a_twin_is_scored_on_what_it_leaves_out(images, whole):
     assert [*WITH_TWIN.trainings()] == ["seed0", "seed0_held_out"]
     metrics = scored(images, whole, WITH_TWIN)["metrics"]
     record = read_record(RunRecord.path(whole / "seed0_held_out"))

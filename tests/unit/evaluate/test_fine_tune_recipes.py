@@ -48,7 +48,7 @@ def printed(cell: str, letter: str) -> str:
 
 
 @pytest.mark.parametrize(("letter", "size"), COLUMNS)
-def test_every_cell_of_table_10(letter: str, size: str) -> None:
+def test_every_cell_of_table_10(letter, size):
     settings = recipe("fine_tune_10pct", size)
     with open(PAPER, encoding="utf-8", newline="") as file:
         rows = {row["setting"]: printed(row["value"], letter) for row in csv.DictReader(file)}
@@ -65,7 +65,7 @@ def test_every_cell_of_table_10(letter: str, size: str) -> None:
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "micro", "base", "large", "huge", "huge14"])
-def test_each_row_of_table_16_adds_its_component(size: str) -> None:
+def test_each_row_of_table_16_adds_its_component(size):
     rows = TABLES["oracle"].evaluations
     components = {
         "label_smoothing": 0.1, "mixup": 0.8, "cutmix": 1.0, "random_erasing": 0.25,

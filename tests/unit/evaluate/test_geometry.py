@@ -16,7 +16,7 @@ from maect.evaluate.protocols.stored_features import Geometry, Knn, LowShot
 from maect.evaluate.store import open_features
 
 from .by_hand import scikit_knn
-from .conftest import Rank, features_job, given, store
+from .conftest import features_job, given, store
 from .margins import clear
 
 WIDTH, CLASSES = 10, 4
@@ -70,7 +70,7 @@ def unit(rows: np.ndarray) -> np.ndarray:
     return rows / np.sqrt((rows * rows).sum(1, keepdims=True))
 
 
-def test_corrections_agree(digits: EvaluationJob) -> None:
+def test_corrections_agree(digits):
     train, test = open_features(digits.path("train")), open_features(digits.path("test"))
     made = corrections(train.values, removed=REMOVED)
     assert list(made) == NAMES
@@ -82,7 +82,7 @@ def test_corrections_agree(digits: EvaluationJob) -> None:
     assert np.array_equal(made["raw"](test.values), test.values)
 
 
-def test_every_measure_agrees(digits: EvaluationJob, rank: Rank) -> None:
+def test_every_measure_agrees(digits, rank):
     """k-NN and few labels exactly; clusters where whitening sets the classes far apart."""
     train, test = open_features(digits.path("train")), open_features(digits.path("test"))
     metrics = Geometry(runs=2, removed=REMOVED).evaluate(rank, digits)
@@ -118,7 +118,7 @@ def test_every_measure_agrees(digits: EvaluationJob, rank: Rank) -> None:
     assert metrics["knn_raw"] < 70 and metrics["knn_whitened_0"] == 100
 
 
-def test_test_images_fit_nothing() -> None:
+def test_test_images_fit_nothing():
     """The corrections are those of the training images, whatever is tested with them."""
     rows, _ = hidden_classes(60, 0)
     made = corrections(rows)
@@ -129,7 +129,7 @@ def test_test_images_fit_nothing() -> None:
         assert np.allclose(whole[:20], correct(other)), name
 
 
-def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_do_not_matter(monkeypatch):
     rows, _ = hidden_classes(240, 0)
     whole = mean_and_covariance(rows)
     monkeypatch.setattr("maect.evaluate.store._CHUNK", 7)
@@ -152,9 +152,7 @@ ROWS, LABELS = hidden_classes(40, 3)
     ],
     ids=["few", "one class", "collapsed"],
 )  # fmt: skip
-def test_what_cannot_be_measured(
-    digits: EvaluationJob, rank: Rank, tmp_path: Path, split: str, values, match: str
-) -> None:
+def test_what_cannot_be_measured(digits, rank, tmp_path, split, values, match):
     other = given(digits, **{split: store(tmp_path / "a.safetensors", *values)})
     with pytest.raises(UserError, match=match):
         Geometry(runs=1).evaluate(rank, other)

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 from sklearn.preprocessing import StandardScaler
@@ -14,7 +12,7 @@ from maect.measures import vote
 from maect.tools.compare import measure_with_labels
 
 from .by_hand import scikit_knn
-from .conftest import Rank, blobs, features_job, given, store
+from .conftest import blobs, features_job, given, store
 from .margins import clear
 
 
@@ -25,9 +23,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("standardized", [False, True])
-def test_agrees_with_scikit_learn(
-    job: EvaluationJob, rank: Rank, small_blocks, standardized: bool
-) -> None:
+def test_agrees_with_scikit_learn(job, rank, small_blocks, standardized):
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     metrics = Knn().evaluate(rank, job)
     x, y = train.values + 0, test.values + 0
@@ -83,7 +79,7 @@ def exact(train, queries, k: int):
 
 
 @pytest.mark.parametrize("k", [1, 17, 300])
-def test_neighbours_are_exact(job: EvaluationJob, small_blocks, k: int) -> None:
+def test_neighbours_are_exact(job, small_blocks, k):
     train, queries = (open_features(job.path(name)).values for name in ("train", "test"))
     similarity, ids = knn.nearest(train, queries, k)
     expected, names = exact(train, queries, k)
@@ -97,9 +93,7 @@ def test_neighbours_are_exact(job: EvaluationJob, small_blocks, k: int) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_threads_and_blocks_do_not_matter(
-    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_and_blocks_do_not_matter(job, monkeypatch):
     train, queries = (open_features(job.path(name)).values for name in ("train", "test"))
     whole = knn.nearest(train, queries, 20)
     clear(cosines(train, queries), 1e-6, chosen=20)
@@ -113,7 +107,7 @@ def test_threads_and_blocks_do_not_matter(
 
 
 @pytest.mark.parametrize("kind", ["equal", "copies", "zero", "collinear"])
-def test_samples_that_are_equally_near(tmp_path: Path, kind: str) -> None:
+def test_samples_that_are_equally_near(tmp_path, kind):
     """More samples are as near as the k-th than are wanted: any of them will do."""
     rng = np.random.default_rng(0)
     one, many = rng.normal(size=(1, 192)), rng.normal(size=(700, 192))
@@ -129,9 +123,7 @@ def test_samples_that_are_equally_near(tmp_path: Path, kind: str) -> None:
     assert all(len(set(row)) == 10 for row in ids.tolist())
 
 
-def test_moments_are_those_of_standard_scaler(
-    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moments_are_those_of_standard_scaler(job, monkeypatch):
     monkeypatch.setattr("maect.evaluate.store._CHUNK", 70)
     train = open_features(job.path("train"))
     scaler = StandardScaler().fit(train.values.astype(np.float64))
@@ -140,7 +132,7 @@ def test_moments_are_those_of_standard_scaler(
     np.testing.assert_allclose(std, scaler.scale_, rtol=1e-6)
 
 
-def test_constant_and_zero_features_are_defined(tmp_path: Path, rank: Rank) -> None:
+def test_constant_and_zero_features_are_defined(tmp_path, rank):
     """All alike: everything ties; standardised, a column of 0.1 is one of 0."""
     labels = np.repeat([2, 1, 0], [12, 10, 18])
     for value in (0.0, 0.1):
@@ -152,7 +144,7 @@ def test_constant_and_zero_features_are_defined(tmp_path: Path, rank: Rank) -> N
         assert not standardize(rows.astype(np.float32), scale).any()
 
 
-def test_more_neighbours_than_samples(job: EvaluationJob, rank: Rank) -> None:
+def test_more_neighbours_than_samples(job, rank):
     with pytest.raises(UserError, match="k 400 is more than the 300 samples"):
         Knn(k=400).evaluate(rank, job)
     # A sweep leaves out what the train set cannot answer.
@@ -162,14 +154,14 @@ def test_more_neighbours_than_samples(job: EvaluationJob, rank: Rank) -> None:
         Knn().evaluate(rank, given(job, train=None))
 
 
-def test_votes_do_not_overflow() -> None:
+def test_votes_do_not_overflow():
     similarity = np.array([[1.0, 0.999, 0.998], [0.5, 0.5, -1.0]])
     labels = np.array([[0, 1, 1], [2, 1, 1]])
     assert vote(similarity, labels, 1e-4).tolist() == [0, 1]
     assert vote(similarity, labels, 1e4).tolist() == [1, 1]
 
 
-def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path: Path, rank: Rank) -> None:
+def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path, rank):
     """Names follow time: a tenth by name is one block. Equal images stay on one side."""
     features, labels = blobs(400, 6, 4, 3)
     contents = np.random.default_rng(0).integers(0, 2**32, 400, np.uint32)
@@ -195,7 +187,7 @@ def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path: Path, ra
     assert tried[int(k), float(temperature)]["held_out"] == best
 
 
-def test_without_a_second_image_of_a_class_nothing_is_held_out(tmp_path: Path, rank: Rank) -> None:
+def test_without_a_second_image_of_a_class_nothing_is_held_out(tmp_path, rank):
     features, _ = blobs(12, 4, 6, 0)
     both = features, range(12)
     metrics = Knn().evaluate(rank, features_job(tmp_path, both, both))

@@ -2,7 +2,6 @@
 
 import zlib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from maect.recipes.cost import encode_flops
 from maect.stages.imported import import_weights
 
 from .by_hand import all_images
-from .conftest import Rank
 from .test_linear_probe import job_of
 
 TINY = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
@@ -66,9 +64,7 @@ def classified(x, labels, y, truth) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_agrees_with_a_second_writing(
-    images: Path, tmp_path: Path, rank: Rank, pooling: str
-) -> None:
+def test_agrees_with_a_second_writing(images, tmp_path, rank, pooling):
     job = job_of(images, tmp_path / "knn_per_block.json")
     train, test = open_index(job.path("train")), open_index(job.path("test"))
     chosen = range(0, 150, 2)
@@ -105,9 +101,7 @@ def test_agrees_with_a_second_writing(
 
 
 @pytest.mark.parametrize(("name", "blocks"), [(TINY, 12), ("convnextv2_atto.fcmae", 1)])
-def test_any_encoder_of_timm(
-    name: str, blocks: int, images: Path, tmp_path: Path, rank: Rank
-) -> None:
+def test_any_encoder_of_timm(name, blocks, images, tmp_path, rank):
     """A value a block; of convolutions, whose stages differ in width, of the last one."""
     sized = {} if blocks == 1 else {"img_size": 32}
     module = timm.create_model(name, pretrained=False, num_classes=0, **sized)
@@ -125,13 +119,13 @@ def test_any_encoder_of_timm(
     assert all(0 <= value <= 100 for value in metrics["knn"])
 
 
-def test_training_images_are_evenly_spaced() -> None:
+def test_training_images_are_evenly_spaced():
     assert KnnPerBlock(train_images=80).compared(150) == range(0, 150, 2)
     assert KnnPerBlock(train_images=80).compared(80) == range(80)
     assert len(KnnPerBlock().compared(1281167)) == 128117
 
 
-def test_each_image_is_encoded_once() -> None:
+def test_each_image_is_encoded_once():
     encoder = load_encoder("tiny")
     counts = {"train": 1000, "val": 300}
     assert KnnPerBlock(train_images=400).flops(encoder, counts.__getitem__) == pytest.approx(
@@ -139,13 +133,13 @@ def test_each_image_is_encoded_once() -> None:
     )
 
 
-def test_too_few_images_are_an_error(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_too_few_images_are_an_error(images, tmp_path, rank):
     job = job_of(images, tmp_path / "knn_per_block.json")
     with pytest.raises(UserError, match=r"train: 4 of its images .* k is 5; lower k or raise"):
         SETTINGS.model_copy(update={"train_images": 4}).evaluate(rank, job)
 
 
-def test_a_broken_encoder_is_one_line(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_a_broken_encoder_is_one_line(images, tmp_path, rank):
     module, settings, pooling = load_encoder_weights(images / "runs/mae/encoder.safetensors")
     state = module.state_dict()
     state["blocks.2.norm1.weight"].fill_(torch.nan)

@@ -1,7 +1,6 @@
 """The leaderboard's linear probe, and the protocol that the efficient probe shares with it."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from maect.evaluate import probe_training
 from maect.evaluate.features import Encoding
 from maect.evaluate.lars_probes import LarsHead, LarsProbe
 from maect.evaluate.probe_training import HELD_OUT, ProbeBatch, ProbeTask
-from maect.evaluate.protocols.probes import EfficientProbe, LarsLinearProbe
+from maect.evaluate.protocols.probes import LarsLinearProbe
 
 from .by_hand import Plain, all_images, blocks_of, crops
 from .conftest import Rank
@@ -35,9 +34,7 @@ def head_of(width: int, classes: int, settings: LarsLinearProbe = SETTINGS) -> L
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, EFFICIENT], ids=lambda settings: settings.name)
-def test_protocol_is_the_plain_loop(
-    settings: LarsLinearProbe | EfficientProbe, images: Path, tmp_path: Path, rank: Rank
-) -> None:
+def test_protocol_is_the_plain_loop(settings, images, tmp_path, rank):
     """Before the norm, the linear probe reads [CLS] and the efficient one the other tokens."""
     linear = settings is SETTINGS
     job = job_of(images, tmp_path / f"{settings.name}.json")
@@ -80,7 +77,7 @@ def test_protocol_is_the_plain_loop(
         assert set(kept) == {*NAMES, "mean", "var"}
 
 
-def test_the_twin_learns_as_if_held_out_images_were_not_there(images: Path, tmp_path: Path) -> None:
+def test_the_twin_learns_as_if_held_out_images_were_not_there(images, tmp_path):
     settings = SETTINGS.model_copy(update={"held_out": 0.25})
     train, test = (open_index(images / "shards" / split) for split in ("train", "val"))
     encoding = Encoding(images / "runs/mae/encoder.safetensors", CPU)
@@ -106,7 +103,7 @@ def test_the_twin_learns_as_if_held_out_images_were_not_there(images: Path, tmp_
 
 
 @pytest.mark.parametrize("name", ["lars_linear_probe", "efficient_probe"])
-def test_held_out_images_choose_the_epoch(images: Path, tmp_path: Path, name: str) -> None:
+def test_held_out_images_choose_the_epoch(images, tmp_path, name):
     from maect.evaluate import PROTOCOLS
 
     base = SETTINGS if name == SETTINGS.name else EFFICIENT

@@ -40,7 +40,7 @@ def job_of(images: Path, out: Path) -> EvaluationJob:
     )
 
 
-def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_probe_is_the_plain_loop(images, tmp_path, rank):
     """One step after the other with the same parts, written without the protocol's machinery."""
     seed = 2  # of which no class hangs on a last bit
     job = job_of(images, tmp_path / "linear_probe.json")
@@ -94,7 +94,7 @@ def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> No
         (1_281_167, 1024, 50),
     ],
 )
-def test_an_epoch_ends_with_the_update_that_completes_it(images, batch, epochs) -> None:
+def test_an_epoch_ends_with_the_update_that_completes_it(images, batch, epochs):
     steps, ends = epoch_ends(images, batch, epochs)
     assert steps * batch <= epochs * images < (steps + 1) * batch
     assert len(ends) == epochs and ends[-1] == steps and ends[0] > 0
@@ -112,13 +112,8 @@ def test_an_epoch_ends_with_the_update_that_completes_it(images, batch, epochs) 
     ],
 )
 def test_a_kill_loses_what_follows_the_last_save(
-    images: Path,
-    tmp_path: Path,
-    rank: Rank,
-    monkeypatch: pytest.MonkeyPatch,
-    seconds: float,
-    kept: int,
-) -> None:
+    images, tmp_path, rank, monkeypatch, seconds, kept
+):
     """Of updates that take so many seconds each, the eleventh or tenth is not done."""
     whole = SETTINGS.evaluate(rank, job_of(images, tmp_path / "whole.json"))
     job = job_of(images, tmp_path / "linear_probe.json")
@@ -142,9 +137,7 @@ def test_a_kill_loses_what_follows_the_last_save(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_another_probes_state_is_not_taken(
-    images: Path, tmp_path: Path, rank: Rank, caplog
-) -> None:
+def test_another_probes_state_is_not_taken(images, tmp_path, rank, caplog):
     job = job_of(images, tmp_path / "linear_probe.json")
     with pytest.raises(Interrupted):
         SETTINGS.evaluate(Rank(patience=5), job)
@@ -158,7 +151,7 @@ def test_another_probes_state_is_not_taken(
     assert all(message.endswith("the training starts over") for message in caplog.messages)
 
 
-def test_json_and_requeue(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_json_and_requeue(images, tmp_path, rank):
     out = tmp_path / "linear_probe.json"
     config = resolved(job_of(images, out), SETTINGS)
     assert evaluate(Rank(patience=4), config=config) == "requeue"
@@ -172,7 +165,7 @@ def test_json_and_requeue(images: Path, tmp_path: Path, rank: Rank) -> None:
     assert not (tmp_path / ".linear_probe.state").exists()
 
 
-def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_concatenations_are_probes_of_their_own(images, tmp_path, rank):
     """Each as if it were trained alone: the same features, the same initial weights."""
     together = SETTINGS.model_copy(update={"concat": True})
     job = job_of(images, tmp_path / "linear_probe_concat.json")
@@ -195,9 +188,7 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
     assert kept.keys() == {f"{name}.{part}" for name in named for part in Heads.SAVED}
 
 
-def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
-    images: Path, tmp_path: Path, rank: Rank
-) -> None:
+def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(images, tmp_path, rank):
     """MIM-Refiner's four inputs a second time: block by block, a module and SGD for each probe."""
     settings = SETTINGS.model_copy(update={"refiner": True, "held_out": 0.2, "epochs": 3})
     job = job_of(images, tmp_path / "linear_probe_refiner.json")
@@ -288,7 +279,7 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
     assert metrics["linear_probe_held_out"] <= metrics["linear_probe"]
 
 
-def test_refiners_forms_are_four_columns_each_with_thirteen_rates() -> None:
+def test_refiners_forms_are_four_columns_each_with_thirteen_rates():
     _, settings = load_evaluation("linear_probe_refiner", "large")
     assert isinstance(settings, LinearProbe) and settings.refiner
     encoding = SimpleNamespace(settings=SimpleNamespace(width=8, class_token=True), blocks=4)
@@ -302,7 +293,7 @@ def test_refiners_forms_are_four_columns_each_with_thirteen_rates() -> None:
         LinearProbe(concat=True, refiner=True)
 
 
-def test_concatenations_are_of_the_last_blocks_and_end_with_the_other_pooling() -> None:
+def test_concatenations_are_of_the_last_blocks_and_end_with_the_other_pooling():
     encoding = SimpleNamespace(settings=SimpleNamespace(width=2), blocks=4, other="mean")
     features = np.repeat(["block 1", "block 2", "block 3", "block 4", "mean"], 2)
     read = {
@@ -318,13 +309,13 @@ def test_concatenations_are_of_the_last_blocks_and_end_with_the_other_pooling() 
     }
 
 
-def test_all_of_the_heads_is_on_the_device() -> None:
+def test_all_of_the_heads_is_on_the_device():
     heads = Heads(4, 3, [0.1, 0.2], 0.9, 0, torch.device("meta"))
     tensors = (heads.weight, heads.bias, heads.mean, heads.var, heads.rates)
     assert all(tensor.is_meta for tensor in tensors)
 
 
-def test_loss_is_the_cross_entropy_before_the_update() -> None:
+def test_loss_is_the_cross_entropy_before_the_update():
     heads = Heads(4, 3, [0.1, 0.2], 0.9, 0, torch.device("cpu"))
     features, labels = torch.randn(16, 4), torch.randint(3, (16,))
     normal = (features - features.mean(0)) / (features.var(0, correction=0) + 1e-5).sqrt()
@@ -335,7 +326,7 @@ def test_loss_is_the_cross_entropy_before_the_update() -> None:
     torch.testing.assert_close(heads.step(features, labels, 1.0), torch.stack(expected))
 
 
-def test_constant_features_stay_finite() -> None:
+def test_constant_features_stay_finite():
     heads = Heads(4, 3, [4.0], 0.9, 0, torch.device("cpu"))
     for _ in range(20):
         heads.step(torch.full((8, 4), 0.1), torch.zeros(8, dtype=torch.int64), 1.0)

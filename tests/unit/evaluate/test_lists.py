@@ -10,7 +10,6 @@ import yaml
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.evaluate.base import EvaluationJob
 from maect.evaluate.protocols.encoders import Accuracy
 from maect.evaluate.protocols.stored_features import LowShot
 from maect.experiment import resolve
@@ -19,7 +18,7 @@ from maect.experiment.start import missing_lists
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
 
-from .conftest import Rank, given, store
+from .conftest import given, store
 
 NAMES = ("msn_1shot_split1.txt", "msn_1shot_split2.txt", "simclr_10percent.txt")
 EVALUATIONS = ("low_shot", "fine_tune_low_shot", "fine_tune_10pct")
@@ -66,7 +65,7 @@ def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
     return [name for name in before if before[name] != after[name]]
 
 
-def test_an_edited_list_is_another_evaluation_and_training(tmp_path: Path, lists: Path) -> None:
+def test_an_edited_list_is_another_evaluation_and_training(tmp_path, lists):
     before = identities(experiment(tmp_path, lists))
     assert identities(experiment(tmp_path, lists)) == before
     with (lists / NAMES[1]).open("a") as file:
@@ -77,7 +76,7 @@ def test_an_edited_list_is_another_evaluation_and_training(tmp_path: Path, lists
     assert changed(after, identities(experiment(tmp_path, lists))) == ["fine_tune_10pct", RUNS[2]]
 
 
-def test_the_same_lists_in_another_folder_make_nothing_again(tmp_path: Path, lists: Path) -> None:
+def test_the_same_lists_in_another_folder_make_nothing_again(tmp_path, lists):
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(lists, elsewhere)
     first, second = experiment(tmp_path, lists), experiment(tmp_path, elsewhere)
@@ -94,9 +93,7 @@ def test_the_same_lists_in_another_folder_make_nothing_again(tmp_path: Path, lis
     assert LowShot(subsets="a").identifying() == LowShot(subsets="b").identifying() != {}
 
 
-def test_a_job_refuses_lists_that_it_was_not_prepared_with(
-    tmp_path: Path, lists: Path, images: Path, job: EvaluationJob, rank: Rank
-) -> None:
+def test_a_job_refuses_lists_that_it_was_not_prepared_with(tmp_path, lists, images, job, rank):
     """Edited while it waited; or, of settings without checksums, not the official ones."""
     found = experiment(tmp_path, lists)
     resolve.run_config(found, RUNS[1]).write(tmp_path / "config.yaml")
@@ -122,15 +119,13 @@ def test_a_job_refuses_lists_that_it_was_not_prepared_with(
     refused(r"split1\.txt: not the list", FineTune(subsets=str(lists), shots=1), LowShot(**bare))
 
 
-def test_lists_that_nobody_reads_do_not_count(lists: Path) -> None:
+def test_lists_that_nobody_reads_do_not_count(lists):
     assert FineTune(subsets=str(lists)).lists == Accuracy(subsets=str(lists)).lists == []
     assert LowShot().lists == FineTune(fraction=0.1).lists == []
     assert LowShot(shots=(), fractions=(1.0,), subsets=str(lists)).lists == []
 
 
-def test_a_list_that_is_not_there_is_named_before_anything_is_queued(
-    tmp_path: Path, lists: Path
-) -> None:
+def test_a_list_that_is_not_there_is_named_before_anything_is_queued(tmp_path, lists):
     pairs = [("mae_tiny", name) for name in EVALUATIONS]
     assert missing_lists(experiment(tmp_path, lists), pairs) == []
     (lists / NAMES[1]).unlink()

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
@@ -7,7 +5,6 @@ from sklearn.linear_model import LogisticRegression
 from maect.core.errors import UserError
 from maect.data.subsets import fraction_rows
 from maect.evaluate import low_shot
-from maect.evaluate.base import EvaluationJob
 from maect.evaluate.protocols.stored_features import LowShot
 from maect.evaluate.store import open_features
 
@@ -39,7 +36,7 @@ def scikit(features, labels, penalty: float):
 
 
 @pytest.mark.parametrize("penalty", [1e-1, 1e-3, 0.00025 / 60])
-def test_lbfgs_solves_the_problem_of_scikit_learn(penalty: float) -> None:
+def test_lbfgs_solves_the_problem_of_scikit_learn(penalty):
     features, labels = problem()
     weights, converged = low_shot.fit(features, labels, 4, penalty)
     expected = scikit(features, labels, penalty)
@@ -55,12 +52,12 @@ def test_lbfgs_solves_the_problem_of_scikit_learn(penalty: float) -> None:
         np.testing.assert_allclose(weights, expected, atol=1e-3 * np.abs(expected).max())
 
 
-def test_a_solver_that_gives_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_solver_that_gives_up_says_so(monkeypatch):
     monkeypatch.setattr(low_shot, "MAX_ITERATIONS", 2)
     assert not low_shot.fit(*problem(), 4, 1e-3)[1]
 
 
-def test_two_classes_with_gaps_between() -> None:
+def test_two_classes_with_gaps_between():
     features, labels = problem(classes=2)
     weights, _ = low_shot.fit(features, 3 * labels + 1, 6, 1e-3)
     assert set(low_shot.predict(features, weights)) == {1, 4}
@@ -71,7 +68,7 @@ def test_two_classes_with_gaps_between() -> None:
     )
 
 
-def test_rows_are_centred_and_of_length_1() -> None:
+def test_rows_are_centred_and_of_length_1():
     features, _ = blobs(20, 8, 3, 0)
     expected = []
     for row in features.astype(np.float64):
@@ -84,7 +81,7 @@ def test_rows_are_centred_and_of_length_1() -> None:
     assert not low_shot.center_and_scale(np.full((6, 5), 0.1, np.float32)).any()
 
 
-def test_whole_protocol_agrees_with_scikit_learn(job: EvaluationJob, rank: Rank) -> None:
+def test_whole_protocol_agrees_with_scikit_learn(job, rank):
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     settings = LowShot(l2=0.05)
     metrics = settings.evaluate(rank, job)
@@ -104,7 +101,7 @@ def test_whole_protocol_agrees_with_scikit_learn(job: EvaluationJob, rank: Rank)
     assert job.notes["subsets"]["low_shot_5-1"] == {"images": 30}
 
 
-def test_fractions_of_the_labels(job: EvaluationJob, rank: Rank) -> None:
+def test_fractions_of_the_labels(job, rank):
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     settings = LowShot(shots=(), fractions=(0.1, 1.0), l2=0.05)
     metrics = settings.evaluate(rank, job)
@@ -123,12 +120,12 @@ def test_fractions_of_the_labels(job: EvaluationJob, rank: Rank) -> None:
     assert metrics["low_shot_100pct"] > metrics["low_shot_10pct"] > 30
 
 
-def test_threads_do_not_matter(job: EvaluationJob) -> None:
+def test_threads_do_not_matter(job):
     runs = [LowShot().evaluate(Rank(cpus=n), job) for n in (1, 4)]
     assert runs[0] == runs[1]
 
 
-def test_seeded_subsets(job: EvaluationJob) -> None:
+def test_seeded_subsets(job):
     train = open_features(job.path("train"))
     chosen = {
         (shots, split): low_shot.choose_samples(train, shots, split, LowShot())
@@ -144,7 +141,7 @@ def test_seeded_subsets(job: EvaluationJob) -> None:
     assert not np.array_equal(other, chosen[2, 1])
 
 
-def test_classes_with_too_few_samples(tmp_path: Path, job: EvaluationJob, rank: Rank) -> None:
+def test_classes_with_too_few_samples(tmp_path, job, rank):
     rows, labels = blobs(12, 4, 2, 0)[0], [0] * 8 + [2] * 4
     plain = store(tmp_path / "plain.safetensors", rows, labels)
     named = store(tmp_path / "named.safetensors", rows, labels, class_names=["ant", "bee", "cat"])
@@ -163,7 +160,7 @@ def test_classes_with_too_few_samples(tmp_path: Path, job: EvaluationJob, rank: 
     half.evaluate(rank, given(job, train=named, test=named))
 
 
-def test_lists_name_the_samples(tmp_path: Path, job: EvaluationJob, rank: Rank) -> None:
+def test_lists_name_the_samples(tmp_path, job, rank):
     features, labels = blobs(30, 6, 3, 0)
     keys = [f"n{label:08d}/n{label:08d}_{i}" for i, label in enumerate(labels)]
     train = store(tmp_path / "t.safetensors", features, labels, keys)

@@ -3,13 +3,11 @@
 import itertools
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from maect.core.errors import UserError
-from maect.evaluate.base import EvaluationJob
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.outcomes import (
     accuracy_intervals,
@@ -26,11 +24,11 @@ from maect.evaluate.outcomes import (
 from maect.evaluate.protocols.stored_features import Clustering, Knn, Logistic, LowShot
 from maect.records import EvaluationRecord, Outcome
 
-from .conftest import Rank, blobs, features_job, given, resolved, store
+from .conftest import blobs, features_job, given, resolved, store
 
 
 @pytest.mark.parametrize("trials", [1, 3, 300])
-def test_outcomes_are_read_back(trials: int) -> None:
+def test_outcomes_are_read_back(trials):
     right = np.random.default_rng(trials).random((trials, 57)) < 0.6
     kept = pack(right)
     assert (kept.images, kept.trials) == (57, trials)
@@ -43,7 +41,7 @@ def test_outcomes_are_read_back(trials: int) -> None:
         unpack(Outcome(images=56, trials=trials, right=kept.right))
 
 
-def test_outcomes_are_kept_of_up_to_65535_trials() -> None:
+def test_outcomes_are_kept_of_up_to_65535_trials():
     assert unpack(pack(np.ones((65535, 2), bool))).tolist() == [1, 1]
     with pytest.raises(ValueError, match="65536 trials"):
         pack(np.ones((65536, 2), bool))
@@ -55,9 +53,7 @@ def test_outcomes_are_kept_of_up_to_65535_trials() -> None:
     (Logistic(penalties=(1.0,)), ["logistic"]),
     (Clustering(runs=4, subsets={"two": ("a", "b")}), ["accuracy_mean", "two_accuracy_mean"]),
 ])  # fmt: skip
-def test_a_result_keeps_which_images_were_right(
-    tmp_path: Path, rank: Rank, protocol, metrics: list[str]
-) -> None:
+def test_a_result_keeps_which_images_were_right(tmp_path, rank, protocol, metrics):
     """Their mean is the metric, and their interval the result's."""
     both = blobs(300, 12, 6, 0), blobs(90, 12, 6, 1)
     job = features_job(tmp_path, *both, class_names=list("abcdef"))
@@ -73,7 +69,7 @@ def test_a_result_keeps_which_images_were_right(
             assert low < 100 * shares.mean() < high
 
 
-def test_two_results_on_the_same_images(job: EvaluationJob, rank: Rank, tmp_path: Path) -> None:
+def test_two_results_on_the_same_images(job, rank, tmp_path):
     first = replace(job, out=tmp_path / "a/knn.json")
     second = replace(job, out=tmp_path / "b/knn.json")
     for one, protocol in ((first, Knn(k=1)), (second, Knn(k=50))):
@@ -94,7 +90,7 @@ def test_two_results_on_the_same_images(job: EvaluationJob, rank: Rank, tmp_path
 
 
 @pytest.mark.parametrize("gained, lost", [(0, 0), (0, 5), (9, 2), (4, 4), (30, 12)])
-def test_mcnemar_counts_every_way_to_disagree(gained: int, lost: int) -> None:
+def test_mcnemar_counts_every_way_to_disagree(gained, lost):
     n = gained + lost
     weights = [math.comb(n, i) for i in range(n + 1)]
     as_rare = [weight for weight in weights if weight <= weights[gained]]
@@ -106,7 +102,7 @@ def test_mcnemar_counts_every_way_to_disagree(gained: int, lost: int) -> None:
     assert found.value == pytest.approx(100 * (gained - lost) / (n + 2))
 
 
-def test_random_signs_are_all_ways_to_flip() -> None:
+def test_random_signs_are_all_ways_to_flip():
     """Of twelve images with averaged trials: near the share of all 4,096 signs."""
     change = np.array([3, -1, 2, 2, 1, -2, 3, 1, -1, 2, 1, 3]) / 3
     flips = np.array(list(itertools.product((-1, 1), repeat=12)))
@@ -118,7 +114,7 @@ def test_random_signs_are_all_ways_to_flip() -> None:
     assert found.gained is None and found.p == pytest.approx(sign_flips(change))
 
 
-def test_a_paired_interval_is_narrower_than_two_apart() -> None:
+def test_a_paired_interval_is_narrower_than_two_apart():
     """Against a loop of its own, with other draws."""
     rng = np.random.default_rng(3)
     first = (rng.random(400) < 0.7).astype(float)
@@ -137,7 +133,7 @@ def test_a_paired_interval_is_narrower_than_two_apart() -> None:
 
 
 @pytest.mark.parametrize("images", [4, 300])
-def test_all_right_or_all_wrong_has_wilsons_interval(images: int) -> None:
+def test_all_right_or_all_wrong_has_wilsons_interval(images):
     """Its end is where the share found is as unlikely as 1.96 standard errors."""
     low, high = accuracy_intervals(np.tile([100.0, 0.0], (images, 1)))
     p = low[0] / 100
@@ -150,14 +146,14 @@ def test_all_right_or_all_wrong_has_wilsons_interval(images: int) -> None:
 
 
 @pytest.mark.parametrize(("tests", "held"), [(10**6, 400), (400, 400), (100, 100), (2, 2), (1, 1)])
-def test_a_tenth_is_held_out_or_as_many_as_test_images(tests: int, held: int) -> None:
+def test_a_tenth_is_held_out_or_as_many_as_test_images(tests, held):
     contents = np.random.default_rng(0).permutation(4000).tolist()
     assert held_out_for(np.zeros(4000, int), contents, tests).sum() == held
     # The only image of a class teaches.
     assert held_out_for(np.array([3, 5, 3]), [7, 1, 8], tests).tolist() == [True, False, False]
 
 
-def test_holm() -> None:
+def test_holm():
     """His step-down procedure, written as it is usually told: stop at the first not rejected."""
     chances = [0.01, 0.04, 0.03, 0.005, 0.6]
     assert holm(chances) == pytest.approx([0.04, 0.09, 0.09, 0.025, 0.6])

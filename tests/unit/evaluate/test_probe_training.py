@@ -1,7 +1,5 @@
 """What all probes have in common: a kill changes no bit, and a broken feature is no result."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -37,9 +35,7 @@ PROBES: dict[str, TrainsProbe] = {
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_a_restart_ends_with_the_same_bits(
-    images: Path, drawn: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_restart_ends_with_the_same_bits(images, drawn, tmp_path, name):
     settings = PROBES[name]
 
     def job(out: str) -> EvaluationJob:
@@ -58,9 +54,7 @@ def test_a_restart_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize("name", ["linear", "lars", "efficient", "attentive", "histograms"])
-def test_a_broken_feature_in_training_is_no_result(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_broken_feature_in_training_is_no_result(images, tmp_path, monkeypatch, name):
     """Of what is not a number the first class is the largest: an accuracy as if by chance.
 
     From the second training batch on one image's features are not finite: nothing is saved.

@@ -8,7 +8,7 @@ import pytest
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.evaluate.base import Interrupted, Protocol, RealLabels
+from maect.evaluate.base import Interrupted, RealLabels
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.protocols.stored_features import Knn, Logistic, LowShot
 from maect.evaluate.real import read_real, real_labels_of, real_sha256
@@ -102,9 +102,7 @@ PROBES = [
 
 
 @pytest.mark.parametrize("settings", PROBES, ids=lambda settings: settings.name)
-def test_probes_are_scored_by_them_after_every_epoch(
-    images: Path, imagenet_val: Path, tmp_path: Path, settings: Protocol
-) -> None:
+def test_probes_are_scored_by_them_after_every_epoch(images, imagenet_val, tmp_path, settings):
     job = given(job_of(images, tmp_path / "probe.json"), test=imagenet_val)
     own = real_of(imagenet_val)
     asked = {"real_labels": write(tmp_path / "same.json", own).real_labels}
@@ -136,9 +134,7 @@ def test_probes_are_scored_by_them_after_every_epoch(
         assert hits <= right + len(range(1, len(own), 6)) + 1e-9
 
 
-def test_a_result_is_of_the_labels_that_it_was_scored_by(
-    images: Path, imagenet_val: Path, tmp_path: Path
-) -> None:
+def test_a_result_is_of_the_labels_that_it_was_scored_by(images, imagenet_val, tmp_path):
     file, own = tmp_path / "real.json", real_of(imagenet_val)
     settings = LARS.model_copy(update={"real_labels": write(file, own).real_labels})
     job = given(job_of(images, tmp_path / "lars_linear_probe.json"), test=imagenet_val)

@@ -39,7 +39,7 @@ def picture(index, row: int, side: int) -> np.ndarray:
     return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC))
 
 
-def test_neighbours_and_clusters(clustered: EvaluationJob, rank: Rank) -> None:
+def test_neighbours_and_clusters(clustered, rank):
     settings = Retrieval(neighbors=4, queries=3, side=8)
     metrics = settings.evaluate(rank, clustered)
     found = load_file(clustered.out.with_suffix(".safetensors"))
@@ -76,7 +76,7 @@ def test_neighbours_and_clusters(clustered: EvaluationJob, rank: Rank) -> None:
     assert metrics["query_precision"] == 100 * right.mean()
 
 
-def test_queries_of_some_classes(clustered: EvaluationJob, rank: Rank) -> None:
+def test_queries_of_some_classes(clustered, rank):
     job = replace(clustered, out=clustered.out.with_name("some.json"))
     settings = Retrieval(neighbors=4, classes=("7", "2"))
     settings.evaluate(rank, job)
@@ -89,7 +89,7 @@ def test_queries_of_some_classes(clustered: EvaluationJob, rank: Rank) -> None:
         Retrieval(classes=("7", "12")).evaluate(rank, job)
 
 
-def test_clusters_of_a_subset(clustered: EvaluationJob, rank: Rank) -> None:
+def test_clusters_of_a_subset(clustered, rank):
     job = replace(clustered, out=clustered.out.with_name("low.json"))
     Retrieval(neighbors=5, subset="low", clusters=2).evaluate(rank, job)
     found = load_file(job.out.with_suffix(".safetensors"))
@@ -99,7 +99,7 @@ def test_clusters_of_a_subset(clustered: EvaluationJob, rank: Rank) -> None:
         Retrieval(subset="high").evaluate(rank, job)
 
 
-def test_copies_do_not_hide_the_query(tmp_path: Path) -> None:
+def test_copies_do_not_hide_the_query(tmp_path):
     """Two copies and a third image: the query is never its own neighbour."""
     rows = np.array([[1.0, 0.0], [1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
     test = open_features(store(tmp_path / "t.safetensors", rows, [0, 0, 1, 1]))
@@ -107,9 +107,7 @@ def test_copies_do_not_hide_the_query(tmp_path: Path) -> None:
     assert pictures.choose_queries(test, 5).tolist() == [0, 2]
 
 
-def test_what_does_not_belong_together_is_refused(
-    clustered: EvaluationJob, rank: Rank, tmp_path: Path, images: Path
-) -> None:
+def test_what_does_not_belong_together_is_refused(clustered, rank, tmp_path, images):
     with pytest.raises(UserError, match="neighbors 70 needs more than the 70 images"):
         Retrieval(neighbors=70).evaluate(rank, clustered)
     other = given(clustered, images=images / "shards" / "train")
@@ -120,9 +118,7 @@ def test_what_does_not_belong_together_is_refused(
 
 
 @pytest.mark.parametrize("other", ["encoder_sha256", "index_digest", "norm", "blocks", None])
-def test_clusters_of_another_encoder_are_refused(
-    clustered: EvaluationJob, rank: Rank, tmp_path: Path, other: str | None
-) -> None:
+def test_clusters_of_another_encoder_are_refused(clustered, rank, tmp_path, other):
     """Of equal shape and labels: nothing but what the file says of its origin tells them apart."""
     path = tmp_path / "c.safetensors"
     made = clustering.origin(open_features(clustered.path("test")))

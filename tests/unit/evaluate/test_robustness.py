@@ -63,7 +63,7 @@ def plain(job: EvaluationJob, index, change=lambda image: image) -> tuple[np.nda
     return logits.softmax(1).numpy(), np.asarray(index.labels)
 
 
-def test_accuracy_on_splits(probed: EvaluationJob, rank: Rank) -> None:
+def test_accuracy_on_splits(probed, rank):
     settings = Robustness(splits=("val", "mixed"), **FULL)
     metrics = settings.evaluate(rank, probed)
     for name in settings.splits:
@@ -74,9 +74,7 @@ def test_accuracy_on_splits(probed: EvaluationJob, rank: Rank) -> None:
     assert metrics["val"] == SETTINGS.evaluate(rank, probed)["linear_probe"]
 
 
-def test_only_the_classes_that_occur_take_part(
-    probed: EvaluationJob, rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_classes_that_occur_take_part(probed, rank, monkeypatch):
     index = open_index(probed.path("val"))
     rows = index.rows[np.isin(index.labels, [1, 3, 7])]
     monkeypatch.setattr(
@@ -97,9 +95,7 @@ def test_only_the_classes_that_occur_take_part(
         Robustness(splits=("val",), **FULL).evaluate(rank, probed)
 
 
-def test_what_does_not_belong_together_is_refused(
-    probed: EvaluationJob, rank: Rank, tmp_path: Path, images: Path
-) -> None:
+def test_what_does_not_belong_together_is_refused(probed, rank, tmp_path, images):
     settings = Robustness(splits=("val",))
     with pytest.raises(UserError, match="lacks the input 'inverted'"):
         Robustness(splits=("inverted",)).evaluate(rank, probed)
@@ -130,7 +126,7 @@ def both_formulas(p: np.ndarray, q: np.ndarray) -> tuple[float, float]:
     return float(np.mean(code)), float(np.mean(paper))
 
 
-def test_effective_invariance(probed: EvaluationJob, rank: Rank) -> None:
+def test_effective_invariance(probed, rank):
     settings = EffectiveInvariance(draws=2, seed=5, **FULL)
     metrics = settings.evaluate(rank, probed)
     index = open_index(probed.path("test"))

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -16,7 +14,7 @@ from maect.evaluate.store import (
 from .conftest import RECORD, blobs, store
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_what_was_written_is_read(tmp_path):
     features, labels = blobs(50, 7, 4, 0)
     path = store(
         tmp_path / "a.safetensors", features, labels, class_names=["a", "b", "c", "d", "e"]
@@ -31,14 +29,14 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert np.array_equal(load_file(path)["features"], features)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="no such features file"):
         open_features(tmp_path / "b.safetensors")
     with pytest.raises(MissingFileError):
         open_record(tmp_path / "b.safetensors")
 
 
-def test_too_few_rows_leave_no_file(tmp_path: Path) -> None:
+def test_too_few_rows_leave_no_file(tmp_path):
     features, labels = blobs(10, 3, 2, 0)
     with pytest.raises(ValueError, match="9 rows of features for 10 labels"):
         write_features(
@@ -48,7 +46,7 @@ def test_too_few_rows_leave_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_empty_or_unlabelled_is_named(tmp_path: Path) -> None:
+def test_empty_or_unlabelled_is_named(tmp_path):
     empty = store(tmp_path / "a.safetensors", np.ones((0, 3)), [])
     with pytest.raises(UserError, match=r"a\.safetensors: holds no samples"):
         open_features(empty)
@@ -66,7 +64,7 @@ def test_empty_or_unlabelled_is_named(tmp_path: Path) -> None:
         ("blocks", 2), ("class_names", ["a", "b"]), ("image_size", 32), ("resize", 99),
     ],
 )  # fmt: skip
-def test_features_of_two_encoders_do_not_mix(field: str, value: object, tmp_path: Path) -> None:
+def test_features_of_two_encoders_do_not_mix(field, value, tmp_path):
     a = open_features(store(tmp_path / "a.safetensors", *blobs(20, 3, 2, 0), norm=True, blocks=1))
     check_same_encoder(a, a)
     b = store(tmp_path / "b.safetensors", *blobs(20, 3, 2, 0), **(a.record | {field: value}))

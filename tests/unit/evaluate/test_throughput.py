@@ -1,5 +1,4 @@
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from maect.recipes import Encoder, Pixels
 from maect.report.tables import paper_table
 from maect.stages import load_recipe
 
-from .conftest import Rank
-
 SMALL = Encoder(
     image_size=28, patch_size=4, width=16, depth=4, heads=2, decoder_width=8, decoder_depth=1,
     decoder_heads=1, mae_pooling="cls", ct_pooling="cls",
@@ -27,9 +24,7 @@ CPU = torch.device("cpu")
 STAGES = {"pretrain", "head", "tune", "head_aug", "tune_aug"}
 
 
-def test_every_stage_and_method_is_measured(
-    tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_stage_and_method_is_measured(tmp_path, rank, monkeypatch):
     models = (
         Published("tiny", "mae_public", {"mae": 50}),
         Published("tiny", "layer_grafting", {"mae": 50, "moco_v3": 30}),
@@ -79,7 +74,7 @@ def test_every_stage_and_method_is_measured(
         Throughput(batch_size=4).evaluate(rank, job)
 
 
-def test_published_models_are_those_of_table_17() -> None:
+def test_published_models_are_those_of_table_17():
     """Epochs, views and masked share as printed; MoCo v3 with ViT-B is the public file's."""
     printed = paper_table("extended")
     for model in (one for models in PUBLISHED.values() for one in models):
@@ -104,9 +99,7 @@ def test_published_models_are_those_of_table_17() -> None:
     assert {method for _, method in set(printed.index) - known} == {"mae", "ct_min", "ct_aug"}
 
 
-def test_a_gpu_tells_how_much_of_a_batch_fits(
-    tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_tells_how_much_of_a_batch_fits(tmp_path, rank, monkeypatch):
     batches = {"tune": 64, "tune_masked": 128}
 
     def measured(self, *args: object):
@@ -132,7 +125,7 @@ def test_a_gpu_tells_how_much_of_a_batch_fits(
     assert "tune_fits" not in Throughput(size="tiny", batch_size=8).evaluate(rank, job)
 
 
-def test_a_method_passes_the_views_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_passes_the_views_it_says(monkeypatch):
     seen = []
     plain = VisionEncoder.forward
 
@@ -151,7 +144,7 @@ def test_a_method_passes_the_views_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(method_seconds(MethodPasses(2, 10, 1), shape, CPU, 3, 2)) == 2
 
 
-def test_the_largest_power_of_two_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_power_of_two_that_fits(monkeypatch):
     def times(batch: int, steps: int) -> list[float]:
         if batch > 64:
             raise torch.cuda.OutOfMemoryError("too large")

@@ -18,7 +18,7 @@ from maect.evaluate.protocols.probes import PatchKnn
 from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.store import open_features
 
-from .conftest import Rank, resolved
+from .conftest import resolved
 from .test_attentive_probe import SETTINGS as ATTENTIVE
 from .test_color_histogram import SETTINGS as HISTOGRAM
 from .test_dense import drawn
@@ -70,7 +70,7 @@ ACCURACIES = {
 }  # fmt: skip
 
 
-def test_world_size_changes_nothing(images: Path, drawn: Path, tmp_path: Path, rank: Rank) -> None:
+def test_world_size_changes_nothing(images, drawn, tmp_path, rank):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run, shards = images / "runs" / "mae", images / "shards"
     alone, together = tmp_path / "alone", tmp_path / "together"

@@ -34,12 +34,12 @@ def job(tmp_path: Path) -> Job:
     return job
 
 
-def test_what_is_written_is_read(tmp_path: Path, job: Job) -> None:
+def test_what_is_written_is_read(tmp_path, job):
     assert read_job(tmp_path) == job
     assert read_job(tmp_path / "nothing") is None
 
 
-def test_any_damage_is_named_in_one_line(tmp_path: Path, job: Job) -> None:
+def test_any_damage_is_named_in_one_line(tmp_path, job):
     file = tmp_path / "job.json"
     content = file.read_bytes()
     for position in range(0, len(content), 7):
@@ -56,7 +56,7 @@ def test_any_damage_is_named_in_one_line(tmp_path: Path, job: Job) -> None:
 
 
 @pytest.mark.parametrize("value", [[], 3, {}, {"name": 1}, DONE | {"state": "??"}, DONE])
-def test_what_is_no_record_is_refused(tmp_path: Path, value: object) -> None:
+def test_what_is_no_record_is_refused(tmp_path, value):
     if value != DONE and isinstance(value, dict):
         value = sealed(value)
     write_json(tmp_path / "job.json", value)
@@ -64,9 +64,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path, value: object) -> None:
         read_job(tmp_path)
 
 
-def test_another_format_is_refused(
-    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_format_is_refused(tmp_path, job, monkeypatch):
     monkeypatch.setattr("maect.core.files.FORMAT", 2)
     write_job(tmp_path, job)
     monkeypatch.undo()
@@ -74,7 +72,7 @@ def test_another_format_is_refused(
         read_job(tmp_path)
 
 
-def test_only_a_saved_step_is_progress(tmp_path: Path, job: Job) -> None:
+def test_only_a_saved_step_is_progress(tmp_path, job):
     make_job_folder(tmp_path, job.name)
     file = rank_file(tmp_path, job.name, 0)
     write_record(file, {"rank": 0, "progress": {"step": 77}})
@@ -102,7 +100,7 @@ def test_only_a_saved_step_is_progress(tmp_path: Path, job: Job) -> None:
         ({"ending": "rank 0 failed"}, {"end": "error"}, "failed"),
     ],
 )
-def test_outcomes(tmp_path: Path, job: Job, changes: dict, rank: dict | None, how: str) -> None:
+def test_outcomes(tmp_path, job, changes, rank, how):
     ended = Job(**asdict(job) | {"state": "ended", "id": "7"} | changes)
     if rank is not None:
         make_job_folder(tmp_path, job.name)
@@ -113,7 +111,7 @@ def test_outcomes(tmp_path: Path, job: Job, changes: dict, rank: dict | None, ho
     assert (notice.phase, outcome(tmp_path, ended, notice)) == ("ended", how)
 
 
-def test_the_first_error_counts_and_a_wrong_input_before_it(tmp_path: Path, job: Job) -> None:
+def test_the_first_error_counts_and_a_wrong_input_before_it(tmp_path, job):
     make_job_folder(tmp_path, job.name)
     for rank, kind, now in ((0, "RankError", 12.0), (1, "OSError", 10.0), (2, "UserError", 11.0)):
         report = {"rank": rank, "end": "error", "kind": kind, "time": now}
@@ -122,7 +120,7 @@ def test_the_first_error_counts_and_a_wrong_input_before_it(tmp_path: Path, job:
         assert found is not None and found.rank == rank
 
 
-def test_a_damaged_report_is_none(tmp_path: Path, job: Job) -> None:
+def test_a_damaged_report_is_none(tmp_path, job):
     make_job_folder(tmp_path, job.name)
     write_record(rank_file(tmp_path, job.name, 1), {"rank": 1, "time": 7.0})
     write_json(rank_file(tmp_path, job.name, 2), {"rank": 2})

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from exchanging import check
-from launching import HERE, Run, finish, wait_for
+from launching import HERE, finish, wait_for
 from torch.distributed import TCPStore
 
 from maect.core.context import Context
@@ -33,7 +33,7 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
     return [(at.laddr.ip, at.laddr.port) for at in connections if at.status == psutil.CONN_LISTEN]
 
 
-def test_one_node_has_no_port(run: Run) -> None:
+def test_one_node_has_no_port(run):
     run.resources["devices"] = 2
     launcher = run.start(function="exchanging:exchange")
     run.reaches(1)
@@ -85,7 +85,7 @@ def on_node(folder: Path, rank: int) -> None:
     exchange(context=Rank(folder, rank), folder=str(folder))
 
 
-def test_on_several_nodes_the_port_answers_on_the_ranks_interface_alone(tmp_path: Path) -> None:
+def test_on_several_nodes_the_port_answers_on_the_ranks_interface_alone(tmp_path):
     """All keys stand behind the secret of rank 0."""
     make_job_folder(tmp_path, "job")
     spawn = multiprocessing.get_context("spawn")
@@ -113,7 +113,7 @@ def test_on_several_nodes_the_port_answers_on_the_ranks_interface_alone(tmp_path
             process.kill()
 
 
-def test_a_group_does_not_meet_in_what_one_before_it_left(tmp_path: Path) -> None:
+def test_a_group_does_not_meet_in_what_one_before_it_left(tmp_path):
     make_job_folder(tmp_path, "job")
     rendezvous = met(tmp_path, 0, 0, 1)
     first = rendezvous.store(timedelta(hours=12))
@@ -125,7 +125,7 @@ def test_a_group_does_not_meet_in_what_one_before_it_left(tmp_path: Path) -> Non
     assert not folder.exists()
 
 
-def test_rank_0_that_does_not_come_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_that_does_not_come_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("maect.launch.rendezvous.PATIENCE", 0.2)
     make_job_folder(tmp_path, "job")
     # What an attempt before this one has written under the same id is not taken for this one's.

@@ -122,7 +122,7 @@ def test_names_and_notes_are_whole_for_programs():
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_state_progress_and_time_left_are_whole_in_a_narrow_terminal(width: int) -> None:
+def test_state_progress_and_time_left_are_whole_in_a_narrow_terminal(width):
     lines = [
         Status(
             f"ct_min_of_an_encoder_{number}", "pretrain", "interrupted", 0.45, 1678.4, 93_784.0,

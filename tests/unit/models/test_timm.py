@@ -78,7 +78,7 @@ def test_a_folded_encoder_that_is_exported_gives_timm_the_same_vectors(tmp_path,
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_several_blocks_are_those_of_timm(tmp_path: Path) -> None:
+def test_several_blocks_are_those_of_timm(tmp_path):
     module: Any = random_model(TINY, 64)
     weights = imported(module, TINY, 64, tmp_path) / "encoder.safetensors"
     several, one = (Encoding(weights, torch.device("cpu"), blocks=blocks) for blocks in (3, 1))
@@ -95,7 +95,7 @@ def test_several_blocks_are_those_of_timm(tmp_path: Path) -> None:
         one.encoder(images, torch.zeros(2, 1, dtype=torch.int64))
 
 
-def test_a_map_of_features_has_places_whatever_the_images_shape(tmp_path: Path) -> None:
+def test_a_map_of_features_has_places_whatever_the_images_shape(tmp_path):
     name = "convnextv2_atto.fcmae"
     weights = imported(random_model(name, 64), name, 64, tmp_path) / "encoder.safetensors"
     encoding = Encoding(weights, torch.device("cpu"))
@@ -103,7 +103,7 @@ def test_a_map_of_features_has_places_whatever_the_images_shape(tmp_path: Path) 
     assert wide.grid == (2, 3) and wide.patch_tokens().shape == (2, 6, encoding.width)
 
 
-def test_a_plain_vit_becomes_an_encoder_that_stages_start_from(tmp_path: Path) -> None:
+def test_a_plain_vit_becomes_an_encoder_that_stages_start_from(tmp_path):
     name = "vit_small_patch16_224.dino"
     module = random_model(name, 224)
     run = imported(module, name, 224, tmp_path, **{"head.weight": torch.ones(2, 384)})
@@ -121,7 +121,7 @@ def test_a_plain_vit_becomes_an_encoder_that_stages_start_from(tmp_path: Path) -
     assert (pooled - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-def test_positions_of_another_grid_are_interpolated_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_positions_of_another_grid_are_interpolated_once(caplog):
     """A file with 6 x 6 patches of 16 pixels, for a model of 224 pixels."""
     name = "vit_small_patch16_224.dino"
     stored = random_model(name, 96).state_dict()
@@ -142,7 +142,7 @@ def test_positions_of_another_grid_are_interpolated_once(caplog: pytest.LogCaptu
         convert_timm(stored, name, "w.pth")
 
 
-def test_files_in_published_names_are_converted_by_timm(tmp_path: Path) -> None:
+def test_files_in_published_names_are_converted_by_timm(tmp_path):
     name = "vit_small_patch14_reg4_dinov2.lvd142m"
     module = random_model(name, 518)
     ours = {"reg_token": "register_tokens"}
@@ -165,7 +165,7 @@ def test_files_in_published_names_are_converted_by_timm(tmp_path: Path) -> None:
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_names_and_shapes_are_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_and_shapes_are_strict(tmp_path, caplog):
     tensors, norm = create(TINY, img_size=64).state_dict(), "blocks.3.norm1.weight"
     weights, run = tmp_path / "it.pth", tmp_path / "run"
     no_values = f"{norm} has values that are missing or not finite; fetch it again"
@@ -189,7 +189,7 @@ def test_names_and_shapes_are_strict(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not run.exists()
 
 
-def test_a_tag_can_be_left_out_where_a_name_has_one() -> None:
+def test_a_tag_can_be_left_out_where_a_name_has_one():
     """`vit_base_patch16_224` is DINO's or MAE's, and CLIP's resize depends on whose weights."""
     assert find_timm("vit_large_patch14_reg4_dinov2").name.endswith(".lvd142m")
     for name, some in {
@@ -211,7 +211,7 @@ def as_text(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     return [{key: str(value) for key, value in row.items()} for row in rows]
 
 
-def test_rows_of_the_table_are_what_timm_builds() -> None:
+def test_rows_of_the_table_are_what_timm_builds():
     names = [
         "vit_small_patch14_reg4_dinov2.lvd142m",
         TINY,
@@ -237,7 +237,7 @@ def test_rows_of_the_table_are_what_timm_builds() -> None:
         (TINY, (64, 256)),
     ],
 )
-def test_operations_are_those_that_pytorch_counts(name: str, sides: tuple[int, ...]) -> None:
+def test_operations_are_those_that_pytorch_counts(name, sides):
     for side in sides:
         with torch.device("meta"):
             module = create_for(name, side).eval()
@@ -247,13 +247,13 @@ def test_operations_are_those_that_pytorch_counts(name: str, sides: tuple[int, .
 
 
 @pytest.mark.slow
-def test_the_whole_table_and_its_page_are_what_timm_builds() -> None:
+def test_the_whole_table_and_its_page_are_what_timm_builds():
     made = timm_table.rows()
     assert as_text(made) == written([row["name"] for row in made])
     assert timm_table.page(made) == timm_table.PAGE.read_text(encoding="utf-8")
 
 
-def test_an_experiment_names_an_encoder_of_timm(tmp_path: Path) -> None:
+def test_an_experiment_names_an_encoder_of_timm(tmp_path):
     file = tmp_path / "it.yaml"
     text = """
 storage: {root}
@@ -303,7 +303,7 @@ tables: [low_shot]
         experiment.load(str(file))
 
 
-def test_stages_start_from_dinov2(tmp_path: Path) -> None:
+def test_stages_start_from_dinov2(tmp_path):
     name = "vit_base_patch14_reg4_dinov2"
     known = find_timm(name)
     file = tmp_path / "it.yaml"

@@ -4,7 +4,6 @@ Most are built at tiny sizes, by timm's own arguments, with random weights; thos
 ViTs have the smallest size that there is.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,9 +74,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool
     "name",
     [pytest.param(name, marks=() if name in TELLING else pytest.mark.slow) for name in ENCODERS],
 )
-def test_features_are_those_of_timms_module(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_are_those_of_timms_module(name, tmp_path, monkeypatch):
     side, arguments = ENCODERS[name]
     row = find_timm(name)
     if "depth" in arguments:

@@ -579,7 +579,7 @@ def test_the_table_of_claims(tables, tmp_path):
     assert "&gt;" in page and "39.00 > " not in page  # escaped
 
 
-def test_a_verdict_of_one_seed_says_so_and_is_counted_apart() -> None:
+def test_a_verdict_of_one_seed_says_so_and_is_counted_apart():
     """`holds: one seed, which cannot tell` said both that it can be told and that it cannot."""
     known = dict.fromkeys(claims_table({}).columns, "") | {"paper_verdict": "holds"}
     lines = [

@@ -82,7 +82,7 @@ def test_a_run_that_is_not_finished_is_still_waited_for(runs):
     assert measured.sizes(Model("cost", "ct_min")) == ["base", "large"]
 
 
-def test_operations_of_a_step_are_those_of_its_images() -> None:
+def test_operations_of_a_step_are_those_of_its_images():
     mae = load_recipe("mae", "tiny")
     trained = RunRecord(
         run="mae", stage="pretrain", settings=mae.model_dump(), encoder=load_encoder("tiny")

@@ -37,7 +37,7 @@ def read(file: Path) -> dict[str, Any]:
     return entities
 
 
-def test_each_job_names_what_it_read_and_made(results: Path) -> None:
+def test_each_job_names_what_it_read_and_made(results):
     entities = read(write_crate(results))
     knn, mae = entities["#evaluations/mae/knn"], entities["#runs/mae/"]
     inputs = [{"@id": "evaluations/mae/knn.yaml"}, {"@id": "runs/mae/run.json"}]
@@ -53,13 +53,13 @@ def test_each_job_names_what_it_read_and_made(results: Path) -> None:
     assert parts < entities.keys() and all((results / part).exists() for part in parts)
 
 
-def test_the_licence_is_the_users(results: Path) -> None:
+def test_the_licence_is_the_users(results):
     licence = "https://creativecommons.org/licenses/by/4.0/"
     entities = read(write_crate(results, licence))
     assert entities["./"]["license"] == {"@id": licence} and licence in entities
     assert "not stated" in read(write_crate(results))["#licence"]["name"]
 
 
-def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(UserError, match="no finished job"):
         write_crate(tmp_path)

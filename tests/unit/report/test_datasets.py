@@ -32,7 +32,7 @@ def results(root: Path, **metrics: dict[str, object]) -> Path:
     return root / "datasets.yaml"
 
 
-def test_each_number_stands_under_its_data_set_with_its_interval(tmp_path: Path) -> None:
+def test_each_number_stands_under_its_data_set_with_its_interval(tmp_path):
     path = results(
         tmp_path,
         knn=BIRDS,

@@ -74,7 +74,7 @@ def headline_of(config: ReportConfig) -> str:
     return main_result_of(config).text
 
 
-def test_the_headline_is_the_largest_finding_of_the_model_that_the_figure_shows(page) -> None:
+def test_the_headline_is_the_largest_finding_of_the_model_that_the_figure_shows(page):
     """With its error: of 500 images each, sqrt(44.4 * 55.6 / 500 + 72.2 * 27.8 / 500) = 3.0."""
     assert headline_of(page(MODELS)) == (
         "Cluster accuracy rises from 44.4 % (MAE) to 72.2 % (MAE-CT min): +27.8 ± 3.0 points "
@@ -87,7 +87,7 @@ def test_the_headline_is_the_largest_finding_of_the_model_that_the_figure_shows(
     assert "MAE-CT aug" in headline_of(page(MODELS, drawn=("mae",)))
 
 
-def test_a_difference_counts_in_its_errors(page) -> None:
+def test_a_difference_counts_in_its_errors(page):
     """+6 that each of three seeds has is more than +10 that hangs on the seed."""
     found = headline_of(
         page(
@@ -103,7 +103,7 @@ def test_a_difference_counts_in_its_errors(page) -> None:
     )
 
 
-def test_what_may_be_chance_is_said_to_be_and_a_loss_is_no_gain(page) -> None:
+def test_what_may_be_chance_is_said_to_be_and_a_loss_is_no_gain(page):
     tuned = {"mae": {"knn": 87.0}, "ct_min": {"knn": 86.0}}
     assert headline_of(page(tuned)) == (
         "k-NN accuracy falls from 87.0 % (MAE) to 86.0 % (MAE-CT min): -1.0 ± 2.2 points "
@@ -111,18 +111,18 @@ def test_what_may_be_chance_is_said_to_be_and_a_loss_is_no_gain(page) -> None:
     )
 
 
-def test_a_model_that_is_compared_with_none_has_its_number_and_error(page) -> None:
+def test_a_model_that_is_compared_with_none_has_its_number_and_error(page):
     only = page({"ct_min": {"knn": 80.0}}, drawn=("ct_min",), images=400)
     assert headline_of(only) == "MAE-CT min: k-NN accuracy 80.0 ± 2.0 %."
     assert headline_of(ReportConfig(name="mine")) == ""
 
 
-def test_numbers_with_labels_as_input_are_no_finding(page) -> None:
+def test_numbers_with_labels_as_input_are_no_finding(page):
     models = {"mae": {"knn": 50.0}, "oracle": {"knn": 99.0}, "ct_min": {"knn": 60.0}}
     assert "MAE-CT min" in headline_of(page(models, drawn=("mae", "oracle", "ct_min")))
 
 
-def test_an_experiment_names_the_tables_and_the_images_of_its_headline(tmp_path: Path) -> None:
+def test_an_experiment_names_the_tables_and_the_images_of_its_headline(tmp_path):
     """Those of `make demo`, whose first figure shows MAE and MAE-CT min."""
     asked = {"tables": "low_shot,clustering", "figures": "umap,training_curves"}
     chosen = load("digits", protocols="knn,low_shot,clustering,umap", **asked)
@@ -137,7 +137,7 @@ def test_an_experiment_names_the_tables_and_the_images_of_its_headline(tmp_path:
     assert config.reads == report_config(chosen).reads
 
 
-def test_the_first_line_says_version_day_revision_and_cost(tmp_path: Path) -> None:
+def test_the_first_line_says_version_day_revision_and_cost(tmp_path):
     """What a run starts from counts once; two devices for half an hour are half an hour."""
     rows = [Row("tiny", "mae", ("mae",)), Row("tiny", "ct_min", ("ct_min",))]
 
@@ -158,7 +158,7 @@ def test_the_first_line_says_version_day_revision_and_cost(tmp_path: Path) -> No
     assert about("mine", [], tmp_path) == version
 
 
-def test_some_images_of_a_split(tmp_path: Path) -> None:
+def test_some_images_of_a_split(tmp_path):
     files = ["val-000000.tar", "val-000001.tar"]
     for name in files:
         with tarfile.open(tmp_path / name, "w") as tar:
@@ -178,7 +178,7 @@ def test_some_images_of_a_split(tmp_path: Path) -> None:
     assert samples(tmp_path) == []
 
 
-def test_the_table_of_the_first_page_has_errors_and_bold(page) -> None:
+def test_the_table_of_the_first_page_has_errors_and_bold(page):
     """Each ± is sqrt(p (100 - p) / 500); 0.2 points of k-NN more are chance, 5 points are not."""
     models = MODELS | {"ct_min": MODELS["ct_min"] | {"knn": 92.2}}
     shown = main_result_of(page(models, drawn=("ct_aug",)))
@@ -197,7 +197,7 @@ def test_the_table_of_the_first_page_has_errors_and_bold(page) -> None:
     assert text.index("rises from") < text.index("<table>") < text.index("Accuracy in %")
 
 
-def test_several_seeds_have_their_own_deviation(page) -> None:
+def test_several_seeds_have_their_own_deviation(page):
     shown = main_result_of(
         page({"mae": {"knn": [80.0, 81.0, 82.0]}, "ct_min": {"knn": [86.1, 86.9, 88.0]}})
     )

@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_law_has_equal_seeds(folder: Path) -> None:
+def test_the_law_has_equal_seeds(folder):
     """Only the first seed has all three kinds."""
     found = make_law.tuned(folder, "knn_standardized")
     assert set(found["seed"]) == {0} and len(found) == 3
@@ -73,7 +73,7 @@ def test_the_law_has_equal_seeds(folder: Path) -> None:
     assert set(found["gain"]) == {len("ct_min") - 3.0, len("ct_min_no_lookup") - 3.0}
 
 
-def test_a_difference_is_paired_by_seed_and_image(folder: Path) -> None:
+def test_a_difference_is_paired_by_seed_and_image(folder):
     published = paired.Published(folder)
     assert set(published.runs) == {
         (paired.MAE, ""), *((k, "crops") for k in (paired.LOOKUP, paired.NONE, paired.STOPPED))
@@ -110,7 +110,7 @@ def test_a_difference_is_paired_by_seed_and_image(folder: Path) -> None:
     assert published.compare(mae, side(paired.LOOKUP, "nothing"), "knn") is None
 
 
-def test_a_cell_says_what_is_decided() -> None:
+def test_a_cell_says_what_is_decided():
     same = {"value": 2.0, "std": 0.5, "low": 1.0, "high": 3.0, "p_seeds": 0.02}
     rows = [same | {"p": p} for p in (0.001, 0.04, 0.2)]
     for row, p in zip(paired.corrected(rows), holm([0.001, 0.04, 0.2]), strict=True):
@@ -123,7 +123,7 @@ def test_a_cell_says_what_is_decided() -> None:
 
 
 @pytest.mark.parametrize("made", [make_no_lookup, make_geometry], ids=lambda one: one.OUT.name)
-def test_the_pages_are_what_the_numbers_say(made) -> None:
+def test_the_pages_are_what_the_numbers_say(made):
     """The CSV files follow from those of the experiments, and the page from these."""
     rows = made.differences()
     kept = pd.read_csv(made.OUT / "differences.csv").fillna({"views": ""})
@@ -137,7 +137,7 @@ def test_the_pages_are_what_the_numbers_say(made) -> None:
 
 
 @pytest.mark.parametrize("shown", make_continued.TABLES, ids=lambda shown: shown.out)
-def test_the_page_on_continued_encoders_is_what_the_numbers_say(shown) -> None:
+def test_the_page_on_continued_encoders_is_what_the_numbers_say(shown):
     kept = pd.read_csv(RESULTS / shown.out / "values.csv")
     again = pd.DataFrame(make_continued.rows(shown, paired.Published(RESULTS / shown.data)))
     pd.testing.assert_frame_equal(kept, again, check_dtype=False, rtol=1e-6, atol=1e-9)

@@ -44,7 +44,7 @@ SOURCES = sorted(publish.SOURCES.glob("*.md"))
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_pages_are_what_the_tables_say(source: Path) -> None:
+def test_pages_are_what_the_tables_say(source):
     text = publish.page(source)
     committed = (RESULTS / source.name).read_text(encoding="utf-8")
     assert text == committed, "run docs/results/publish.py pages"
@@ -52,12 +52,12 @@ def test_pages_are_what_the_tables_say(source: Path) -> None:
 
 
 @pytest.mark.parametrize("name", IN_README)
-def test_the_readmes_tables_are_what_the_numbers_say(name: str) -> None:
+def test_the_readmes_tables_are_what_the_numbers_say(name):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"<!-- {name} -->\n{publish.headline(RESULTS / name)}\n<!-- /{name} -->" in readme
 
 
-def test_the_readme_says_what_cifar10_measured() -> None:
+def test_the_readme_says_what_cifar10_measured():
     values = pages._measured(RESULTS / "cifar10")
     runs = pd.read_csv(RESULTS / "cifar10/runs.csv", keep_default_na=False)
 
@@ -112,14 +112,14 @@ def filled(folder: Path, text: str) -> str:
     return pages._filled(text, folder)
 
 
-def test_a_complete_experiment_has_a_headline(folder: Path) -> None:
+def test_a_complete_experiment_has_a_headline(folder):
     made = publish.headline(folder)
     assert "| 50.0 ± 0.0 | 41.0 ± 1.0 | 25.0 ± 0.0 | 2.00 | 1 |" in made
     assert "| MAE-CT min† | 20.0 | 25.0 | 30.0 | 50.0 | 43.0 | 25.0 | 2.40 | 2 |" in made
     assert "In progress" not in made
 
 
-def test_numbers_of_a_text_are_those_of_the_files(folder: Path) -> None:
+def test_numbers_of_a_text_are_those_of_the_files(folder):
     text = (
         "After {mae_micro.epochs} epochs k-NN {ct_min_micro/knn/knn}, of both "
         "{mean ct_min_micro/knn/knn} ({seeds ct_min_micro/knn/knn}), {gain ct_min_micro/knn/knn}; "
@@ -133,7 +133,7 @@ def test_numbers_of_a_text_are_those_of_the_files(folder: Path) -> None:
     )
 
 
-def test_an_unfinished_one_says_so(folder: Path) -> None:
+def test_an_unfinished_one_says_so(folder):
     runs = pd.read_csv(folder / "runs.csv")
     runs.loc[2, "finished"] = False
     runs.to_csv(folder / "runs.csv", index=False)
@@ -142,7 +142,7 @@ def test_an_unfinished_one_says_so(folder: Path) -> None:
     assert "| [mine](mine/runs.csv) | 3 of 4 | 16 of 16 |" in pages.experiments_table(folder.parent)
 
 
-def test_the_table_of_gains_has_the_papers_numbers_beside(folder: Path) -> None:
+def test_the_table_of_gains_has_the_papers_numbers_beside(folder):
     page, no = filled(folder, "{gains}"), MISSING
     # Of the paper's own MAE (table 17), not the 68.0 of table 1, from which nothing was tuned.
     assert f"| linear probe | {no} | {no} | {no} | 66.7, +6.8, +10.2 |" in page
@@ -152,7 +152,7 @@ def test_the_table_of_gains_has_the_papers_numbers_beside(folder: Path) -> None:
     assert page.startswith("| | MAE | + crops and flips† | + colours | paper")
 
 
-def test_a_runs_machine_has_the_cpus_model_and_what_computed_bfloat16(elsewhere: Path) -> None:
+def test_a_runs_machine_has_the_cpus_model_and_what_computed_bfloat16(elsewhere):
     same = pd.read_csv(elsewhere / "runs.csv", index_col="run").at["mae_micro", "encoder_sha256"]
     for kind, said in {"cpu": "bfloat16 on the CPU", "float32": "float32 for bfloat16"}.items():
         train_here("mae_micro", same, versions={"bfloat16": kind})
@@ -165,7 +165,7 @@ def test_a_runs_machine_has_the_cpus_model_and_what_computed_bfloat16(elsewhere:
     assert model is None or f" model {model[1]} (" in machine
 
 
-def test_sentences_on_lookups_name_the_measure_and_have_the_numbers_of_the_table() -> None:
+def test_sentences_on_lookups_name_the_measure_and_have_the_numbers_of_the_table():
     """Lookups add nothing measurable to k-NN; clusters of the same encoders gained from them."""
     frame = pd.read_csv(RESULTS / "cifar10_law/measured.csv")
     nmi = frame[frame["metric"] == "nmi_mean"].set_index("run")["value"]
@@ -200,9 +200,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_what_was_published_stays_where_there_is_nothing_new(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_published_stays_where_there_is_nothing_new(elsewhere, monkeypatch):
     """So every table and claim is what `measured.csv` and `runs.csv` say."""
     monkeypatch.setattr(publish, "OF_NUMBERS", ("knn_compute",))
     monkeypatch.setattr(publish, "_tables", MADE_TABLES)
@@ -215,9 +213,7 @@ def test_what_was_published_stays_where_there_is_nothing_new(
     assert (elsewhere / "figures/knn_compute.png").exists()
 
 
-def test_of_an_experiment_of_which_nothing_was_run_there_is_nothing(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_an_experiment_of_which_nothing_was_run_there_is_nothing(elsewhere, monkeypatch):
     monkeypatch.setattr(publish, "_tables", MADE_TABLES)
     for name in ("runs.csv", "measured.csv", "evaluations.json"):
         (elsewhere / name).unlink()
@@ -283,7 +279,7 @@ def known(folder: Path, evaluation: str = "knn") -> dict[tuple[str, str], float]
     return frame.set_index(["run", "metric"])["value"].to_dict()
 
 
-def test_results_of_a_machine_come_beside_those_of_others(elsewhere: Path) -> None:
+def test_results_of_a_machine_come_beside_those_of_others(elsewhere):
     before, runs = known(elsewhere), pd.read_csv(elsewhere / "runs.csv", index_col="run")
     assert runs.at["ct_min_micro", "finished"]
     same = runs.at["mae_micro", "encoder_sha256"]
@@ -309,9 +305,7 @@ def test_results_of_a_machine_come_beside_those_of_others(elsewhere: Path) -> No
     assert contents(elsewhere) == left
 
 
-def test_another_encoder_of_the_name_refutes_what_came_of_the_first(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_encoder_of_the_name_refutes_what_came_of_the_first(elsewhere, capsys):
     train_here("mae_micro", "0" * 64)
     publish.collect("cifar10")
     runs = {run for run, _ in known(elsewhere)}
@@ -327,7 +321,7 @@ def test_another_encoder_of_the_name_refutes_what_came_of_the_first(
     assert "| operations after MAE, of MAE's | | 33 % | 105 % | |" in page
 
 
-def test_other_settings_and_other_images_refute(elsewhere: Path) -> None:
+def test_other_settings_and_other_images_refute(elsewhere):
     told = elsewhere / "resolved/ct_min_micro.yaml"
     told.write_text(told.read_text().replace("epochs: 2", "epochs: 3"))
     evaluations = read_json(elsewhere / "evaluations.json")
@@ -346,7 +340,7 @@ def test_other_settings_and_other_images_refute(elsewhere: Path) -> None:
     assert not known(elsewhere)
 
 
-def test_what_this_machine_has_of_other_settings_is_not_taken(elsewhere: Path) -> None:
+def test_what_this_machine_has_of_other_settings_is_not_taken(elsewhere):
     before, runs = known(elsewhere), pd.read_csv(elsewhere / "runs.csv", index_col="run")
     same = runs.at["mae_micro", "encoder_sha256"]
     train_here("mae_micro", same, epochs=31)
@@ -362,7 +356,7 @@ def test_what_this_machine_has_of_other_settings_is_not_taken(elsewhere: Path) -
     assert "mae_micro" in robust and "mae_micro-s1" not in robust
 
 
-def test_what_was_made_here_from_something_else_is_not_taken(elsewhere: Path) -> None:
+def test_what_was_made_here_from_something_else_is_not_taken(elsewhere):
     runs = pd.read_csv(elsewhere / "runs.csv", index_col="run")["encoder_sha256"]
     before, of_probe = known(elsewhere), known(elsewhere, "robustness")
     train_here("mae_micro", "0" * 64, epochs=31)
@@ -382,7 +376,7 @@ def test_what_was_made_here_from_something_else_is_not_taken(elsewhere: Path) ->
     assert known(elsewhere, "robustness")["mae_micro-s1", "noise"] == 1.0
 
 
-def test_operations_are_counted_of_what_was_trained_here(elsewhere: Path) -> None:
+def test_operations_are_counted_of_what_was_trained_here(elsewhere):
     for run in ("mae_micro", "head_min_micro", "ct_min_micro"):
         train_here(run, "0" * 64)
     (elsewhere / "runs.csv").unlink()
@@ -398,7 +392,7 @@ def test_operations_are_counted_of_what_was_trained_here(elsewhere: Path) -> Non
     assert publish._cost(rows, lines)["overhead"].isna().all()
 
 
-def test_what_tuning_adds_is_decided_over_seeds_and_sets_of_labels() -> None:
+def test_what_tuning_adds_is_decided_over_seeds_and_sets_of_labels():
     """As the claims decide it: a table says no more than the verdicts below it."""
     gains = pages._filled("{gains}", RESULTS / "cifar10")
     lines = {line.split("|")[1].strip(): line for line in gains.splitlines() if "| " in line}

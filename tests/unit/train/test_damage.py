@@ -53,7 +53,7 @@ def steps(run: Path) -> list[int]:
     return [int(state.name[5:]) for state in complete_states(run / "state")]
 
 
-def test_no_bit_of_a_record_changes_what_is_read(tmp_path: Path) -> None:
+def test_no_bit_of_a_record_changes_what_is_read(tmp_path):
     state = save(tmp_path, 36)
     file, whole = state / "state.json", (state / "state.json").read_bytes()
     record = state_record(state, "ours")
@@ -70,7 +70,7 @@ def test_no_bit_of_a_record_changes_what_is_read(tmp_path: Path) -> None:
     assert refused > len(whole)
 
 
-def test_a_record_that_says_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_record_that_says_something_else_is_refused(tmp_path):
     state = save(tmp_path, 36)
     record = state_record(state, "ours")
     assert record["world_size"] == 1 and [*record["files"]] == ["rank-0000"]
@@ -88,9 +88,7 @@ def test_a_record_that_says_something_else_is_refused(tmp_path: Path) -> None:
         state_record(tmp_path / "state" / "step-000000099", "ours")
 
 
-def test_a_state_of_other_ranks_is_resumed_from_only_when_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_of_other_ranks_is_resumed_from_only_when_told(tmp_path, caplog):
     state = save(tmp_path, 5)
     write_record(state / "state.json", state_record(state, "ours") | {"world_size": 2})
     with pytest.raises(UserError, match=r"2 ranks to 1.*--convert-world-size"):
@@ -101,7 +99,7 @@ def test_a_state_of_other_ranks_is_resumed_from_only_when_told(
     assert f"{state}: converted from 2 ranks to 1" in caplog.text
 
 
-def test_each_rank_checks_its_share_of_the_files(tmp_path: Path) -> None:
+def test_each_rank_checks_its_share_of_the_files(tmp_path):
     state = save(tmp_path, 5)
     sha256 = sha256_file(state / "rank-0000.safetensors")
     record = {"files": {f"rank-{rank:04d}": sha256 for rank in range(3)}}
@@ -111,7 +109,7 @@ def test_each_rank_checks_its_share_of_the_files(tmp_path: Path) -> None:
             check_files(state, record, rank, ranks)
 
 
-def test_a_file_that_is_cut_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_is_named(tmp_path):
     state = save(tmp_path, 5)
     file = state / "rank-0000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -119,7 +117,7 @@ def test_a_file_that_is_cut_is_named(tmp_path: Path) -> None:
         StateReader(state, state_record(state, "ours"))
 
 
-def test_the_state_that_a_run_resumed_from_is_not_written_again(tmp_path: Path) -> None:
+def test_the_state_that_a_run_resumed_from_is_not_written_again(tmp_path):
     state = save(tmp_path, 5)
     assert read_notes(tmp_path)["saved"] == 5  # if it is lost, nothing begins anew
     written = (state / "state.json").stat().st_ino
@@ -132,7 +130,7 @@ def test_the_state_that_a_run_resumed_from_is_not_written_again(tmp_path: Path) 
     assert (state / "state.json").stat().st_ino == written
 
 
-def test_what_an_interrupted_save_left_is_removed(tmp_path: Path) -> None:
+def test_what_an_interrupted_save_left_is_removed(tmp_path):
     save(tmp_path, 5)
     for name in ("step-000000009", "damaged-step-000000003"):
         (tmp_path / "state" / name).mkdir()
@@ -141,9 +139,7 @@ def test_what_an_interrupted_save_left_is_removed(tmp_path: Path) -> None:
     assert left == {"step-000000005", "damaged-step-000000003"}
 
 
-def test_a_rank_that_never_writes_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_never_writes_is_not_waited_for_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_WAIT_FOR_RANKS", 0.1)
     place = Place(0, 0, 2)
     saver = Saver(tmp_path, place, RunLock(tmp_path, place))
@@ -157,7 +153,7 @@ def test_a_rank_that_never_writes_is_not_waited_for_without_end(
     assert other.error is None and read_notes(tmp_path) == {}  # rank 0 alone writes them
 
 
-def test_damaged_state_is_set_aside_and_does_not_push_out_new_ones(tmp_path: Path) -> None:
+def test_damaged_state_is_set_aside_and_does_not_push_out_new_ones(tmp_path):
     save(tmp_path, 5)
     newest = save(tmp_path, 9)
     (newest / "rank-0000.safetensors").write_bytes(b"damaged")
@@ -172,9 +168,7 @@ def test_damaged_state_is_set_aside_and_does_not_push_out_new_ones(tmp_path: Pat
     assert reader is not None and reader.step == 7
 
 
-def test_a_state_that_another_rank_finds_damaged_is_set_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_another_rank_finds_damaged_is_set_aside(tmp_path, monkeypatch):
     newest = [save(tmp_path, step) for step in (5, 9)][-1]
     faults = [1.0, 0.0, 1.0]
     monkeypatch.setattr(checkpoint, "sum_scalars", lambda *_: [faults.pop(0)])
@@ -184,14 +178,14 @@ def test_a_state_that_another_rank_finds_damaged_is_set_aside(
         find(tmp_path)
 
 
-def test_another_run_s_state_is_not_gone_on_from(tmp_path: Path) -> None:
+def test_another_run_s_state_is_not_gone_on_from(tmp_path):
     save(tmp_path, 5)
     save(tmp_path, 9, fingerprint="theirs")
     reader = find(tmp_path)
     assert reader is not None and reader.step == 5
 
 
-def test_without_a_sound_state_nothing_begins_at_step_0(tmp_path: Path) -> None:
+def test_without_a_sound_state_nothing_begins_at_step_0(tmp_path):
     write_record(tmp_path / "recipe.json", {"fingerprint": "ours", "saved": 9})
     for step in (5, 9):
         (save(tmp_path, step) / "state.json").write_text("{}")
@@ -215,9 +209,7 @@ def test_without_a_sound_state_nothing_begins_at_step_0(tmp_path: Path) -> None:
     ("owner", "name"),
     [(Path, "read_bytes"), (checkpoint, "sha256_file"), (checkpoint.os, "listdir")],
 )
-def test_what_cannot_be_read_now_is_no_damage(
-    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_now_is_no_damage(owner, name, tmp_path, monkeypatch):
     """The attempt ends, and the next one finds the newest state."""
     save(tmp_path, 5)
     save(tmp_path, 9)
@@ -245,9 +237,7 @@ def logged(folder: Path, count: int) -> list[bytes]:
     "damage",
     [b"17\n", b"\n", b'{"loss": 1}\n', b"\xff\xfe\n", b'{"step": 3, "timing": 3}\n', b"[]\n"],
 )
-def test_damaged_lines_are_dropped_and_counted(
-    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_lines_are_dropped_and_counted(tmp_path, damage, caplog):
     file, lines = tmp_path / "metrics.jsonl", logged(tmp_path, 9)
     file.write_bytes(b"".join([*lines[:2], damage, damage, *lines[4:]]) + damage)
     metrics = Metrics(tmp_path, 8, 20)
@@ -258,14 +248,14 @@ def test_damaged_lines_are_dropped_and_counted(
     assert [entry["step"] for entry in entries(file)] == [1, 2, 5, 6, 7, 8]
 
 
-def test_entries_of_two_trainings_count_once(tmp_path: Path) -> None:
+def test_entries_of_two_trainings_count_once(tmp_path):
     file, lines = tmp_path / "metrics.jsonl", logged(tmp_path, 5)
     file.write_bytes(b"".join([*lines[:4], *lines[2:]]))
     Metrics(tmp_path, 5, 20).close()
     assert [entry["step"] for entry in entries(file)] == [1, 2, 3, 4, 5]
 
 
-def test_who_still_writes_to_a_log_that_was_taken_over_writes_to_nowhere(tmp_path: Path) -> None:
+def test_who_still_writes_to_a_log_that_was_taken_over_writes_to_nowhere(tmp_path):
     logged(tmp_path, 3)
     before = Metrics(tmp_path, 3, 20)
     after = Metrics(tmp_path, 3, 20)
@@ -275,12 +265,12 @@ def test_who_still_writes_to_a_log_that_was_taken_over_writes_to_nowhere(tmp_pat
     assert [entry["step"] for entry in entries(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_a_log_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_that_is_gone_is_said(tmp_path, caplog):
     Metrics(tmp_path, 4, 20).close()
     assert "4 entries are lost" in caplog.text
 
 
-def test_damaged_weights_of_a_finished_run_are_named(tmp_path: Path) -> None:
+def test_damaged_weights_of_a_finished_run_are_named(tmp_path):
     file = tmp_path / "encoder.safetensors"
     file.write_bytes(b"weights")
     write_record(

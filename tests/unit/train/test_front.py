@@ -1,7 +1,5 @@
 """Train and evaluate from Python: `maect.run_training`, `maect.load`, `maect.run_evaluation`."""
 
-from pathlib import Path
-
 import pytest
 from tiny_runs import ENCODER, STAGE
 
@@ -17,7 +15,7 @@ from maect.stages.run import RunConfig
 SETTINGS = STAGE | {"augmentation": "mae", "base_lr": 1e-3, "weight_decay": 0.05, "epochs": 1}
 
 
-def test_a_run_is_trained_and_evaluated(shards: Path, tmp_path: Path) -> None:
+def test_a_run_is_trained_and_evaluated(shards, tmp_path):
     config = tmp_path / "runs/mae/config.yaml"
     RunConfig(
         run="mae", stage="pretrain", size="tiny", shards=shards, encoder=ENCODER,
@@ -42,7 +40,7 @@ def test_a_run_is_trained_and_evaluated(shards: Path, tmp_path: Path) -> None:
     assert read_record(asked.with_suffix(".json"))["settings"]["k"] == 3
 
 
-def test_mistakes_are_user_errors(tmp_path: Path) -> None:
+def test_mistakes_are_user_errors(tmp_path):
     with pytest.raises(UserError, match="no such file"):
         maect.run_training(tmp_path / "config.yaml")
     with pytest.raises(UserError, match="unknown 'device'; did you mean 'devices'"):

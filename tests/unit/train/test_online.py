@@ -228,7 +228,7 @@ def test_a_classifier_is_evaluated_as_it_pools(shards, pooling):
     assert all(torch.equal(taken[n].view(-1), p) for n, p in named if n in ours)
 
 
-def test_measures_of_known_features() -> None:
+def test_measures_of_known_features():
     rows = torch.eye(4, 6).repeat(5, 1)
     labels = torch.arange(20) % 4
     found = measures(rows, torch.stack([rows[:4], rows[:4]]), labels)

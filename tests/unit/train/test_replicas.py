@@ -1,7 +1,5 @@
 """Ranks that no longer hold the same weights are found before a state is saved."""
 
-from pathlib import Path
-
 import torch
 from ranks import refused, run
 from test_resume import ALWAYS, identical, steps_saved
@@ -27,7 +25,7 @@ def with_a_flipped_bit(context, *, where, **job):
         Trainer._update = update
 
 
-def test_a_flipped_bit_stops_the_run_before_it_is_saved(job, tmp_path: Path, whole: Path) -> None:
+def test_a_flipped_bit_stops_the_run_before_it_is_saved(job, tmp_path, whole):
     """Of weights, and of a buffer."""
     weights, buffer = job("weights", "mae") | ALWAYS, job("buffer", "mae") | ALWAYS
     flips = [

@@ -33,9 +33,7 @@ def without_locks(descriptor: int, operation: int) -> None:
 
 
 @pytest.mark.parametrize("locks", [True, False], ids=["with locks", "without locks"])
-def test_the_older_job_commits_nothing_and_removes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
-) -> None:
+def test_the_older_job_commits_nothing_and_removes_nothing(tmp_path, monkeypatch, locks):
     if not locks:
         monkeypatch.setattr(run_lock.fcntl, "flock", without_locks)
     tensors = {"param|0|w": torch.zeros(4)}
@@ -56,7 +54,7 @@ def test_the_older_job_commits_nothing_and_removes_nothing(
     assert second.failure is None and steps_saved(tmp_path) == [2, 3]
 
 
-def test_a_job_that_is_taken_over_in_the_middle_of_a_save(tmp_path: Path) -> None:
+def test_a_job_that_is_taken_over_in_the_middle_of_a_save(tmp_path):
     """Its check came before, its commit comes after."""
     first, second = Job(0, 0, 1), Job(0, 0, 1)
     old = RunLock(tmp_path, first)
@@ -69,7 +67,7 @@ def test_a_job_that_is_taken_over_in_the_middle_of_a_save(tmp_path: Path) -> Non
     assert not (tmp_path / "state.json").exists()
 
 
-def test_a_job_that_the_launcher_has_replaced(tmp_path: Path) -> None:
+def test_a_job_that_the_launcher_has_replaced(tmp_path):
     place = Job(0, 0, 1)
     lock = RunLock(tmp_path, place)
     place.is_current = lambda: False
@@ -81,7 +79,7 @@ def test_a_job_that_the_launcher_has_replaced(tmp_path: Path) -> None:
     lock.check()  # who was refused has taken nothing
 
 
-def test_a_replaced_job_of_other_settings_sets_nothing_aside(job) -> None:
+def test_a_replaced_job_of_other_settings_sets_nothing_aside(job):
     """It begins late, in the folder of the job that has replaced it."""
     newer, older = job("run", "mae", epochs=2, base_lr=2e-3), job("run", "mae", epochs=2)
     assert alone(newer, stop_at=3) == ["requeue"]
@@ -104,7 +102,7 @@ def commit_until_superseded(folder: Path, number: int) -> None:
             return
 
 
-def test_commits_of_many_jobs_never_go_back(tmp_path: Path) -> None:
+def test_commits_of_many_jobs_never_go_back(tmp_path):
     context = multiprocessing.get_context("forkserver")  # `ranks` has it import all that is needed
     jobs = [
         context.Process(target=commit_until_superseded, args=(tmp_path, number))
@@ -134,7 +132,7 @@ def test_commits_of_many_jobs_never_go_back(tmp_path: Path) -> None:
     assert seen[-1][0] == (tmp_path / NAME).read_text()
 
 
-def test_two_trainings_on_one_folder_end_as_one(job, tmp_path: Path) -> None:
+def test_two_trainings_on_one_folder_end_as_one(job, tmp_path):
     """The first one is held at step 4 while the second takes over, and then goes on."""
     whole, shared = job("whole", "mae"), job("shared", "mae") | ALWAYS
     log, gate = tmp_path / "log", tmp_path / "gate"
