@@ -15,6 +15,7 @@ done
 mkdir -p "$root/home/newcomer"
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
+mount --rbind /sys "$root/sys"
 mount --bind /etc/ssl "$root/etc/ssl"
 if [ "$python" != python3 ]; then
     prefix=$("$python" -c 'import sys; print(sys.base_prefix)')
