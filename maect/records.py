@@ -1,5 +1,6 @@
-"""Completion records of runs and evaluations: who writes, reads and checks against them."""
+"""Completion records of runs and evaluations, and the log of a run, `metrics.jsonl`."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 
 from maect.core.errors import UserError
-from maect.core.files import RUN, read_record, seek_record, sha256_file, write_record
+from maect.core.files import RUN, open_file, read_record, seek_record, sha256_file, write_record
 from maect.core.settings import Settings, digest, one_line
 from maect.core.stamps import known_record
 from maect.recipes import Encoder
@@ -17,6 +18,8 @@ from maect.recipes.settings import Computing
 ENCODER = "encoder.safetensors"
 SUFFIX = re.compile(r"-s(\d+)$")
 """Suffix of the names of runs that differ only in their seed: RUN, RUN-s1, RUN-s2 ..."""
+LOGGED_EVERY_STEP = 10_000
+"""Runs longer than this many steps log every 50th."""
 
 
 class Sourced(Protocol):
@@ -258,3 +261,56 @@ def checked_sha256(path: Path) -> str:
             "again"
         )
     return actual
+
+
+def log_interval(steps: int) -> int:
+    """Return how many steps lie between two entries."""
+    return 1 if steps <= LOGGED_EVERY_STEP else 50
+
+
+def line_of(step: int, values: dict[str, float], timing: dict[str, float]) -> str:
+    """Return the line of a step."""
+    return json.dumps({"step": step, **values, "timing": timing}) + "\n"
+
+
+def entries(path: Path, tail: int | None = None, sha256: str | None = None) -> list[dict[str, Any]]:
+    """Return the entries of a log, oldest first; [] without a file.
+
+    Lines that are no entries are left out: a training that is killed, or at work, may not have
+    written all of the last one.
+
+    Args:
+        tail: read only this many bytes at its end.
+        sha256: of the log of a finished run, as its record has it.
+
+    Raises:
+        UserError: the log is not that of the record.
+    """
+    try:
+        if sha256 is not None and sha256_file(path) != sha256:
+            raise UserError(
+                f"{path}: damaged (its checksum is not that in {RUN}); put it back from a copy, or "
+                "delete it: what reads the log goes on without it"
+            )
+        with open_file(path) as file:
+            start = max(0, path.stat().st_size - tail) if tail is not None else 0
+            file.seek(start)
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return []
+    if start:
+        del lines[0]  # the end of a line
+    found = [_entry_of(line) for line in lines]
+    return [entry for entry in found if entry is not None]
+
+
+def _entry_of(line: bytes) -> dict[str, Any] | None:
+    """Return the entry in a line; None if it has none."""
+    try:
+        entry: dict[str, Any] = json.loads(line)
+        timing = entry["timing"]
+        timing.pop("crc32", None)  # of logs of earlier versions
+        is_entry = type(entry["step"]) is int and isinstance(timing["device_seconds"], float | int)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return entry if is_entry else None

@@ -14,14 +14,13 @@ from typing import Any, cast
 import pandas as pd
 import yaml
 
-from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.core.files import read_json, seek_record, write_text
 from maect.core.settings import digest
 from maect.evaluate.base import OutputOf, Trained
 from maect.experiment import Experiment
 from maect.experiment.resolve import evaluation_config, input_path, is_current, run_config
-from maect.records import EvaluationRecord, Outcome, RunRecord
+from maect.records import EvaluationRecord, Outcome, RunRecord, line_of
 from maect.stages.run import RunConfig
 
 Pair = tuple[str, str]

@@ -35,13 +35,12 @@ from merge import (
 from pages import SOURCES, headline, operations_behind, page, with_headline
 from PIL import Image
 
-from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import read_json, seek_record, write_json, write_record, write_text
 from maect.experiment import Experiment, load
 from maect.experiment.pages import claims_config, figures, inputs_of_shown, shown_config, tables
 from maect.experiment.resolve import evaluation_config, run_config
-from maect.records import EvaluationRecord, RunRecord
+from maect.records import EvaluationRecord, RunRecord, entries
 from maect.report.bounds import COST
 from maect.report.claims import (
     claims_table,

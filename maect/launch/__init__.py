@@ -2,6 +2,6 @@
 
 from maect.core.resources import Resources
 from maect.launch.launcher import clusters, launch
-from maect.launch.task import LaunchError, Task
+from maect.launch.record import LaunchError, Task
 
 __all__ = ["LaunchError", "Resources", "Task", "clusters", "launch"]

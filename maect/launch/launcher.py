@@ -12,10 +12,9 @@ from maect.core.resources import Resources
 from maect.launch import progress, record, slurm
 from maect.launch.local import Local
 from maect.launch.owner import Interruption, lock_folder
-from maect.launch.record import Job
+from maect.launch.record import Job, LaunchError, Task
 from maect.launch.slurm import Slurm
 from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, Notice, notice_of, outcome
-from maect.launch.task import LaunchError, Task
 
 TICK = 0.5  # seconds between two reads of the files
 ATTEMPTS = 3  # attempts without progress before giving up

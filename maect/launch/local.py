@@ -12,10 +12,9 @@ import psutil
 
 from maect.core.resources import Resources
 from maect.launch import record
-from maect.launch.record import Job
+from maect.launch.record import Job, LaunchError
 from maect.launch.shell import MARK, environment
 from maect.launch.state import Cluster, Notice, check_site
-from maect.launch.task import LaunchError
 
 BROKEN_GRACE = 2.0  # seconds for the other ranks to end by themselves once one has died
 

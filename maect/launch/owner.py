@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from maect.core.files import make_folder
-from maect.launch.task import LaunchError
+from maect.launch.record import LaunchError
 
 # Seconds; a launcher whose Snakemake was killed ends within two, unless SLURM keeps it waiting.
 PATIENCE = 75.0

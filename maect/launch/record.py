@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from maect.core.errors import UserError
 from maect.core.files import (
     make_folder,
     read_text,
@@ -32,12 +33,30 @@ from maect.core.files import (
     write_record,
 )
 from maect.core.resources import Resources
-from maect.launch.task import LaunchError, Task
 
 LOG_TAIL = 15  # lines of a log that an error message quotes
 VERDICTS = ("done", "requeue", "stopped")  # how the launched function may return
 STATES = ("submitting", "submitted", "ended")
 LONGEST_NAME = 200  # bytes of a folder's name in a job's: a file may be called so, too
+
+
+class LaunchError(UserError):
+    """A job that cannot be started or that ended for good without its result."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Function that every rank calls, by name, so that a start imports nothing heavy.
+
+    Attributes:
+        function: `package.module:function`; called as `function(context=..., **arguments)`.
+        arguments: keyword arguments; they travel as JSON.
+        identity: of the result that they ask for: a live job of another one is not waited for.
+    """
+
+    function: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    identity: str = ""
 
 
 @dataclass

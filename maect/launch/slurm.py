@@ -18,10 +18,9 @@ from maect.core.owners import SAFE_PATH
 from maect.core.resources import Resources
 from maect.launch import record
 from maect.launch.local import find_processes
-from maect.launch.record import Job
+from maect.launch.record import Job, LaunchError
 from maect.launch.shell import MARK, command, environment
 from maect.launch.state import Cluster, Notice, check_site
-from maect.launch.task import LaunchError
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from typing import Literal
 
 from maect.core.resources import Resources
 from maect.launch import record
-from maect.launch.record import Job
-from maect.launch.task import LaunchError
+from maect.launch.record import Job, LaunchError
 
 STOPPED = "stopped by the user"
 NOT_ACCEPTED_YET = "not accepted for now"  # begins the ending of a job that is submitted again

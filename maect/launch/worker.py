@@ -27,10 +27,9 @@ from maect.core.context import Context
 from maect.core.files import sealed, write_record
 from maect.core.log import rank_log
 from maect.launch import record
-from maect.launch.record import VERDICTS, Job, RankReport
+from maect.launch.record import VERDICTS, Job, LaunchError, RankReport
 from maect.launch.rendezvous import Rendezvous, find_rendezvous, open_rendezvous
 from maect.launch.shell import command
-from maect.launch.task import LaunchError
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -15,11 +15,10 @@ from typing import Any
 
 import pandas as pd
 
-from maect.core.entries import entries
 from maect.core.errors import UserError, entry
 from maect.core.files import read_table_text, write_table_text
 from maect.paper import FOLDER
-from maect.records import EvaluationRecord, RunRecord, is_finished, lineage, seed_of
+from maect.records import EvaluationRecord, RunRecord, entries, is_finished, lineage, seed_of
 from maect.report.configs import Row
 from maect.report.registry import TABLES, Metric, Table
 from maect.stages import STAGES, Training, recorded

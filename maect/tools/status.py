@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from maect.core.entries import entries
 from maect.core.errors import UserError, counted
 from maect.core.log import aligned
 from maect.core.yaml_files import read_yaml
@@ -16,7 +15,7 @@ from maect.launch import clusters, record
 from maect.launch.progress import part, rough, seconds_left
 from maect.launch.record import Job
 from maect.launch.state import NOT_ACCEPTED_YET, STOPPED, Cluster, notice_of, outcome
-from maect.records import RunRecord, is_finished
+from maect.records import RunRecord, entries, is_finished
 
 if TYPE_CHECKING:
     from rich.table import Table

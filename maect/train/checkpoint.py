@@ -41,8 +41,7 @@ from maect.core.files import (
     verified,
     write_record,
 )
-from maect.train.run_folder import write_notes
-from maect.train.run_lock import RunLock
+from maect.train.run_folder import RunLock, write_notes
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from maect.core.context import Context
 from maect.recipes import Encoder
-from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine
 from maect.train.objective import Objective
 from maect.train.stage import Training
+from maect.train.step import DeviceTime
 
 HEALTH_INTERVAL = 10
 """Steps between two checks of the embeddings, which wait for the device."""

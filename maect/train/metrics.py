@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.core.entries import entries, line_of, log_interval
 from maect.core.files import atomic_write, write_text
 from maect.recipes.cost import peak_flops
+from maect.records import entries, line_of, log_interval
 from maect.train.hooks import Hook, Session, Update
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ import torch
 from maect.core.context import Context
 from maect.data.loader import Batch, Draw, Packed, add_draws, batch_layout, image_names
 from maect.recipes.settings import PLAIN, Computing
-from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, random_batch, seconds_between
 from maect.train.hooks import CheckHealth, SumLosses, Update
 from maect.train.objective import Objective
 from maect.train.stage import Training
+from maect.train.step import DeviceTime
 from maect.train.trainer import Trainer
 from maect.train.watchdog import Watchdog
 

@@ -26,14 +26,13 @@ from torch import Tensor
 
 from maect.core.context import Context
 from maect.core.distributed import barrier, be_deterministic, from_rank_0, store_barrier
-from maect.core.entries import entries, log_interval
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.recipes import OnlineEvaluation
-from maect.records import RunRecord
+from maect.records import RunRecord, entries, log_interval
 from maect.train.attempts import begin_attempt, compute_as_before, warn_people
 from maect.train.checkpoint import (
     Saver,
@@ -45,13 +44,13 @@ from maect.train.checkpoint import (
     snapshot,
     state_record,
 )
-from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, random_batch, start
 from maect.train.hooks import CheckHealth, ReportProgress, Session, SumLosses, Update
 from maect.train.metrics import LogSteps, Metrics
 from maect.train.objective import tensors_in
 from maect.train.online import EvaluateOnline, OnlineEvaluator
 from maect.train.run_folder import (
+    RunLock,
     check_not_lost,
     is_finished,
     origin,
@@ -61,10 +60,9 @@ from maect.train.run_folder import (
     source_files,
     take_over_folder,
 )
-from maect.train.run_lock import RunLock
 from maect.train.scores import ScoreEpochs, scored_split
 from maect.train.stage import RunInputs
-from maect.train.step import Buffers, StepSums
+from maect.train.step import Buffers, DeviceTime, StepSums
 from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING, Watchdog
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,12 @@ import pytest
 from maect.answers.vectors import Vectors
 from maect.cli import main
 from maect.core.context import Context
-from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_record
 from maect.data.shards import shard
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.evaluation import Completion, evaluate
-from maect.records import ImportedFile, RunRecord
+from maect.records import ImportedFile, RunRecord, entries
 from maect.stages.imported import is_another_file
 
 RUN = "results/runs/ct_tiny"

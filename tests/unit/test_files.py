@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from maect.core.entries import entries, line_of
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, read_record, seek_record, write_json, write_record
 from maect.records import (
     EvaluationRecord,
     RunRecord,
     checked_sha256,
+    entries,
+    line_of,
     lineage,
     need_encoder,
     of_seed,

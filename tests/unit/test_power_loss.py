@@ -21,14 +21,13 @@ import pytest
 import torch
 
 from maect.core.context import Context
-from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, sha256_file, write_record
 from maect.data.bundled import write_digits
 from maect.data.shard_check import verify
 from maect.data.shards import shard
 from maect.launch import Resources, Task, record
-from maect.records import RunRecord
+from maect.records import RunRecord, entries
 from maect.train.checkpoint import (
     Saver,
     check_files,
@@ -37,8 +36,7 @@ from maect.train.checkpoint import (
     state_record,
 )
 from maect.train.metrics import Metrics
-from maect.train.run_folder import check_weights, is_finished
-from maect.train.run_lock import RunLock
+from maect.train.run_folder import RunLock, check_weights, is_finished
 
 CHANGES = ("replace", "rename", "unlink", "remove", "rmdir", "mkdir", "link")
 Entries = dict[str, int]

@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import seek_record
-from maect.records import is_finished
+from maect.records import entries, is_finished
 from maect.report import tables
 from maect.report.configs import Row, ShownConfig
 from maect.report.figures import (

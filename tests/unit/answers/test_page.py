@@ -11,8 +11,8 @@ from PIL import Image
 
 import maect
 from maect.cli import main
-from maect.core.entries import line_of
 from maect.models.weights import save_tensors
+from maect.records import line_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "answers.md"

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from maect.cli import main
-from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_json, write_record
 from maect.data.index import open_index
@@ -24,7 +23,7 @@ from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import Encoding
 from maect.evaluate.protocols.encoders import Accuracy
 from maect.models.weights import load_encoder_weights
-from maect.records import RunRecord
+from maect.records import RunRecord, entries
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
 

@@ -14,7 +14,7 @@ from counting import expected
 from launching import MAECT_RUN, Run, finish, kill, wait_for
 
 from maect.launch.owner import TOGETHER, is_snakemake_alive, lock_folder, this_process
-from maect.launch.task import LaunchError
+from maect.launch.record import LaunchError
 
 
 def assert_undisturbed(run, steps: int = 40) -> None:

@@ -13,10 +13,9 @@ from maect.core.errors import UserError
 from maect.core.files import sealed
 from maect.core.resources import sbatch_options
 from maect.launch import Resources, Task, launcher, record, slurm
-from maect.launch.record import Job
+from maect.launch.record import Job, LaunchError
 from maect.launch.shell import command, environment
 from maect.launch.slurm import Slurm
-from maect.launch.task import LaunchError
 
 NAME = "maect-a-1"
 SLURM = {"cluster": "slurm", "cpus_per_task": 1}

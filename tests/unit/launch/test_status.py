@@ -11,14 +11,13 @@ import pytest
 from launching import ROOT, Run, finish, kill, wait_for
 from rich.console import Console
 
-from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.core.files import sha256_file, write_record
 from maect.experiment import load
 from maect.launch import clusters, record
 from maect.launch.slurm import Slurm
 from maect.launch.state import Notice
-from maect.records import RunRecord
+from maect.records import RunRecord, line_of
 from maect.tools.status import Status, columns, show, state_and_note, status, terminal_table
 
 

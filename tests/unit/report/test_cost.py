@@ -3,12 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.core.files import read_record, write_record
 from maect.experiment import load
 from maect.recipes import load_encoder
-from maect.records import RunRecord
+from maect.records import RunRecord, line_of
 from maect.report.bounds import MeasuredModels, Model, bound, compare, value
 from maect.report.claims import judge
 from maect.report.statements import STATEMENTS

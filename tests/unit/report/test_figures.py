@@ -17,11 +17,10 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits
 
-from maect.core.entries import entries, line_of
 from maect.core.errors import UserError
 from maect.core.files import read_record, write_record
 from maect.recipes import load_encoder
-from maect.records import RunRecord
+from maect.records import RunRecord, entries, line_of
 from maect.report.configs import Row, ShownConfig
 from maect.report.figures import draw, save, styled
 from maect.report.figures.embedding import read_points

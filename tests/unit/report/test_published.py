@@ -14,13 +14,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from maect.core.entries import line_of
 from maect.core.files import read_json, read_record, write_json, write_record
 from maect.core.stamps import stamp_path, stamped
 from maect.evaluate import EvaluationConfig
 from maect.experiment import load
 from maect.experiment.resolve import evaluation_config, run_config
-from maect.records import RunRecord
+from maect.records import RunRecord, line_of
 from maect.report.render import MISSING
 from maect.report.tables import Row, build_table, write_table
 from maect.stages.run import RunConfig

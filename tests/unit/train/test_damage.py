@@ -9,10 +9,9 @@ import pytest
 import torch
 from ranks import Place
 
-from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import sha256_file, write_record
-from maect.records import RunRecord
+from maect.records import RunRecord, entries
 from maect.train import checkpoint
 from maect.train.checkpoint import (
     Saver,
@@ -24,8 +23,7 @@ from maect.train.checkpoint import (
     state_record,
 )
 from maect.train.metrics import Metrics
-from maect.train.run_folder import check_not_lost, check_weights, read_notes
-from maect.train.run_lock import RunLock
+from maect.train.run_folder import RunLock, check_not_lost, check_weights, read_notes
 
 CPU = torch.device("cpu")
 

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 from ranks import Place
 
-from maect.train import device_time
-from maect.train.device_time import DeviceTime
+from maect.train import step
+from maect.train.step import DeviceTime
 
 
 def test_the_time_of_attempts_before_is_that_of_the_log(monkeypatch):
     clock = SimpleNamespace(now=50.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(device_time, "time", clock)
+    monkeypatch.setattr(step, "time", clock)
     place = Place(0, 0, 2)
     place.began = 40.0
     logged = {"device_seconds": 300.0, "held_seconds": 400.0, "useful_seconds": 280.0}
@@ -23,7 +23,7 @@ def test_the_time_of_attempts_before_is_that_of_the_log(monkeypatch):
 
 def test_what_counts_as_useful(monkeypatch):
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(device_time, "time", clock)
+    monkeypatch.setattr(step, "time", clock)
     steps = DeviceTime(Place(0, 0, 1), 100.0)
     for seconds in (60.0, 2.0, 3.0):  # the first compiles
         clock.now += seconds

@@ -35,7 +35,7 @@ from maect.train.checkpoint import (
 from maect.train.engine import Engine, cast_parts, random_batch, single_rank_group
 from maect.train.objective import Objective
 from maect.train.passes import compile_blocks, is_to_be_compiled
-from maect.train.run_lock import RunLock
+from maect.train.run_folder import RunLock
 from maect.train.trainer import TrainingFault
 
 

@@ -10,10 +10,10 @@ from ranks import Place
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.loader import evaluation_parts
-from maect.train.device_time import DeviceTime
 from maect.train.hooks import CheckHealth, Hook, ReportProgress, Session, SumLosses, Update
 from maect.train.online import EvaluateOnline, OnlineEvaluator
 from maect.train.scores import ScoreEpochs, encode_share, scored_split
+from maect.train.step import DeviceTime
 from maect.train.watchdog import EVALUATING, SCORING
 
 CPU = torch.device("cpu")

@@ -11,9 +11,8 @@ from ranks import alone, refused, run, train
 from safetensors.torch import load_file
 from tiny_runs import losses, metrics
 
-from maect.core.entries import entries
 from maect.core.files import RUN, read_record, sha256_file
-from maect.records import RunRecord
+from maect.records import RunRecord, entries
 from maect.stages.fine_tune import FineTune
 from maect.train.checkpoint import StateReader, complete_states
 

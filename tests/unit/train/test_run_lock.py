@@ -12,9 +12,9 @@ from ranks import Place, Ranks, alone, run
 from test_resume import ALWAYS, identical, steps_saved
 
 from maect.core.errors import SupersededError
-from maect.train import run_lock
+from maect.train import run_folder
 from maect.train.checkpoint import Saver
-from maect.train.run_lock import NAME, RunLock
+from maect.train.run_folder import WRITER_LOCK, RunLock
 
 RECORD = {"fingerprint": "ours"}
 
@@ -35,7 +35,7 @@ def without_locks(descriptor: int, operation: int) -> None:
 @pytest.mark.parametrize("locks", [True, False], ids=["with locks", "without locks"])
 def test_the_older_job_commits_nothing_and_removes_nothing(tmp_path, monkeypatch, locks):
     if not locks:
-        monkeypatch.setattr(run_lock.fcntl, "flock", without_locks)
+        monkeypatch.setattr(run_folder.fcntl, "flock", without_locks)
     tensors = {"param|0|w": torch.zeros(4)}
     first, second = Job(0, 0, 1), Job(0, 0, 1)
     old = Saver(tmp_path, first, RunLock(tmp_path, first))
@@ -129,7 +129,7 @@ def test_commits_of_many_jobs_never_go_back(tmp_path):
         assert steps == sorted(steps)
     # Whoever was taken over never wrote again: each writer's records are together.
     assert seen == sorted(seen, key=lambda one: (order.index(one[0]), one[1]))
-    assert seen[-1][0] == (tmp_path / NAME).read_text()
+    assert seen[-1][0] == (tmp_path / WRITER_LOCK).read_text()
 
 
 def test_two_trainings_on_one_folder_end_as_one(job, tmp_path):

@@ -10,9 +10,8 @@ from ranks import Place
 
 from maect.data.loader import Batch
 from maect.train.checkpoint import complete_states
-from maect.train.device_time import DeviceTime
 from maect.train.hooks import Hook
-from maect.train.step import Buffers, StepSums
+from maect.train.step import Buffers, DeviceTime, StepSums
 from maect.train.trainer import Trainer, TrainingFault
 from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING
 
@@ -310,7 +309,7 @@ def test_a_save_waits_for_the_one_before_it_and_overtakes_nothing(tmp_path, monk
 
     from maect.train import checkpoint
     from maect.train.checkpoint import StateReader, state_record
-    from maect.train.run_lock import RunLock
+    from maect.train.run_folder import RunLock
 
     started, go_on, order = threading.Event(), threading.Event(), []
     real = checkpoint.save_file
