@@ -4,7 +4,9 @@ Modules say `log = logging.getLogger(__name__)` and then `log.info(...)` or `log
 `print` is for what a command was asked for (a table, the name of a file), which goes to stdout.
 """
 
+import errno
 import logging
+import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +15,8 @@ from typing import TextIO
 
 CONTROL = {n: f"\\x{n:02x}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"}
 """Characters that a terminal obeys, to be escaped: file names may contain them."""
+CLOSED = {errno.EBADF, errno.EIO, errno.EPIPE}
+"""Errors of a terminal or a pipe that is gone."""
 CLOCK = "%H:%M:%S"
 DATE = "%Y-%m-%d %H:%M:%S"
 
@@ -91,7 +95,17 @@ class _Stderr(logging.StreamHandler[TextIO]):
         self.setFormatter(form)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore errors of a terminal that was closed."""
-        if not isinstance(sys.exc_info()[1], OSError):
+        """Say nothing more on a terminal that was closed.
+
+        What Python still holds for it goes nowhere: else the process would end with status 120.
+        """
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
             with suppress(OSError):
                 super().handleError(record)
+        elif error.errno in CLOSED:
+            with suppress(OSError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                if nowhere != self.stream.fileno():  # the number may be free by now
+                    os.dup2(nowhere, self.stream.fileno())
+                    os.close(nowhere)

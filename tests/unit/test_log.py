@@ -1,5 +1,6 @@
 """Messages of commands and of ranks, each in a process of its own: logging is set up once."""
 
+import os
 import re
 import subprocess
 import sys
@@ -22,8 +23,11 @@ log.error("maect shard: no such folder")
 
 
 def stderr(code: str) -> list[str]:
-    """What a process says."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    """What a process says, whose streams have buffers as a person's."""
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert not done.stdout
     return done.stderr.splitlines()
 
