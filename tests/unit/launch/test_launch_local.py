@@ -63,10 +63,15 @@ def test_a_complete_run_starts_nothing_and_begins_at_zero_when_made_again(tmp_pa
 def test_killed_launcher_is_followed_by_one_that_reattaches(run, moment):
     # Anywhere from its first import through submission into the middle of the job.
     random.seed(moment)
+    gate = run.hold(99)  # a job that has ended leaves nothing to attach to
     launcher = run.start(steps=100)
     time.sleep(random.uniform(0.1, 2.5))
     run.kill(launcher)
-    words = finish(run.start(steps=100))
+    launcher = run.start(steps=100)
+    owner = run.folder / "owner.lock"
+    wait_for(lambda: owner.exists() and f'"pid": {launcher.pid},' in owner.read_text())
+    gate.unlink()
+    words = finish(launcher)
     assert_undisturbed(run, 100)
     assert len(run.starts()) == 1, words
     assert len({start["name"] for start in run.starts()}) == 1
