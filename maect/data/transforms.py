@@ -28,7 +28,6 @@ from maect.data import random
 from maect.recipes import IMAGENET, Pixels, View
 
 MEAN, STD = IMAGENET
-PAPER = Pixels()
 
 # --- Cropping -------------------------------------------------------------------------------------
 

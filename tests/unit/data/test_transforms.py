@@ -10,8 +10,8 @@ from scipy.ndimage import gaussian_filter
 
 from maect.data import random
 from maect.data import transforms as ours
-from maect.data.transforms import PAPER, augment, denormalize, normalize
-from maect.recipes import AUGMENTATIONS, View
+from maect.data.transforms import augment, denormalize, normalize
+from maect.recipes import AUGMENTATIONS, Pixels, View
 
 
 def tensor(images: list[Image.Image]) -> torch.Tensor:
@@ -30,19 +30,18 @@ def column(values: list[float]) -> torch.Tensor:
 
 def test_normalize_is_torchvisions(pieces):
     expected = F.normalize(pieces.float() / 255, list(ours.MEAN), list(ours.STD))
-    torch.testing.assert_close(normalize(pieces, PAPER), expected)
-    torch.testing.assert_close(normalize(pieces.float() / 255, PAPER), expected)
-    assert torch.equal(denormalize(expected, PAPER), pieces)
-    assert denormalize(torch.tensor([-9.0, 9.0])[:, None, None, None], PAPER).unique().tolist() == [
-        0, 255,
-    ]  # fmt: skip
+    torch.testing.assert_close(normalize(pieces, Pixels()), expected)
+    torch.testing.assert_close(normalize(pieces.float() / 255, Pixels()), expected)
+    assert torch.equal(denormalize(expected, Pixels()), pieces)
+    beyond = torch.tensor([-9.0, 9.0])[:, None, None, None]
+    assert denormalize(beyond, Pixels()).unique().tolist() == [0, 255]
 
 
 def test_images_stay_on_their_device(pieces):
     images, ids = pieces.to("meta"), np.arange(24)
     for device_of in (normalize, denormalize):
-        assert device_of(images, PAPER).is_meta
-    assert augment(images, AUGMENTATIONS["aug"][0], 0, 0, ids * 0, ids, PAPER).is_meta
+        assert device_of(images, Pixels()).is_meta
+    assert augment(images, AUGMENTATIONS["aug"][0], 0, 0, ids * 0, ids, Pixels()).is_meta
     assert ours.erase(images.float(), 1.0, 0, ids * 0, ids).is_meta
 
 
@@ -165,10 +164,10 @@ def test_grey_and_solarize_are_pillows():
     photo = photographs()[0]
     x = tensor([photo])
     view = View(crop_scale=(0.2, 1), flip=0, gray=1)
-    pixels = undo(augment(x, view, 0, 0, [0], [0], PAPER))[0]
+    pixels = undo(augment(x, view, 0, 0, [0], [0], Pixels()))[0]
     assert np.abs(pixels - np.asarray(ImageOps.grayscale(photo), np.float32)).max() <= 1
     view = View(crop_scale=(0.2, 1), flip=0, solarize=1)
-    pixels = undo(augment(x, view, 0, 0, [0], [0], PAPER))[0]
+    pixels = undo(augment(x, view, 0, 0, [0], [0], Pixels()))[0]
     expected = np.asarray(ImageOps.solarize(photo, 128), np.float32).transpose(2, 0, 1)
     assert np.abs(pixels - expected).max() < 1e-2
 
@@ -187,17 +186,17 @@ def test_order_is_jitter_blur_grey_solarize():
     y = ours.blur(y, 0.1 + 1.9 * u[:, 10])
     y = ours.luma(y).expand(-1, 3, -1, -1)
     y = torch.where(y >= 128 / 255, 1 - y, y)
-    torch.testing.assert_close(augment(x, view, 1, 7, [3], [11], PAPER), normalize(y, PAPER))
+    torch.testing.assert_close(augment(x, view, 1, 7, [3], [11], Pixels()), normalize(y, Pixels()))
 
 
 def test_sample_does_not_depend_on_its_batch(pieces):
     view = AUGMENTATIONS["aug"][1]
     ids, epochs = np.arange(24) + 100, np.arange(24) % 2
-    together = augment(pieces, view, 1, 9, epochs, ids, PAPER)
+    together = augment(pieces, view, 1, 9, epochs, ids, Pixels())
     for i in (0, 5, 23):
-        alone = augment(pieces[i : i + 1], view, 1, 9, epochs[i : i + 1], ids[i : i + 1], PAPER)
+        alone = augment(pieces[i : i + 1], view, 1, 9, epochs[i : i + 1], ids[i : i + 1], Pixels())
         torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=0)
-    again = augment(pieces, view, 1, 9, epochs, ids, PAPER)
+    again = augment(pieces, view, 1, 9, epochs, ids, Pixels())
     assert torch.equal(together, again)
 
 
@@ -220,5 +219,5 @@ def test_changes_of_several_views_are_those_of_each():
 
 def test_input_is_left_alone(pieces):
     before = pieces.clone()
-    augment(pieces, AUGMENTATIONS["aug"][0], 0, 0, np.zeros(24, int), np.arange(24), PAPER)
+    augment(pieces, AUGMENTATIONS["aug"][0], 0, 0, np.zeros(24, int), np.arange(24), Pixels())
     assert torch.equal(before, pieces)

@@ -5,11 +5,11 @@ from torch import nn
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.data.transforms import PAPER, augment
+from maect.data.transforms import augment
 from maect.evaluate.color_histogram import HistogramHeads, histograms
 from maect.evaluate.features import Encoding
 from maect.evaluate.protocols.probes import ColorHistogram
-from maect.recipes import View
+from maect.recipes import Pixels, View
 from maect.train.stage import schedule
 
 from .by_hand import all_images, crops
@@ -37,7 +37,7 @@ def test_histograms_count_pixels():
     assert np.array_equal(found, flipped)
     # De-normalised floats, as the authors count them, are in the same bins (up to rounding).
     view = View(crop_scale=(1, 1), flip=0.0)
-    normal = augment(torch.from_numpy(images), view, 0, 0, np.zeros(5, int), np.arange(5), PAPER)
+    normal = augment(torch.from_numpy(images), view, 0, 0, np.zeros(5, int), np.arange(5), Pixels())
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     levels = (normal * std.view(3, 1, 1) + mean.view(3, 1, 1)) * 255
     assert np.array_equal(histograms(levels.round().byte()).numpy(), found)

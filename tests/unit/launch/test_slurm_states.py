@@ -252,12 +252,14 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_the_job_s_id_is_sbatch_s_own(tmp_path, commands, job, answer):
+def test_the_job_s_id_is_sbatch_s_own(tmp_path, commands, job, answer, monkeypatch, caplog):
+    monkeypatch.setenv("SLURM_CLUSTERS", "elsewhere")
     (commands.folder / "sbatch.says").write_bytes(answer)
     record.make_job_folder(tmp_path / "run", job.name)
     Slurm().submit(tmp_path / "run", job, Resources(**SLURM))
     assert job.id == "41"
     assert "--parsable" in commands.asked("sbatch")[0]
+    assert "SLURM_CLUSTERS=elsewhere is ignored" in caplog.text
 
 
 def test_submission_that_broke_off_is_looked_for(run, commands):

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from maect.data.index import ID, open_index
 from maect.data.loader import evaluation_parts
-from maect.data.transforms import PAPER, denormalize, normalize
+from maect.data.transforms import denormalize, normalize
 from maect.measures import rank_me
 from maect.models.decoder import patchify
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import load_encoder_weights
-from maect.recipes import OnlineEvaluation, load_encoder
+from maect.recipes import OnlineEvaluation, Pixels, load_encoder
 from maect.records import RunRecord
 from maect.stages import load_recipe
 from maect.stages.classifier import Classifier
@@ -103,7 +103,7 @@ def test_what_is_evaluated_is_what_the_run_exports(runs, shards):
         assert len(set(chosen.rows[:, ID].tolist())) == 16
         ((images, _, _),) = evaluation_parts(chosen, image_size=16, parts=[range(16)], threads=1)
         with torch.no_grad():
-            features = encoder.pool(encoder(normalize(images, PAPER)).tokens, pooling)
+            features = encoder.pool(encoder(normalize(images, Pixels())).tokens, pooling)
         last = evaluations(folder)[-1]["online_rank_me"]
         assert last == pytest.approx(rank_me(features), rel=1e-5)
 
@@ -112,8 +112,8 @@ def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
     torch.manual_seed(0)
     objective = load_recipe("mae", "tiny").objective(load_encoder("tiny"), 0)
     raw = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
-    images = normalize(raw, PAPER)
-    assert torch.equal(denormalize(images, PAPER), raw)
+    images = normalize(raw, Pixels())
+    assert torch.equal(denormalize(images, Pixels()), raw)
     order = torch.stack([torch.randperm(16) for _ in range(3)])
     parts = nn.ModuleDict(objective.parts_read()).eval()
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_an_evaluation_shows_queries_their_neighbours_and_reconstructions(shards
     ((images, _, _),) = evaluation_parts(evaluator.index, **how)
     parts = nn.ModuleDict(objective.parts_read()).eval()
     with torch.no_grad():
-        features = objective.features(parts, normalize(images, PAPER)).float()
+        features = objective.features(parts, normalize(images, Pixels())).float()
     assert found["online_rank_me"] == pytest.approx(rank_me(features), rel=1e-4)
     assert 0 < found["online_alignment"] < 4 and found["online_uniformity"] < 0
     assert evaluator.pictures.keys() == {"neighbors", "reconstructions"}

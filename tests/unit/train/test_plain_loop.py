@@ -13,9 +13,9 @@ from tiny_runs import losses, metrics
 from maect.data.index import open_index
 from maect.data.loader import train_batches
 from maect.data.random import ids_shuffle, lookup_numbers
-from maect.data.transforms import PAPER, augment
+from maect.data.transforms import augment
 from maect.models import heads
-from maect.recipes import Encoder
+from maect.recipes import Encoder, Pixels
 from maect.stages.objectives import Views
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Tune
@@ -42,7 +42,7 @@ def plain(value, kind, steps, rates):
     for step, batch in enumerate(batches):
         images = torch.stack(
             [
-                augment(batch.images[0][i], v, i, seed, batch.epochs, batch.ids, PAPER)
+                augment(batch.images[0][i], v, i, seed, batch.epochs, batch.ids, Pixels())
                 for i, v in enumerate(views)
             ]
         )
