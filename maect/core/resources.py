@@ -115,7 +115,7 @@ class Resources:
                     f"--{name} {value} is for this machine; a job on SLURM takes a number"
                 )
         for name in sbatch_options(self.slurm_extra):
-            if name.replace("_", "-") in RESERVED_SBATCH_OPTIONS:
+            if _is_reserved(name.replace("_", "-")):
                 raise UserError(
                     f"slurm_extra: {self.slurm_extra}: `{name}` is set by maect, which watches one "
                     "job a step; nodes, devices, runtime and so on are keys of the profile"
@@ -129,7 +129,9 @@ class Resources:
     @property
     def options(self) -> dict[str, str | bool]:
         """Return further sbatch options by name, `gres` among them unless GPUs are named."""
-        options: dict[str, str | bool] = {"requeue": True, **sbatch_options(self.slurm_extra)}
+        options = sbatch_options(self.slurm_extra)
+        if "no-requeue" not in options:
+            options = {"requeue": True, **options}
         if not any(key.startswith("gpus") or key == "gres" for key in options):
             options["gres"] = f"gpu:{self.devices}"
         return options
@@ -155,6 +157,13 @@ def _number(name: str, value: object, least: int = 1) -> int:
         kind = "a positive number" if least else "a number"
         raise UserError(f"--{name} {value}: must be {kind}")
     return int(str(value))
+
+
+def _is_reserved(option: str) -> bool:
+    """Return whether an option is maect's own; sbatch understands shortened names, too."""
+    if len(option) == 1:
+        return option in RESERVED_SBATCH_OPTIONS
+    return any(reserved.startswith(option) for reserved in RESERVED_SBATCH_OPTIONS)
 
 
 def sbatch_options(text: str) -> dict[str, str | bool]:

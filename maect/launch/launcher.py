@@ -166,7 +166,7 @@ class _Launch:
             notice = self.poll(job)
             if notice.phase != "unknown" and tried != self.next_poll:
                 tried = self.next_poll
-                if self.clusters[job.cluster].end(self.folder, job):
+                if self.end(job):
                     break
             reason = self.interruption.reason_to_leave()
             if reason or self.interruption.stops:
@@ -266,7 +266,7 @@ class _Launch:
             now = time.monotonic()
             ended = min(ended, now) if notice.phase == "ended" else float("inf")
             # Nothing of it must run beside the next job.
-            if now - ended >= notice.grace and cluster.end(self.folder, job):
+            if now - ended >= notice.grace and self.end(job):
                 self.show_job_messages(job)
                 return notice
             if self.line.is_due():
@@ -333,16 +333,20 @@ class _Launch:
             at_once = is_late or self.interruption.stops > 1
             if not at_once and notice.phase not in ("pending", "ended"):
                 return
-            if not cluster.end(self.folder, job):
+            if not self.end(job):
                 self.line.say(
-                    f"SLURM does not answer: job {job.id or job.name} was not cancelled; when it "
-                    "runs, it will save and stop; start again to re-attach to it"
+                    f"{job} was not cancelled: SLURM does not answer, or it is another user's; "
+                    "when it runs, it will save and stop; start again to re-attach to it"
                 )
                 raise SystemExit(130)
             how = "cancelled"
         self.close(job, STOPPED)
         self.line.say(f"{how} at step {record.saved_step(self.folder, job)}; start again to resume")
         raise SystemExit(130)
+
+    def end(self, job: Job) -> bool:
+        """End a job; return False if the cluster does not answer, or hides another user's jobs."""
+        return record.is_ours(self.folder) and self.clusters[job.cluster].end(self.folder, job)
 
     def completes(self, job: Job, notice: Notice) -> bool:
         """Return whether a job that has ended is complete after all."""

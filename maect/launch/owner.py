@@ -32,7 +32,9 @@ def lock_folder(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
     """
     make_folder(folder)
     path = folder / "owner.lock"
-    with path.open("a+", encoding="utf-8") as file:
+    # Whoever may open it may lock it and keep every launcher out: nobody but the group.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o660)
+    with open(descriptor, "a+", encoding="utf-8") as file:
         start = time.monotonic()
         warned = False
         while not _lock(file.fileno(), folder):

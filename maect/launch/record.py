@@ -110,6 +110,7 @@ class RankReport:
     """Content of `rank-N.json`.
 
     Attributes:
+        attempt: how often SLURM had restarted the job under the same id.
         time: when it began or, once it is over, ended.
         end: how its function returned, or "error".
         kind: of the error: "UserError", "NodeError", "RankError" (another rank failed) or its own
@@ -121,6 +122,7 @@ class RankReport:
     """
 
     rank: int
+    attempt: int = 0
     time: float = 0.0
     end: str | None = None
     kind: str = ""
@@ -216,8 +218,8 @@ def _is_place(folder: Path, place: str) -> bool:
     """Return whether a job's folder is this one, which may be mounted under two names."""
     if place in ("", str(folder)):
         return True
-    with suppress(OSError):
-        return os.path.samefile(folder, place)
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        return with_retries(os.path.samefile, folder, place)
     return False
 
 
@@ -238,6 +240,12 @@ def make_job_folder(folder: Path, name: str) -> Path:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+def is_ours(folder: Path) -> bool:
+    """Return whether this user can see the jobs of a folder; true if there was none."""
+    jobs = folder / "jobs"
+    return not jobs.exists() or os.access(jobs, os.R_OK, effective_ids=True)
 
 
 def remove_job_folder(folder: Path, name: str) -> None:

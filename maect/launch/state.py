@@ -93,10 +93,16 @@ def check_site(job: Job, here: str) -> None:
 
 
 def notice_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> Notice:
-    """Return the notice of a job; raise LaunchError if it cannot be seen from here."""
+    """Return the notice of a job; raise LaunchError if it cannot be seen from here.
+
+    A machine or a cluster may hide a job from other users, and then says that there is none.
+    """
     if job.state == "ended":
         return Notice("ended", job.ending or "", final=job.ending == STOPPED)
-    return clusters[job.cluster].poll(folder, job)
+    notice = clusters[job.cluster].poll(folder, job)
+    if notice.phase == "ended" and not record.is_ours(folder):
+        return Notice("unknown", "only the user who started its job can see whether it runs")
+    return notice
 
 
 def outcome(

@@ -42,19 +42,26 @@ REQUEUE_TRIES = 5
 
 
 class RankFile:
-    """Report of one rank, in the file that only this rank writes."""
+    """Report of one rank, in the file that only this rank writes.
 
-    def __init__(self, folder: Path, name: str, rank: int) -> None:
-        """Begin a report."""
+    SLURM may start a job again while a node that it takes for dead still computes: then the file is
+    the newer attempt's.
+    """
+
+    def __init__(self, folder: Path, name: str, rank: int, attempt: int) -> None:
+        """Begin the report of an attempt."""
         self._path = record.rank_file(folder, name, rank)
         # The thread that saves states reports here, too, beside the main thread.
         self._lock = threading.Lock()
-        self._report = RankReport(rank, time.time())
+        self._report = RankReport(rank, attempt, time.time())
 
     def note(self, *, durable: bool = True, **values: Any) -> None:
         """Add values to the report; without `durable` they may be lost: no wait for the disk."""
         with self._lock:
             self._report = replace(self._report, **values)
+            found = RankReport.read(self._path)
+            if found is not None and found.attempt > self._report.attempt:
+                return
             if durable:
                 write_record(self._path, asdict(self._report))
                 return
@@ -231,7 +238,8 @@ def start(folder: Path, name: str, hosts: list[str], **numbers: Any) -> None:
         return
     # An attempt before this one, under the same id, may have saved steps.
     before = record.saved_step(folder, job)
-    file = RankFile(folder, name, number)
+    attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    file = RankFile(folder, name, number, attempt)
     if number == 0:
         file.note(saved=before)
     else:
@@ -242,7 +250,7 @@ def start(folder: Path, name: str, hosts: list[str], **numbers: Any) -> None:
         gpus=job.gpus,
         folder=folder,
         name=name,
-        attempt=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        attempt=attempt,
         file=file,
     )
     _listen(rank)

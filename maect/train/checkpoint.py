@@ -177,6 +177,8 @@ class Saver:
     def _write(self, folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         if self._lock:
             self._lock.check()
+        elif not self.context.is_current():
+            raise SupersededError("the launcher has replaced this job by another one")
         own = folder / f"rank-{self.rank:04d}.safetensors"
         with atomic_write(own) as temporary:
             save_file(tensors, temporary)

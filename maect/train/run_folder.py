@@ -289,7 +289,7 @@ class RunLock:
     @contextmanager
     def _locked(self, more: int = 0) -> Iterator[int]:
         try:
-            descriptor = os.open(self._file, os.O_RDWR | os.O_CLOEXEC | more, 0o666)
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CLOEXEC | more, 0o660)
         except FileNotFoundError:
             raise SupersededError(f"{self._file}: gone, with the folder of the run") from None
         try:

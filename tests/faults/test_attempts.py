@@ -134,7 +134,7 @@ def test_the_terminal_says_it(tmp_path, caplog):
     """
     job = record.Job("local", "maect-x-1", 1)
     record.make_job_folder(tmp_path, job.name)
-    file = RankFile(tmp_path, job.name, 0)
+    file = RankFile(tmp_path, job.name, 0, 0)
     nothing: Any = None
     rank = Rank(
         rank=0, local_rank=0, world_size=1, local_world_size=1, node=0, cpus=1, gpus=False,
@@ -151,9 +151,24 @@ def test_the_terminal_says_it(tmp_path, caplog):
     launcher.show_job_messages(job)
     said = ["train: resumes with threads 1, it was 2", "train: resumes with revision b, it was a"]
     assert caplog.messages == said
-    file = RankFile(tmp_path, job.name, 0)
+    file = RankFile(tmp_path, job.name, 0, 1)
     rank = replace(rank, attempt=1, file=file, said=[])
     rank.say("resumes with device H200, it was A100")
     launcher.show_job_messages(job)
     launcher.show_job_messages(job)
     assert caplog.messages[2:] == ["train: resumes with device H200, it was A100"]
+
+
+def test_an_attempt_on_a_lost_node_reports_no_more(tmp_path):
+    """SLURM takes its node for dead and starts the job again, under the same id and name."""
+    record.make_job_folder(tmp_path, "job")
+    old = RankFile(tmp_path, "job", 0, 0)
+    old.note(saved=3)
+    new = RankFile(tmp_path, "job", 0, 1)
+    new.note(saved=3, meeting={"attempt": 1})
+    old.note(durable=False, progress={"step": 9})
+    old.note(end="error")
+    report = record.rank_0(tmp_path, record.Job("slurm", "job", 2))
+    assert (report.attempt, report.meeting, report.end) == (1, {"attempt": 1}, None)
+    new.note(end="done")
+    assert record.verdict(tmp_path, record.Job("slurm", "job", 2)) == "done"

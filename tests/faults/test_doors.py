@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT / "tests/unit/launch"))
 
 from counting import expected  # noqa: E402
 from launching import Run, finish  # noqa: E402
+from slurm_commands import Commands  # noqa: E402
 
 from maect.cli import main  # noqa: E402
 from maect.core import owners  # noqa: E402
@@ -30,6 +32,7 @@ from maect.data.shards import shard  # noqa: E402
 from maect.data.staging import stage  # noqa: E402
 from maect.experiment.profile import by_rule, find_profile  # noqa: E402
 from maect.launch import Resources, Task, clusters, launch, record  # noqa: E402
+from maect.launch.launcher import _Launch  # noqa: E402
 from maect.launch.owner import SNAKEMAKE  # noqa: E402
 from maect.launch.record import Job  # noqa: E402
 from maect.launch.shell import MARK  # noqa: E402
@@ -288,6 +291,30 @@ def test_the_status_of_somebody_elses_job(public: Path) -> None:
     assert alive == ("starting", "unknown", note)
     job.state, job.ending = "ended", STOPPED
     assert states() == ("stopped", "stopped", "")
+
+
+@as_root
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_a_colleague_ends_no_job_that_is_hidden(public, monkeypatch, cluster):
+    """With `PrivateData=jobs` SLURM says that there is no such job, as `/proc` does here."""
+    commands = Commands(public / "bin")
+    commands.folder.chmod(0o777)
+    monkeypatch.setenv("PATH", f"{commands.folder}:{os.environ['PATH']}")
+    folder = public / "runs/x"
+    record.make_job_folder(folder, "maect-x-1")
+    job = Job(cluster, "maect-x-1", 1, place=str(folder), state="submitted", id="7", pids=[7])
+    record.write_job(folder, job)
+    nothing: Any = None
+    launcher = _Launch(nothing, folder, nothing, nothing, nothing, nothing)
+    launcher.recorded = job.name
+    os.seteuid(B)
+    try:
+        assert launcher.poll(job).phase == "unknown"
+        assert not launcher.end(job)
+    finally:
+        os.seteuid(0)
+    assert launcher.end(job), "its owner may"
+    assert not commands.asked("scancel")
 
 
 # ---- copies, moved folders, other machines

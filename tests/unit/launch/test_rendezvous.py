@@ -58,7 +58,7 @@ def met(
     if rank > 0:
         return find_rendezvous(rank_file(folder, "job", 0), attempt, size)
     rendezvous = open_rendezvous(attempt, size, list(hosts))
-    RankFile(folder, "job", 0).note(meeting=asdict(rendezvous.address))
+    RankFile(folder, "job", 0, attempt).note(meeting=asdict(rendezvous.address))
     return rendezvous
 
 

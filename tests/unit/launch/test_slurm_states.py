@@ -190,11 +190,17 @@ def test_settings_of_a_shell_change_nothing(commands, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "argument", ["array=0-2", "clusters=a", "M=a", "job_name=x", "--output=x", "wait", "ntasks=3"]
+    "argument",
+    ["array=0-2", "clusters=a", "M=a", "job_name=x", "--output=x", "wait", "ntasks=3", "--arr=0-2"],
 )
 def test_arguments_that_would_lose_the_job_are_refused(argument):
     with pytest.raises(UserError, match=rf"slurm_extra: {argument}: .* is set by maect"):
         Resources(**SLURM, slurm_extra=argument).resolved()
+
+
+def test_a_site_may_forbid_requeues():
+    options = Resources(**SLURM, slurm_extra="--no-requeue").options
+    assert "no-requeue" in options and "requeue" not in options
 
 
 def test_blanks_separate_options():

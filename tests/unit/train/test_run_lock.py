@@ -79,6 +79,16 @@ def test_a_job_that_the_launcher_has_replaced(tmp_path):
     lock.check()  # who was refused has taken nothing
 
 
+def test_no_rank_of_a_replaced_job_writes(tmp_path):
+    """Its folder may have been moved away: it is not made again."""
+    place = Job(1, 0, 2)
+    place.is_current = lambda: False
+    saver = Saver(tmp_path / "gone", place, None)
+    saver.save(1, {"param|0|w": torch.zeros(4)}, RECORD)
+    saver.wait()
+    assert isinstance(place.failure, SupersededError) and not (tmp_path / "gone").exists()
+
+
 def test_a_replaced_job_of_other_settings_sets_nothing_aside(job):
     """It begins late, in the folder of the job that has replaced it."""
     newer, older = job("run", "mae", epochs=2, base_lr=2e-3), job("run", "mae", epochs=2)
