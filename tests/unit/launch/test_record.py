@@ -124,7 +124,7 @@ def test_a_damaged_report_is_none(tmp_path, job):
     make_job_folder(tmp_path, job.name)
     write_record(rank_file(tmp_path, job.name, 1), {"rank": 1, "time": 7.0})
     write_json(rank_file(tmp_path, job.name, 2), {"rank": 2})
-    assert ranks(tmp_path, job) == {1: RankReport(1, 7.0)}
+    assert ranks(tmp_path, job) == {1: RankReport(1, time=7.0)}
 
 
 def test_a_job_of_an_earlier_revision_is_read(tmp_path):
