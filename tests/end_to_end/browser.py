@@ -41,7 +41,7 @@ class Browser:
     def __init__(self, address: str, dark: bool, width: int, height: int) -> None:
         self.address = address
         options = {
-            "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+            "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         }
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})

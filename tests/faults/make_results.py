@@ -28,12 +28,7 @@ from maect.stages.run import train
 
 HEAD = {"head": {"queue_size": 32, "topk": 2}}
 EXPERIMENT: dict[str, Any] = {
-    "datasets": {
-        "digits": {
-            "resize": 16,
-            "splits": {"train": {"shards": 2}, "val": {}},
-        }
-    },
+    "datasets": {"digits": {"resize": 16, "splits": {"train": {"shards": 2}, "val": {}}}},
     "runs": {
         "mae_tiny": {"recipe": "mae", "size": "tiny", "set": {"epochs": 3}},
         "head_tiny": {"recipe": "head_min", "size": "tiny", "from": "mae_tiny", "set": HEAD},

@@ -9,13 +9,7 @@ import yaml
 
 from maect.core.files import read_record
 from maect.core.settings import LocalPath
-from maect.core.stamps import (
-    StampedFile,
-    file_checksum,
-    is_current,
-    stamp_path,
-    stamped,
-)
+from maect.core.stamps import StampedFile, file_checksum, is_current, stamp_path, stamped
 from maect.experiment import Experiment, load
 from maect.experiment.pipeline import Asked
 from maect.experiment.resolve import stamp_of, targets

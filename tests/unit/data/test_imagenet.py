@@ -133,13 +133,7 @@ def devkit(root: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("labels", "packed"),
-    [
-        ("devkit", False),
-        ("numbers", True),
-        ("wnids", False),
-        ("kaggle", True),
-    ],
+    ("labels", "packed"), [("devkit", False), ("numbers", True), ("wnids", False), ("kaggle", True)]
 )
 def test_val(labels, packed, tmp_path):
     images, truth = val_images(), val_labels()

@@ -13,12 +13,7 @@ from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
 from maect.evaluate.outcomes import held_out_by_content, interval_metrics, intervals
 from maect.evaluate.protocols.stored_features import PENALTIES, Logistic
 from maect.recipes import KNN_K, KNN_TEMPERATURE
-from maect.tools.compare import (
-    KNN_BEST,
-    KNN_HELD_OUT,
-    measure_with_labels,
-    measure_without_labels,
-)
+from maect.tools.compare import KNN_BEST, KNN_HELD_OUT, measure_with_labels, measure_without_labels
 
 from .by_hand import scikit_knn
 from .conftest import blobs, given, store

@@ -33,10 +33,7 @@ SETTINGS = LinearProbe(
 def job_of(images: Path, out: Path) -> EvaluationJob:
     shards = images / "shards"
     return EvaluationJob(
-        images / "runs" / "mae",
-        out,
-        {"train": shards / "train", "test": shards / "val"},
-        resize=16,
+        images / "runs" / "mae", out, {"train": shards / "train", "test": shards / "val"}, resize=16
     )
 
 

@@ -103,10 +103,7 @@ def test_same_steps(job, tmp_path, monkeypatch):
         factor = next(f for key, f in scale.items() if name.startswith(f"encoder.{key}"))
         return peak * factor, 0.05 if matrix else 0.0
 
-    for value, kind, steps, rates in (
-        (mae, Pretrain, 10, mae_rates),
-        (tune, Tune, 5, tune_rates),
-    ):
+    for value, kind, steps, rates in ((mae, Pretrain, 10, mae_rates), (tune, Tune, 5, tune_rates)):
         found, norms, final = plain(value, kind, steps, rates)
         assert max(norms) > 1.2  # gradients are not clipped, which would show from here on
         for ranks in ("1", "2"):
