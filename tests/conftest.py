@@ -23,13 +23,10 @@ FIRST = (  # what takes longest on one worker leads
 TOGETHER = {
     "the test cluster": ("tests/cluster/",),
     "trainings compared with the same three": (
-        "tests/unit/train/test_computed.py",
         "tests/unit/train/test_damage.py",
         "tests/unit/train/test_run_lock.py",
         "tests/unit/train/test_plain_loop.py",
-        "tests/unit/train/test_replicas.py",
         "tests/unit/train/test_resume.py",
-        "tests/unit/train/test_staged.py",
         "tests/unit/train/test_stages.py",
         "tests/unit/train/test_watchdog.py",
         "tests/unit/train/test_world_size.py",

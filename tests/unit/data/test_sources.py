@@ -3,20 +3,23 @@
 import io
 import os
 import tarfile
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
-from sample_images import jpeg
+from sample_images import image_folder, jpeg
 from test_imagenet import add, picture
 
 from maect.cli import main
 from maect.core.errors import UserError
+from maect.data.bundled import SHIFTS, write_digits
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.data.sources import SOURCES, open_source
 from maect.data.sources.base import Entry
-from maect.data.sources.image_files import Folder
+from maect.data.sources.image_files import Folder, ImageList
 from maect.experiment import load
 
 
@@ -121,3 +124,97 @@ def test_tars_with_impossible_sizes_end(size, kind, tmp_path):
     with pytest.raises(UserError, match=r"val\.tar: not a complete tar") as fault:
         shard(path, tmp_path / "out", "imagenet_val", 1, labels=path.with_suffix(".txt"))
     assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
+def test_a_table_gives_what_its_folder_would(ending, separator, tmp_path):
+    images = image_folder(tmp_path / "images", 2, 3)
+    names = sorted(str(path.relative_to(tmp_path)) for path in images.rglob("*.jpg"))
+    rows = [["label", "width", "path"], *([name.split("/")[1], "9", name] for name in names)]
+    table = tmp_path / f"mine.{ending}"
+    table.write_text("".join(separator.join(row) + "\r\n" for row in rows), encoding="utf-8-sig")
+    out = tmp_path / "out"
+    assert main(["shard", str(table), str(out), "--kind", "list", "--shards", "2"]) == 0
+    index = open_index(out)
+    assert index.class_names == ("c0", "c1") and index.n == 6
+    for i, key in enumerate(index.keys()):
+        assert index.read(i) == (tmp_path / f"{key}.jpg").read_bytes()
+        assert index.labels[i] == int(key.split("/")[1][1:])
+
+
+def test_classes_that_are_called_otherwise_are_indexed_again(tmp_path):
+    images, out = image_folder(tmp_path / "images", 2, 3), tmp_path / "out"
+    names = sorted(str(path.relative_to(tmp_path)) for path in images.rglob("*.jpg"))
+    for classes in (("cat", "dog"), ("benign", "malignant")):  # in the same order
+        rows = [f"{name},{classes[int(name.split('/')[1][1:])]}\n" for name in names]
+        (tmp_path / "mine.csv").write_text("path,label\n" + "".join(rows))
+        assert main(["shard", str(tmp_path / "mine.csv"), str(out), "--kind", "list"]) == 0
+        assert open_index(out).class_names == classes
+
+
+def test_a_table_without_labels(tmp_path):
+    (tmp_path / "mine.csv").write_text("path\na.jpg\nb/c.jpg\n")
+    listing = ImageList(tmp_path / "mine.csv").listing()
+    assert [(entry.name, entry.label) for entry in listing.entries] == [
+        ("a.jpg", -1), ("b/c.jpg", -1),
+    ]  # fmt: skip
+    assert listing.class_names == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"image,label\na.jpg,x\n", "mine.csv: the first line names no column `path`"),
+        (b"", "the first line names no column `path`"),
+        (b"path,label\na.jpg,x\nb.jpg\n", r"mine\.csv:3: no label"),
+        (b"path,label\n,x\n", r"mine\.csv:2: no path"),
+        (b"path\n../a.jpg\n", r"mine\.csv:2: '../a\.jpg' is not below the table's folder"),
+        (b"path\n/etc/a.jpg\n", r"mine\.csv:2: '/etc/a\.jpg' is not below the table's folder"),
+        (b"path\na.jpg\nb.jpg\na.jpg\n", "holds 'a.jpg' 2 times"),
+        (b"path\n", "no images found"),
+        (b"path\ncaf\xe9.jpg\n", "not a table in UTF-8"),
+        (b'path\n"a.jpg\n', "not a table in UTF-8"),
+    ],
+)
+def test_wrong_tables_are_refused(text, message, tmp_path):
+    (tmp_path / "mine.csv").write_bytes(text)
+    with pytest.raises(UserError, match=message) as fault:
+        ImageList(tmp_path / "mine.csv").listing()
+    assert "\n" not in str(fault.value)
+
+
+def read(folder: Path) -> dict[str, np.ndarray]:
+    paths = sorted(folder.rglob("*.png"))
+    return {str(p.relative_to(folder)): np.asarray(Image.open(p)).astype(int) for p in paths}
+
+
+def test_digits_are_complete_and_shifted_ones_are_those_of_validation_changed(tmp_path):
+    write_digits(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.png")}
+    write_digits(tmp_path)  # kept as they are
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.png")} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"train", "val", *SHIFTS}
+    plain, train = read(tmp_path / "val"), read(tmp_path / "train")
+    assert len(plain) == 500 and len(train) == 1297 and not set(plain) & set(train)
+    assert Counter(name[0] for name in plain) == dict.fromkeys("0123456789", 50)
+    assert {digit.shape for digit in plain.values()} == {(16, 16, 3)}
+    shifted = {name: read(tmp_path / name) for name in SHIFTS}
+    assert all(set(images) == set(plain) for images in shifted.values())
+    assert all(np.array_equal(shifted["inverted"][n], 255 - plain[n]) for n in plain)
+    noise = np.stack([shifted["noisy"][name] - plain[name] for name in plain])
+    inside = np.stack([(x > 64) & (x < 191) for x in plain.values()])
+    assert np.abs(noise).max() == 64 and abs(noise[inside].mean()) < 1
+    assert 36 < noise[inside].std() < 38  # 128 / sqrt(12)
+    assert len(np.unique(noise[:20], axis=0)) == 20
+    # Turned back, most of a digit lies where it was.
+    back = np.stack(
+        [
+            np.asarray(Image.fromarray(x.astype(np.uint8)).rotate(-30, Image.Resampling.BICUBIC))
+            for x in shifted["rotated"].values()
+        ]
+    )
+    whole = np.stack(list(plain.values()))
+    assert np.corrcoef(back.ravel(), whole.ravel())[0, 1] > 0.95
+    assert (
+        np.corrcoef(np.stack(list(shifted["rotated"].values())).ravel(), whole.ravel())[0, 1] < 0.9
+    )

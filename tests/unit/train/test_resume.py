@@ -12,9 +12,16 @@ from safetensors.torch import load_file
 from tiny_runs import losses, metrics
 
 from maect.core.files import RUN, read_record, sha256_file
+from maect.core.settings import digest
+from maect.evaluate.protocols.encoders import Accuracy
+from maect.recipes import load_encoder
+from maect.recipes.settings import PLAIN, Computing
 from maect.records import RunRecord, entries
+from maect.stages import load_recipe
 from maect.stages.fine_tune import FineTune
+from maect.stages.run import RunConfig
 from maect.train.checkpoint import StateReader, complete_states
+from maect.train.trainer import Trainer
 
 ALWAYS = {"save_every_minutes": 0.0}
 
@@ -247,3 +254,77 @@ def test_refusals(job, whole):
     refusing = [value | {"function": refused} for value in table.values()]
     for words, said in zip(table, alone(*refusing), strict=True):
         assert words in said
+
+
+def with_a_flipped_bit(context, *, where, **job):
+    """A training in which rank 1's copy has one other bit from step 4 on."""
+    update = Trainer._update
+
+    def flipping(self, means, number):
+        update(self, means, number)
+        if number == 4 and context.rank == 1:
+            held = dict(self.objective.named_parameters()) | self.objective.saved_buffers()
+            bits = held[where].data.view(torch.int32).flatten()
+            bits[3] ^= 1
+
+    Trainer._update = flipping
+    try:
+        return refused(context, **job)
+    finally:
+        Trainer._update = update
+
+
+def test_a_flipped_bit_stops_the_run_before_it_is_saved(job, tmp_path, whole):
+    """Of weights, and of a buffer."""
+    weights, buffer = job("weights", "mae") | ALWAYS, job("buffer", "mae") | ALWAYS
+    flips = [
+        value | {"function": with_a_flipped_bit, "where": where}
+        for value, where in (
+            (weights, "encoder.blocks.2.attn.proj.weight"), (buffer, "encoder.pos_embed")
+        )
+    ]  # fmt: skip
+    *messages, verdict = run(2, *flips, buffer, log=tmp_path / "log")
+    for message in messages:
+        assert "ReplicaError: after step 4 the weights or buffers of rank 1 of 2 differ" in message
+    assert 1 <= steps_saved(weights["folder"])[-1] <= 3
+    assert verdict == "done"
+    identical(whole / "mae", buffer["folder"])
+
+
+OTHERWISE = {
+    3: {"zero_stage": 2, "attention": "flash_attn"},
+    6: {"accumulation": 2, "activation_checkpointing": True, "zero_stage": 3},
+}
+"""By the step after which a run goes on so."""
+
+
+def test_a_run_goes_on_computed_otherwise(job, whole, tmp_path):
+    log, ways = tmp_path / "log", [{}, *OTHERWISE.values()]
+    jobs = [job("mae", "mae", **changes) for changes in ways]
+    folder = Path(jobs[0]["folder"])
+    parts = [value | {"stop_at": at} for value, at in zip(jobs, (*OTHERWISE, None), strict=True)]
+    # Finished is finished, however it would be computed now.
+    assert run(2, *parts, jobs[0], log=log) == ["requeue", "requeue", "done", "done"]
+    assert not list(folder.glob("stale-*"))
+    before = PLAIN.model_dump()
+    for step, changes in OTHERWISE.items():
+        assert f"resuming from step {step}" in log.read_text()
+        for name, value in changes.items():
+            assert f"resumes with {name} {value}, it was {before[name]}" in log.read_text()
+        before |= changes
+    undisturbed = losses(whole / "mae")
+    assert losses(folder)[:3] == undisturbed[:3]
+    np.testing.assert_allclose(losses(folder), undisturbed, rtol=1e-4)
+    record = json.loads(RunRecord.path(folder).read_text())
+    assert record["computing"].items() >= OTHERWISE[6].items()
+
+
+def test_identities_know_nothing_of_it():
+    told = {
+        "run": "mae", "stage": "pretrain", "size": "base", "encoder": load_encoder("base"),
+        "settings": load_recipe("mae", "base"),
+    }  # fmt: skip
+    other = RunConfig(**told, computing=Computing(compile=True, deterministic=True))
+    longer = RunConfig(**told | {"settings": load_recipe("mae", "base", {"epochs": 3})})
+    assert RunConfig(**told).digest == other.digest != longer.digest
+    assert digest(Accuracy()) != digest(Accuracy(precision="fp32"))
