@@ -71,7 +71,7 @@ NUMERIC := tests/unit/train tests/unit/models tests/unit/evaluate tests/unit/dat
 ANY_CPU := train/test_damage train/test_effective train/test_engine_resources \
 	train/test_run_lock train/test_flops train/test_kills \
 	train/test_memory train/test_paper_tables train/test_second_writing train/test_watchdog \
-	evaluate/test_explore evaluate/test_fine_tune_recipes evaluate/test_lists evaluate/test_throughput
+	evaluate/test_explore evaluate/test_lists evaluate/test_throughput
 test-cpus: install
 	@case $$($(BIN)/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability())') in \
 		AVX512) below="default avx2" ;; AVX2) below=default ;; *) below= ;; esac; \

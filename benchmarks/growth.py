@@ -1,6 +1,6 @@
 """Time and memory of the index and the order from 10^4 to 10^7 samples.
 
-`python benchmarks/growth.py [--out FILE]`. Each size is measured in a process of its own on a
+`python benchmarks/growth.py`. Each size is measured in a process of its own on a
 memory-mapped index (a sparse file): opening it, which hashes it, the first global batch of an
 epoch, the last one after a restart, and for up to 1.3 million samples the order of a whole epoch.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maect.core.files import sha256_file, write_json, write_record
+from maect.core.files import sha256_file, write_record
 from maect.data.index import CHECKSUMS, COLUMNS, open_index
 from maect.data.order import Order
 
@@ -88,7 +88,6 @@ def curve(sizes: tuple[int, ...]) -> list[dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="also write the numbers as JSON")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -100,8 +99,6 @@ def main() -> int:
         epoch = "" if line["epoch"] is None else f"{line['epoch']:.3f}"
         print(f"{line['n']:>13,}{line['open']:>9.3f}{line['first_batch']:>9.3f}"
               f"{line['resume']:>9.3f}{epoch:>9}{line['peak_mb']:>9}")  # fmt: skip
-    if options.out:
-        write_json(options.out, lines)
     times = [line[key] or 0 for line in lines for key in ("open", "first_batch", "resume", "epoch")]
     met = max(times) < SECONDS and max(line["peak_mb"] for line in lines) < MEGABYTES
     print("all below 1 s and 300 MB" if met else "MISSED: 1 s and 300 MB")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "unit/train"))
+sys.path += [str(HERE.parent / "unit" / name) for name in ("train", "launch")]
 
 from ranks import run  # noqa: E402
 from tiny_runs import job_maker, noise_shards  # noqa: E402

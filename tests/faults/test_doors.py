@@ -13,32 +13,29 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from counting import expected
+from launching import Run, finish
 from PIL import Image
+from slurm_commands import Commands
+
+from maect.cli import main
+from maect.core import owners
+from maect.core.errors import NodeError, UserError
+from maect.core.resources import full_paths
+from maect.data.config import CONFIG, ShardsConfig, finished_shards
+from maect.data.index import open_index
+from maect.data.shards import shard
+from maect.data.staging import stage
+from maect.experiment.profile import by_rule, find_profile
+from maect.launch import Resources, Task, clusters, launch, record
+from maect.launch.launcher import _Launch
+from maect.launch.owner import SNAKEMAKE
+from maect.launch.record import Job
+from maect.launch.shell import MARK
+from maect.launch.state import STOPPED
+from maect.tools.status import status_of
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests/unit/launch"))
-
-from counting import expected  # noqa: E402
-from launching import Run, finish  # noqa: E402
-from slurm_commands import Commands  # noqa: E402
-
-from maect.cli import main  # noqa: E402
-from maect.core import owners  # noqa: E402
-from maect.core.errors import NodeError, UserError  # noqa: E402
-from maect.core.resources import full_paths  # noqa: E402
-from maect.data.config import CONFIG, ShardsConfig, finished_shards  # noqa: E402
-from maect.data.index import open_index  # noqa: E402
-from maect.data.shards import shard  # noqa: E402
-from maect.data.staging import stage  # noqa: E402
-from maect.experiment.profile import by_rule, find_profile  # noqa: E402
-from maect.launch import Resources, Task, clusters, launch, record  # noqa: E402
-from maect.launch.launcher import _Launch  # noqa: E402
-from maect.launch.owner import SNAKEMAKE  # noqa: E402
-from maect.launch.record import Job  # noqa: E402
-from maect.launch.shell import MARK  # noqa: E402
-from maect.launch.state import STOPPED  # noqa: E402
-from maect.tools.status import status_of  # noqa: E402
-
 B = 12345  # another user, without a name
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 BIN = Path(sys.executable).parent

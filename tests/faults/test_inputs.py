@@ -14,7 +14,7 @@ from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_json, read_text, with_retries
 from maect.core.settings import SettingsFile
-from maect.core.yaml_files import parse_yaml, shortened
+from maect.core.yaml_files import parse_yaml
 from maect.data.sources.columns import Columns
 from maect.evaluate.store import open_features, open_record
 from maect.experiment import load
@@ -89,15 +89,11 @@ def test_runs_are_named_as_their_values_are_written(tmp_path):
     assert [*load(str(file)).runs] == ["m_no", "m_1.10", "m_0.5", "m_10"]
 
 
-def test_files_that_are_nested_deeply_and_long_values(tmp_path):
-    """`RecursionError` in a reader of others' JSON and YAML; a message of a megabyte."""
-    deep = "[" * 100_000 + "]" * 100_000
-    (tmp_path / "x.json").write_text(deep)
+def test_json_that_is_nested_deeply(tmp_path):
+    """`RecursionError` in a reader of others' files."""
+    (tmp_path / "x.json").write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(UserError, match=r"x\.json: not valid JSON \(maximum recursion depth"):
         read_json(tmp_path / "x.json")
-    with pytest.raises(UserError, match="nested too deeply"):
-        parse_yaml("[" * 5_000 + "]" * 5_000, "x.yaml")
-    assert len(shortened({"a": ["x" * 10_000] * 1_000})) < 10_000
 
 
 READERS = {
@@ -145,12 +141,9 @@ def test_a_library_opens_no_pipe(tmp_path):
     loop.symlink_to(loop.name)
     device.symlink_to("/dev/zero")
     for path in (pipe, loop, device):
-        with pytest.raises(UserError):
-            open_record(path)
-        with pytest.raises(UserError):
-            load_tensors(path)
-        with pytest.raises(UserError):
-            open_features(path)
+        for read in (open_record, load_tensors, open_features):
+            with pytest.raises(UserError):
+                read(path)
         with pytest.raises(OSError):
             with_retries(read_text, path)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from evaluate.conftest import Rank, images, resolved
-from evaluate.test_efficient_probe import SETTINGS as EFFICIENT
-from evaluate.test_lars_linear_probe import SETTINGS as LINEAR
+from evaluate.test_lars_probes import EFFICIENT
+from evaluate.test_lars_probes import SETTINGS as LINEAR
 
 from maect.core.errors import UserError
 from maect.core.files import seek_record

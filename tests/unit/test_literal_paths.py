@@ -9,7 +9,6 @@ import pytest
 from maect import cli
 from maect.core.errors import UserError
 from maect.core.files import check_literal_path
-from maect.core.owners import check_working_folder
 from maect.data.staging import stage
 from maect.launch import Resources, Task, launch
 from maect.tools.new_experiment import new_experiment
@@ -35,35 +34,27 @@ def test_a_path_that_is_a_template_is_refused_in_one_line(name, tmp_path):
     assert not list(storage.iterdir())
 
 
-COMMANDS = {
-    "run digits -n": "storage",
-    "plan --experiment digits": "working folder",
-    "doctor --experiment digits": "storage",
-    "resolve digits": "working folder",
-}
-
-
-@pytest.mark.parametrize("words", COMMANDS)
-def test_commands_of_an_experiment_refuse_it(words, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("words", "stand"),
+    [
+        ("run digits -n --config storage=10%tune/results", "."),
+        ("doctor --experiment digits --config storage=10%tune/results", "."),
+        ("plan --experiment digits", "10%tune"),
+        ("resolve digits", "link"),
+    ],
+)
+def test_commands_of_an_experiment_refuse_it(words, stand, tmp_path, monkeypatch, capfd):
+    """As storage and as the working folder, which a link does not hide."""
     folder = tmp_path / "10%tune"
     folder.mkdir()
-    in_storage = COMMANDS[words] == "storage"
-    monkeypatch.chdir(tmp_path if in_storage else folder)
-    given = ["--config", f"storage={folder}/results"] if in_storage else []
-    assert cli.main([*words.split(), *given]) == 2
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path / stand)
+    assert cli.main(words.replace("=", f"={tmp_path}/").split()) == 2
     shown = capfd.readouterr().err
     # `plan` says first what it does.
     assert len(shown.splitlines()) == (2 if words.startswith("plan") else 1), shown
     assert f"{folder}/results" in shown and "would change '%'" in shown
-    assert not list(folder.iterdir()) and {*tmp_path.iterdir()} == {folder}
-
-
-def test_a_link_does_not_hide_it(tmp_path, monkeypatch):
-    (tmp_path / "10%tune").mkdir()
-    (tmp_path / "plain").symlink_to(tmp_path / "10%tune")
-    monkeypatch.chdir(tmp_path / "plain")
-    with pytest.raises(UserError, match="would change '%'"):
-        check_working_folder()
+    assert not list(folder.iterdir()) and {*tmp_path.iterdir()} == {folder, tmp_path / "link"}
 
 
 def test_no_experiment_is_written_that_could_not_run(tmp_path):

@@ -85,27 +85,6 @@ def test_seed_matters(index):
     assert not same(batches(index, 1)[0], batches(index, 1, seed=4)[0])
 
 
-def test_pixels_are_torchvisions_crops(index):
-    batch = batches(index, 1)[0]
-    for view in range(2):
-        for place in (0, 7, 19):
-            row = int(batch.ids[place])
-            image = read_rgb(index.read(row))
-            u = random_crops(
-                *(np.array([side]) for side in image.size),
-                VIEWS[view].crop_scale,
-                32,
-                seed=3,
-                epochs=0,
-                ids=[row],
-                view=view,
-            )[0]
-            x, y, w, h = u[:4].tolist()
-            expected = image.crop((x, y, x + w, y + h)).resize((32, 32), Image.Resampling.BICUBIC)
-            found = batch.images[0][view, place].permute(1, 2, 0).numpy().astype(int)
-            assert abs(found - np.asarray(expected)).max() <= 2
-
-
 def test_evaluation_is_resize_and_centre_crop(index):
     from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 

@@ -7,12 +7,23 @@ import numpy as np
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 
-from maect.data.index import Index
+from maect.data.index import Index, open_index
 from maect.data.loader import Batch, evaluation_parts, train_batches
 from maect.data.transforms import augment
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.features import Encoding
+from maect.evaluate.probe_training import ProbeTask
 from maect.recipes import Pixels, View
 
+from .conftest import Rank
 from .margins import clear
+
+
+def task_of(job: EvaluationJob) -> ProbeTask:
+    """What a probe is trained by: encoder and splits of a job, opened by one rank."""
+    encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
+    train, test = (open_index(job.path(split)) for split in ("train", "test"))
+    return ProbeTask(Rank(), job, encoding, train, test, "")
 
 
 def all_images(index: Index) -> tuple[torch.Tensor, torch.Tensor]:

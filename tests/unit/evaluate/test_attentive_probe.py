@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
-from maect.data.index import ID, open_index
+from maect.data.index import ID
 from maect.evaluate.attentive_probe import Classifiers, Probes
-from maect.evaluate.features import Encoding
-from maect.evaluate.probe_training import ProbeBatch, ProbeTask
+from maect.evaluate.probe_training import ProbeBatch
 from maect.evaluate.protocols.probes import AttentiveProbe
 
-from .by_hand import all_images
+from .by_hand import all_images, task_of
 from .conftest import Rank
 from .test_linear_probe import job_of
 
@@ -64,9 +63,7 @@ def reference(group: Classifiers, head: int) -> nn.Module:
 
 
 def test_classifiers_learn_as_modules_with_torchs_adamw(images, tmp_path, monkeypatch):
-    encoding = Encoding(images / "runs/mae/encoder.safetensors", CPU)
-    train, test = (open_index(images / "shards" / split) for split in ("train", "val"))
-    task = ProbeTask(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
+    task = task_of(job_of(images, tmp_path / "a.json"))
     torch.set_default_dtype(torch.float64)
     try:
         probes = Probes(task, SETTINGS)
@@ -118,9 +115,8 @@ def test_classifiers_learn_as_modules_with_torchs_adamw(images, tmp_path, monkey
 def test_held_out_images_choose_and_nothing_learns_from_them(images, tmp_path):
     job = job_of(images, tmp_path / "attentive_probe.json")
     metrics = SETTINGS.evaluate(Rank(), job)
-    encoding = Encoding(job.run / "encoder.safetensors", CPU)
-    train, test = open_index(job.path("train")), open_index(job.path("test"))
-    probes = Probes(ProbeTask(Rank(), job, encoding, train, test, ""), SETTINGS)
+    task = task_of(job)
+    train, test, probes = task.train, task.test, Probes(task, SETTINGS)
     held, learnt = probes.choosing, probes.training_images
     assert held.n == 30 and not np.isin(held.rows[:, ID], learnt.rows[:, ID]).any()
     assert held.n + learnt.n == train.n
@@ -143,7 +139,7 @@ def test_held_out_images_choose_and_nothing_learns_from_them(images, tmp_path):
     rows = train.rows.copy()
     mine = np.isin(rows[:, ID], held.rows[:, ID])
     assert mine.sum() == 30
-    other = Probes(ProbeTask(Rank(), job, encoding, replace(train, rows=rows), test, ""), SETTINGS)
+    other = Probes(replace(task, train=replace(train, rows=rows)), SETTINGS)
     assert np.array_equal(other.training_images.rows, learnt.rows)
 
 

@@ -9,18 +9,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from maect.answers.classes import read_classifier
-from maect.data.index import ID, open_index
+from maect.data.index import ID
 from maect.data.transforms import normalize
 from maect.evaluate import load_evaluation, probe_training
 from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.evaluation import evaluate
-from maect.evaluate.features import Encoding
 from maect.evaluate.linear_probe import Heads, refiner_forms, representations
-from maect.evaluate.probe_training import ProbeTask
 from maect.evaluate.protocols.probes import LinearProbe, epoch_ends
 from maect.train.stage import schedule
 
-from .by_hand import all_images, blocks_of, crops
+from .by_hand import all_images, blocks_of, crops, task_of
 from .conftest import Rank, resolved
 from .margins import clear
 
@@ -42,9 +40,9 @@ def test_probe_is_the_plain_loop(images, tmp_path, rank):
     seed = 2  # of which no class hangs on a last bit
     job = job_of(images, tmp_path / "linear_probe.json")
     metrics = SETTINGS.model_copy(update={"seed": seed}).evaluate(rank, job)
-    encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
-    train, test = open_index(job.path("train")), open_index(job.path("test"))
-    pictures, y_test = all_images(test)
+    task = task_of(job)
+    encoding, train = task.encoding, task.train
+    pictures, y_test = all_images(task.test)
     x_test = encoding(pictures)
     ends = [5, 10, 15, 18]  # 150, 300 and 450 images are seen; 600 are 18 batches and a part
     heads = Heads(16, 10, [1.0, 0.1, 0.01], 0.9, seed, torch.device("cpu"))
@@ -190,8 +188,8 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(images
     settings = SETTINGS.model_copy(update={"refiner": True, "held_out": 0.2, "epochs": 3})
     job = job_of(images, tmp_path / "linear_probe_refiner.json")
     metrics = settings.evaluate(rank, job)
-    train, test = open_index(job.path("train")), open_index(job.path("test"))
-    encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
+    task = task_of(job)
+    encoding, train = task.encoding, task.train
 
     def inputs(pictures: torch.Tensor) -> dict[str, torch.Tensor]:
         raw = blocks_of(encoding.encoder, pictures)
@@ -211,10 +209,9 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(images
         pictures, labels = all_images(index)
         return inputs(normalize(pictures, encoding.settings.pixels)), labels
 
-    task = ProbeTask(rank, job, encoding, train, test, "")
     held = task.draw_held_out(0.2, 0)
     assert held.n == 30 and np.isin(held.rows[:, ID], train.rows[:, ID]).all()
-    scored = {"": centre(test), "held": centre(held)}
+    scored = {"": centre(task.test), "held": centre(held)}
     probes = {}
     for part in scored:
         for form, x in scored[""][0].items():
@@ -310,17 +307,6 @@ def test_all_of_the_heads_is_on_the_device():
     heads = Heads(4, 3, [0.1, 0.2], 0.9, 0, torch.device("meta"))
     tensors = (heads.weight, heads.bias, heads.mean, heads.var, heads.rates)
     assert all(tensor.is_meta for tensor in tensors)
-
-
-def test_loss_is_the_cross_entropy_before_the_update():
-    heads = Heads(4, 3, [0.1, 0.2], 0.9, 0, torch.device("cpu"))
-    features, labels = torch.randn(16, 4), torch.randint(3, (16,))
-    normal = (features - features.mean(0)) / (features.var(0, correction=0) + 1e-5).sqrt()
-    expected = [
-        torch.nn.functional.cross_entropy(normal @ weight.T, labels)
-        for weight in heads.weight.detach()
-    ]
-    torch.testing.assert_close(heads.step(features, labels, 1.0), torch.stack(expected))
 
 
 def test_constant_features_stay_finite():

@@ -16,7 +16,6 @@ from maect.core.errors import UserError
 from maect.data.index import ID, open_index
 from maect.data.transforms import normalize
 from maect.evaluate.dense import MaskSplit, miou
-from maect.evaluate.features import Encoding
 from maect.evaluate.patch_linear import (
     IGNORED,
     PatchHead,
@@ -29,9 +28,10 @@ from maect.evaluate.patch_linear import (
     resized_mask,
     windows,
 )
-from maect.evaluate.probe_training import HELD_OUT, ProbeBatch, ProbeTask
+from maect.evaluate.probe_training import HELD_OUT, ProbeBatch
 from maect.evaluate.protocols.probes import PatchLinear
 
+from .by_hand import task_of
 from .conftest import Rank
 from .test_dense import drawn, job_of
 
@@ -201,10 +201,7 @@ def test_the_head_learns_as_modules_of_torch():
 
 
 def segmenter_of(drawn, tmp_path, settings=SETTINGS):
-    job = job_of(drawn, tmp_path / "a.json")
-    encoding = Encoding(job.run / "encoder.safetensors", CPU)
-    train, test = open_index(job.path("train")), open_index(job.path("test"))
-    return Segmenter(ProbeTask(Rank(), job, encoding, train, test, ""), settings)
+    return Segmenter(task_of(job_of(drawn, tmp_path / "a.json")), settings)
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (32, 70), (53, 32), (40, 90)])

@@ -14,8 +14,8 @@ from .test_attentive_probe import SETTINGS as ATTENTIVE
 from .test_color_histogram import SETTINGS as HISTOGRAM
 from .test_dense import drawn
 from .test_dense import job_of as masked_job
-from .test_efficient_probe import SETTINGS as EFFICIENT
-from .test_lars_linear_probe import SETTINGS as LARS
+from .test_lars_probes import EFFICIENT
+from .test_lars_probes import SETTINGS as LARS
 from .test_linear_probe import SETTINGS as LINEAR
 from .test_linear_probe import job_of
 from .test_patch_linear import SETTINGS as PATCHES

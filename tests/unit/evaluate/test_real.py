@@ -15,7 +15,7 @@ from maect.evaluate.real import read_real, real_labels_of, real_sha256
 
 from .conftest import Rank, blobs, features_job, given, resolved
 from .test_attentive_probe import SETTINGS as ATTENTIVE
-from .test_lars_linear_probe import SETTINGS as LARS
+from .test_lars_probes import SETTINGS as LARS
 from .test_linear_probe import SETTINGS as LINEAR
 from .test_linear_probe import job_of
 

@@ -207,17 +207,11 @@ def mae_ct_legacy():
 
 def moco(base, momentum):
     projector = ("head.0.weight", "head.1.running_mean", "head.6.weight", "head.7.running_var")
-    return {
-        "epoch": 300,
-        "arch": "vit_base",
-        "state_dict": prefixed("module.base_encoder.", base)
-        | mlp("module.base_encoder.", *projector)
-        | prefixed("module.momentum_encoder.", momentum)
-        | mlp("module.momentum_encoder.", *projector)
-        | mlp("module.predictor.", "0.weight", "1.bias", "3.weight"),
-        "optimizer": {"state": {}, "param_groups": []},
-        "scaler": {"scale": 65536.0},
-    }
+    state = mlp("module.predictor.", "0.weight", "1.bias", "3.weight")
+    for name, weights in (("base", base), ("momentum", momentum)):
+        state |= prefixed(f"module.{name}_encoder.", weights)
+        state |= mlp(f"module.{name}_encoder.", *projector)
+    return {"arch": "vit_base", "state_dict": state} | training_state()
 
 
 def moco_v3():
@@ -306,18 +300,13 @@ def ijepa():
     """IN1K-vit.h.14-300e.pth.tar"""
     target = encoder_weights(5, mae_table(WIDTH, GRID, False), cls=False)
     context = encoder_weights(6, mae_table(WIDTH, GRID, False), cls=False)
-    return {
+    state = {
         "encoder": prefixed("module.", context),
         "predictor": mlp("module.", "predictor_embed.weight", "mask_token"),
         "target_encoder": prefixed("module.", target),
         "opt": {"state": {}, "param_groups": [{"lr": np.float64(1e-3)}]},
-        "scaler": {"scale": 1.0},
-        "epoch": 300,
-        "loss": 0.2,
-        "batch_size": 128,
-        "world_size": 16,
-        "lr": 1e-3,
-    }, target
+    }
+    return state | training_state(loss=0.2), target
 
 
 def pixio():

@@ -301,23 +301,3 @@ tables: [low_shot]
     file.write_text(text.format(root=tmp_path, more="").replace("timm:", "size: base, timm:"))
     with pytest.raises(UserError, match="a run with it takes no `size`"):
         experiment.load(str(file))
-
-
-def test_stages_start_from_dinov2(tmp_path):
-    name = "vit_base_patch14_reg4_dinov2"
-    known = find_timm(name)
-    file = tmp_path / "it.yaml"
-    file.write_text(f"""
-storage: {tmp_path}
-datasets: {{digits: {{kind: digits, splits: {{train: {{}}, val: {{}}}}}}}}
-runs:
-  it: {{timm: {name}, weights: {tmp_path}/w.safetensors, image_size: 56}}
-  head: {{recipe: head_aug, size: {known.size}, from: it, image_size: 56}}
-  ct: {{recipe: ct_aug, size: {known.size}, from: head, image_size: 56}}
-evaluate: [{{runs: [ct], protocols: [knn]}}]
-tables: [low_shot]
-""")
-    runs = experiment.load(str(file)).runs
-    shapes = [{key: getattr(runs[run].encoder, key) for key in Encoder.shape} for run in runs]
-    assert shapes[0] == shapes[1] == shapes[2]
-    assert runs["ct"].encoder.registers == known.registers
