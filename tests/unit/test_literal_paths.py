@@ -39,8 +39,9 @@ def test_a_path_that_is_a_template_is_refused_in_one_line(name, tmp_path):
     [
         ("run digits -n --config storage=10%tune/results", "."),
         ("doctor --experiment digits --config storage=10%tune/results", "."),
+        ("run digits -n --config storage=results", "link"),  # the working folder itself
         ("plan --experiment digits", "10%tune"),
-        ("resolve digits", "link"),
+        ("resolve digits", "10%tune"),
     ],
 )
 def test_commands_of_an_experiment_refuse_it(words, stand, tmp_path, monkeypatch, capfd):
@@ -53,7 +54,7 @@ def test_commands_of_an_experiment_refuse_it(words, stand, tmp_path, monkeypatch
     shown = capfd.readouterr().err
     # `plan` says first what it does.
     assert len(shown.splitlines()) == (2 if words.startswith("plan") else 1), shown
-    assert f"{folder}/results" in shown and "would change '%'" in shown
+    assert str(folder) in shown and "would change '%'" in shown
     assert not list(folder.iterdir()) and {*tmp_path.iterdir()} == {folder, tmp_path / "link"}
 
 
