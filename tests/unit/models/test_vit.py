@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from plain_vit import mae_table
-from timm.models.vision_transformer import VisionTransformer
 from torch.nn import functional as F
 
 from maect.models.decoder import Decoder, patchify, reconstruction_loss, unpatchify
@@ -29,24 +28,6 @@ def test_positions_follow_the_formula():
     np.testing.assert_allclose(sincos_2d(24, 40), mae_table(24, 40, cls=False), atol=1.5e-7)
     with pytest.raises(ValueError, match="width 18 is not a multiple of 4"):
         sincos_2d(18, 2)
-
-
-@pytest.mark.parametrize("registers", [0, 3])
-def test_state_dict_is_timms_and_so_are_the_features(registers):
-    with seeded(0):
-        ours = build_encoder(TINY.model_copy(update={"registers": registers}))
-    theirs = VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=2, num_classes=0,
-        reg_tokens=registers,
-    )  # fmt: skip
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    images, first = torch.randn(5, 3, 16, 16), 1 + registers
-    tokens = ours(images).tokens
-    torch.testing.assert_close(tokens, theirs.forward_features(images), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.pool(tokens, "cls"), theirs(images), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.pool(tokens, "mean"), tokens[:, first:].mean(dim=1))
-    assert tokens.shape == (5, first + 16, 24) and ours.pos_embed[0, :first].abs().max() == 0
-    assert "pos_embed" not in dict(ours.named_parameters())
 
 
 def test_masked_encoding_is_that_of_the_visible_patches_alone():
@@ -100,17 +81,6 @@ def test_initialisation_is_maes():
     assert encoder.patch_embed.proj.bias.abs().max() > 0  # torch's default, as in MAE
     assert encoder.cls_token.detach().std() == pytest.approx(0.02, rel=0.5)
     assert encoder.norm.eps == 1e-6
-
-
-def test_freezing():
-    encoder = tiny()
-    encoder.freeze(2)
-    trained = {name for name, p in encoder.named_parameters() if p.requires_grad}
-    assert trained == {
-        n for n, _ in encoder.named_parameters() if n.startswith(("blocks.2", "norm"))
-    }
-    encoder(torch.randn(2, 3, 16, 16)).tokens.square().mean().backward()
-    assert all((p.grad is not None) == (n in trained) for n, p in encoder.named_parameters())
 
 
 def test_freezing_changes_no_value_and_builds_no_graph_below():
