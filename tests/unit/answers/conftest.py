@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from safetensors.torch import save_file
 
 from maect.answers.public import PUBLIC, Public
 from maect.cli import main
+from maect.core.context import Context
 from maect.core.files import sha256_file
 from maect.data.retrieve import CATALOGUE, Remote
+from maect.launch import Task
 from maect.models.foreign import create
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import load_encoder
@@ -32,6 +35,16 @@ def photograph(number: int, width: int, height: int) -> Image.Image:
     disc = (x - center[0]) ** 2 + (y - center[1]) ** 2 < 0.04
     scene[disc] = 40 + 190 * color
     return Image.fromarray((scene + rng.normal(0, 6, scene.shape)).clip(0, 255).astype(np.uint8))
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs are computed in this process."""
+
+    def launch(task: Task, *_: Any, **__: Any) -> None:
+        resolve_name(task.function)(Context(), **task.arguments)
+
+    monkeypatch.setattr("maect.launch.launch", launch)
 
 
 @pytest.fixture(scope="session")

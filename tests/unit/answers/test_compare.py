@@ -77,6 +77,7 @@ def test_encoders_and_folders_make_a_table(run, other, folders, tmp_path, capsys
     pd.testing.assert_frame_equal(again, split.reset_index(drop=True), check_dtype=False)
 
 
+@pytest.mark.usefixtures("at_once")
 def test_knn_is_that_of_the_protocol_on_the_same_images(run, tmp_path, monkeypatch):
     """Shards of an unchanged folder: the same held-out images, grid, k, T and accuracies."""
     images, rng = tmp_path / "images", np.random.default_rng(5)

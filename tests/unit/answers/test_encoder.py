@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,9 @@ from PIL import Image
 
 import maect
 from maect.cli import main
-from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import RUN
 from maect.evaluate.store import open_features
-from maect.launch.launcher import Task
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -33,16 +30,6 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("hub") / "ct"
     assert main(["export", str(run), str(out)]) == 0
     return out
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs are computed in this process."""
-
-    def launch(task: Task, *_: Any, **__: Any) -> None:
-        resolve_name(task.function)(Context(), **task.arguments)
-
-    monkeypatch.setattr("maect.launch.launch", launch)
 
 
 @pytest.mark.usefixtures("at_once")

@@ -31,13 +31,13 @@ def test_a_run_is_trained_and_evaluated(shards, tmp_path):
         evaluation="knn_per_block", protocol="knn_per_block", run=run, resize=16,
         inputs={"train": shards, "test": shards}, settings=KnnPerBlock(k=3),
     ).write(asked)  # fmt: skip
-    metrics = maect.run_evaluation(str(asked), devices=1)
-    assert len(metrics["knn"]) == ENCODER.depth
-    assert metrics == read_record(asked.with_suffix(".json"))["metrics"]
     other = asked.with_name("k5.yaml")
-    maect.run_evaluation(asked, ["settings.k=5"], other, devices=1)
-    assert read_record(other.with_suffix(".json"))["settings"]["k"] == 5
-    assert read_record(asked.with_suffix(".json"))["settings"]["k"] == 3
+    metrics = maect.run_evaluation(asked, ["settings.k=5"], other, devices=1)
+    assert len(metrics["knn"]) == ENCODER.depth
+    record = read_record(other.with_suffix(".json"))
+    assert record["metrics"] == metrics and record["settings"]["k"] == 5
+    assert not asked.with_suffix(".json").exists()
+    assert maect.run_evaluation(str(other)) == metrics  # which is there
 
 
 def test_mistakes_are_user_errors(tmp_path):
