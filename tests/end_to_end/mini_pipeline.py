@@ -20,18 +20,18 @@ MINI: dict[str, Any] = {
         "digits": {"kind": "digits", "resize": 16, "splits": {"train": {"shards": 2}, "val": {}}}
     },
     "runs": {
-        "mae_tiny": {"recipe": "mae", "size": "tiny", "set": {"epochs": 3}},
+        "mae_tiny": {"recipe": "mae", "size": "tiny", "set": {"epochs": 1}},
         "head_min_tiny": {
             "recipe": "head_min",
             "size": "tiny",
             "from": "mae_tiny",
-            "set": {"epochs": 2},
+            "set": {"epochs": 1},
         },
         "ct_min_tiny": {
             "recipe": "ct_min",
             "size": "tiny",
             "from": "head_min_tiny",
-            "set": {"epochs": 3},
+            "set": {"epochs": 1},
         },
     },
     "evaluate": [{"runs": ["ct_min_tiny"], "protocols": ["knn"]}],

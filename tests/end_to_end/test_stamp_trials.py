@@ -15,9 +15,14 @@ pytestmark = pytest.mark.slow
 KILLS = 10
 
 
-def test_ten_kills_at_random_moments(undisturbed, tmp_path):
+def test_ten_kills_at_random_moments(tmp_path):
     """SIGKILL of everything, from the first import to the last evaluation."""
-    pipeline = Pipeline(tmp_path / "killed", copy.deepcopy(MINI))
+    longer = copy.deepcopy(MINI)
+    for run in longer["runs"].values():
+        run["set"] = {"epochs": 3}
+    undisturbed = Pipeline(tmp_path / "undisturbed", longer)
+    undisturbed.complete("evaluations")
+    pipeline = Pipeline(tmp_path / "killed", longer)
     pipeline.command()  # which makes its folder
     seed = random.randrange(10**6)
     print(f"seed {seed}")  # shown if it fails
