@@ -32,15 +32,10 @@ TOGETHER = {
         "tests/unit/train/test_world_size.py",
     ),
     "other trainings, forked from one process": ("tests/unit/train/",),
-    "what reads the same small results": (
-        "tests/faults/test_checksums.py",
-        "tests/faults/test_flips.py",
-        "tests/faults/test_identity.py",
-        "tests/faults/test_inputs.py",
-    ),
-    "what resumes the same stopped run": (
-        "tests/faults/test_attempts.py",
-        "tests/faults/test_lost_states.py",
+    "small results and evaluations, forked from one process": (
+        "tests/faults/",
+        "tests/unit/evaluate/test_fine_tune_ranks.py",
+        "tests/unit/evaluate/test_two_ranks.py",
     ),
     "UMAP, which Numba compiles at its first use": (
         "tests/unit/answers/test_notebooks.py",

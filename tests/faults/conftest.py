@@ -1,8 +1,6 @@
 """A small finished pipeline, and a training that was stopped, made once."""
 
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,8 @@ import pytest
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "unit" / name) for name in ("train", "launch")]
 
-from ranks import run  # noqa: E402
+from make_results import make  # noqa: E402
+from ranks import Ranks, run  # noqa: E402
 from tiny_runs import job_maker, noise_shards  # noqa: E402
 
 Job = Callable[..., dict[str, Any]]
@@ -23,12 +22,8 @@ Job = Callable[..., dict[str, Any]]
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with `results`, `images` and `mini.yaml`; not to be changed."""
     folder = tmp_path_factory.mktemp("pipeline")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, HERE / "make_results.py", folder], env=environment, check=False,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    made = {"function": make, "folder": folder}
+    assert Ranks(1, [made], folder.with_name("log")).finish(500) == ["done"]
     return folder
 
 

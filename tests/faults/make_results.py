@@ -71,8 +71,8 @@ def asked(folder: Path) -> dict[str, Any]:
     return told
 
 
-def make(folder: Path) -> None:
-    """Leave `folder/results` and the experiment `folder/mini.yaml`."""
+def make(_: Context, folder: Path) -> str:
+    """Leave `folder/results` and the experiment `folder/mini.yaml`; a job of `ranks.run`."""
     os.chdir(folder)
     os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}  # which DeepSpeed reads
     write_images(folder / "images")
@@ -113,7 +113,8 @@ def make(folder: Path) -> None:
             assert main(["page", str(experiment.root / f"{kind}s/{name}.yaml")]) == 0, name
     for page in ("claims", "images", "report"):
         assert main(["page", str(experiment.root / f"{page}.yaml")]) == 0
+    return "done"
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]).resolve())
+    make(Context(), Path(sys.argv[1]).resolve())

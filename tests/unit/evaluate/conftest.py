@@ -1,5 +1,6 @@
 """A rank of our own, feature files, and a few real digits as shards with a small encoder."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +46,12 @@ class Rank(Context):
             return super().store(timeout)
         self.groups += 1
         return FileStore(f"{self.meeting}-{self.groups}", self.world_size)
+
+
+def on_rank(place: Any, function: Callable[..., str], **arguments: Any) -> str:
+    """Extract or evaluate on one of several ranks, as a job of `ranks.run`."""
+    rank = Rank(place.rank, place.world_size, cpus=1, meeting=Path(place.meeting))
+    return function(rank, **arguments)
 
 
 @pytest.fixture

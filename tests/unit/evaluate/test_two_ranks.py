@@ -1,10 +1,10 @@
 """The real thing on two processes: the world size changes nothing."""
 
 import json
-import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,10 @@ from maect.evaluate.protocols.probes import PatchKnn
 from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.store import open_features
 
-from .conftest import resolved
+sys.path.append(str(Path(__file__).parents[1] / "train"))
+from ranks import Ranks
+
+from .conftest import on_rank, resolved
 from .test_attentive_probe import SETTINGS as ATTENTIVE
 from .test_color_histogram import SETTINGS as HISTOGRAM
 from .test_dense import drawn
@@ -28,25 +31,6 @@ from .test_linear_probe import SETTINGS
 from .test_patch_linear import SETTINGS as PATCHES
 
 __all__ = ["drawn"]  # a fixture
-
-SCRIPT = """
-import json, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from evaluate.conftest import Rank
-from maect.evaluate.features import extract
-from maect.evaluate.evaluation import evaluate
-
-number, images, out = int(sys.argv[1]), Path(sys.argv[3]), Path(sys.argv[4])
-rank = Rank(number, 2, cpus=1, meeting=out.with_name("meeting"))
-run, shards = images / "runs" / "mae", images / "shards"
-for split in ("train", "val"):
-    extract(rank, encoder=run / "encoder.safetensors", shards=shards / split,
-            out=out / f"{split}.safetensors", resize=16)
-for config in sys.argv[5:]:
-    evaluate(rank, config=config)
-"""
-
 
 # Trained ones end with the same numbers up to rounding, the others too.
 PROTOCOLS = (
@@ -71,7 +55,6 @@ ACCURACIES = {
 
 
 def test_world_size_changes_nothing(images, drawn, tmp_path, rank):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run, shards = images / "runs" / "mae", images / "shards"
     alone, together = tmp_path / "alone", tmp_path / "together"
     inputs = {
@@ -94,25 +77,25 @@ def test_world_size_changes_nothing(images, drawn, tmp_path, rank):
         run, together / "knn.json", {"train": features["train"], "test": features["val"]}
     )
     evaluate(rank, config=resolved(job(tmp_path / "probe.json"), SETTINGS))
-    configs = [*every_config(together), resolved(nearest, Knn())]
-    arguments = [Path(__file__).parent.parent, images, together, *configs]
-    words = [sys.executable, "-c", SCRIPT]
-    ranks = [
-        subprocess.Popen([*words, number, *map(str, arguments)], env=environment)
-        for number in ("0", "1")
+    encoder = run / "encoder.safetensors"
+    extracted = partial(on_rank, function=extract, encoder=encoder, resize=16)
+    jobs: list[dict[str, Any]] = [
+        {"function": extracted, "shards": shards / split, "out": out}
+        for split, out in features.items()
     ]
+    evaluated = partial(on_rank, function=evaluate)
+    configs = [*every_config(together), resolved(nearest, Knn())]
+    jobs += [{"function": evaluated, "config": config} for config in configs]
+    ranks = Ranks(2, jobs, tmp_path / "log")
     try:
         for split in ("train", "val"):
-            extract(
-                rank, encoder=run / "encoder.safetensors", shards=shards / split,
-                out=alone / f"{split}.safetensors", resize=16,
-            )  # fmt: skip
+            out = alone / f"{split}.safetensors"
+            extract(rank, encoder=encoder, shards=shards / split, out=out, resize=16)
         for config in every_config(alone):
             evaluate(rank, config=config)
-        assert [process.wait(480) for process in ranks] == [0, 0]
+        assert ranks.finish(480) == ["done"] * len(jobs)
     finally:
-        for process in ranks:
-            process.kill()
+        ranks.kill()
     for split in ("train", "val"):
         one, two = (open_features(p / f"{split}.safetensors") for p in (alone, together))
         # Kernels may differ between one and two threads, so not the bits.

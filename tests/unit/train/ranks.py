@@ -161,12 +161,12 @@ class Ranks:
         answers = {}
         deadline = time.monotonic() + timeout
         while len(answers) < len(self.processes) and time.monotonic() < deadline:
-            dead = not all(process.is_alive() for process in self.processes)
+            alive = [process.is_alive() for process in self.processes]
             while not self.results.empty():
                 rank, answer = self.results.get()
                 answers[rank] = answer
             failed = any(isinstance(answer, str) for answer in answers.values())
-            if failed or (dead and len(answers) < len(self.processes)):
+            if failed or any(rank not in answers and not on for rank, on in enumerate(alive)):
                 break
             time.sleep(0.01)
         self.kill()
