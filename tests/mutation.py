@@ -8,6 +8,9 @@ continues; a module is done again when it or its tests change. For some modules:
 By default it tries a fifth of the mutants, those whose number within their function ends with 3
 or 8, or with the `endings` of the module in the table; `--endings 0123456789` tries all of them,
 which takes hours.
+
+mutmut runs the tests that call a mutant's function in their own process. What survives is tried
+again with the `ranks` of the table, tests of processes: those are forked and have the mutant, too.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,16 @@ TABLE = ROOT / "tests/mutation.yaml"
 RESULTS = ROOT / "docs/results/reliability/mutation.json"
 BUILD = ROOT / "build/mutation"
 COLUMNS = (
-    "module", "revision", "mutants", "tried", "killed", "equivalent", "survived", "killed_percent",
+    "module", "revision", "mutants", "tried", "killed", "equivalent", "needs_gpu", "survived",
+    "killed_percent",
 )  # fmt: skip
 UNTRIED = "not checked"
+KILLED = ("killed", "timeout", "segfault", "caught by type check")
+PRELOAD = (
+    "deepspeed", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.stage_1_and_2",
+    "maect.train.trainer", "pytest",
+)  # fmt: skip
+"""What ranks import, once for all mutants."""
 
 
 def load_table() -> dict[str, dict[str, Any]]:
@@ -42,7 +53,8 @@ def load_table() -> dict[str, dict[str, Any]]:
 def run(module: str, entry: dict[str, Any], children: int, endings: str) -> dict[str, Any]:
     """Try the mutants of a module whose numbers have these last digits; return its result."""
     folder = BUILD / module.removesuffix(".py").replace("/", ".")
-    state = endings + _digest([module, *entry["tests"], *entry.get("also", [])])
+    ranks = entry.get("ranks", [])
+    state = endings + _digest([module, *entry["tests"], *ranks, *entry.get("also", [])])
     if not (folder / "state").exists() or (folder / "state").read_text() != state:
         subprocess.run(["rm", "-rf", str(folder)], check=True)
         folder.mkdir(parents=True)
@@ -50,30 +62,79 @@ def run(module: str, entry: dict[str, Any], children: int, endings: str) -> dict
         (folder / "revision").write_text(_revision())  # that mutmut is about to copy
         (folder / "state").write_text(state)
     if not (folder / "done").exists():
-        names = [f"*__mutmut_*{digit}" for digit in endings]
-        _mutmut(folder, "run", "--max-children", str(children), *names, stdout=None)
+        statuses = _statuses(folder)
+        if not statuses:
+            _try(folder, children, [f"*__mutmut_*{digit}" for digit in endings])
+        elif left := _left(statuses, endings):
+            _try(folder, children, left)
+        if ranks:
+            _try_on_ranks(folder, children, entry)
         (folder / "done").touch()
-    equivalent = entry.get("equivalent", {})
-    counts = {"mutants": 0, "killed": 0, "equivalent": 0, "survived": 0}
+    counts = {"mutants": 0, "killed": 0, "equivalent": 0, "needs_gpu": 0, "survived": 0}
     survivors = []
-    for line in _mutmut(folder, "results", "--all", "true").stdout.splitlines():
-        name, _, status = line.strip().rpartition(": ")
+    for name, status in _statuses(folder).items():
         counts["mutants"] += 1
         if status == UNTRIED:
             continue
-        if status in ("killed", "timeout", "segfault", "caught by type check"):
-            counts["killed"] += 1
-            continue
-        diff = _mutmut(folder, "show", name).stdout
-        function = name.rpartition(".")[2].rpartition("__mutmut_")[0].removeprefix("x_")
-        fault = f"{function.replace('ǁ', '.').removeprefix('x.')}: {_changed(diff)}"
-        if fault in equivalent:
-            counts["equivalent"] += 1
-        else:
-            counts["survived"] += 1
+        fault = "" if status in KILLED else _fault(folder, name)
+        kind = "killed" if status in KILLED else _listed(fault, entry) or "survived"
+        counts[kind] += 1
+        if kind == "survived":
             survivors.append(fault if status == "survived" else f"{fault} ({status})")
     revision = (folder / "revision").read_text()
     return {"revision": revision, "counts": counts, "survivors": survivors}
+
+
+def _left(statuses: dict[str, str], endings: str) -> list[str]:
+    """Return the mutants with these last digits that a stopped run has not tried."""
+    untried = [name for name, status in statuses.items() if status == UNTRIED]
+    return [name for name in untried if name[-1] in endings]
+
+
+def _listed(fault: str, entry: dict[str, Any]) -> str:
+    """Return the list of the table that has a fault, or all faults of its function; or ''."""
+    function = fault.partition(": ")[0]
+    for kind in ("equivalent", "needs_gpu"):
+        if entry.get(kind, {}).keys() & {fault, function}:
+            return kind
+    return ""
+
+
+def _statuses(folder: Path) -> dict[str, str]:
+    """Return what became of each mutant."""
+    statuses = {}
+    for line in _mutmut(folder, "results", "--all", "true").stdout.splitlines():
+        name, _, status = line.strip().rpartition(": ")
+        statuses[name] = status
+    return statuses
+
+
+@cache
+def _fault(folder: Path, name: str) -> str:
+    """Return a mutant as the table names it: FUNCTION: CHANGED LINE."""
+    diff = _mutmut(folder, "show", name).stdout
+    function = name.rpartition(".")[2].rpartition("__mutmut_")[0].removeprefix("x_")
+    return f"{function.replace('ǁ', '.').removeprefix('x.')}: {_changed(diff)}"
+
+
+def _try(folder: Path, children: int, names: list[str]) -> None:
+    _mutmut(folder, "run", "--max-children", str(children), *names, stdout=None)
+
+
+def _try_on_ranks(folder: Path, children: int, entry: dict[str, Any]) -> None:
+    """Try again with tests of ranks what survived the other tests, if no list has it."""
+    statuses = _statuses(folder)
+    survivors = [name for name, how in statuses.items() if how not in (*KILLED, UNTRIED)]
+    names = [name for name in survivors if not _listed(_fault(folder, name), entry)]
+    if not names:
+        return
+    path = folder / "mutants/mutmut-stats.json"  # mutmut's own (3.8)
+    stats = json.loads(path.read_text(encoding="utf-8"))
+    tests = [name for name in stats["duration_by_test"] if name.startswith(tuple(entry["ranks"]))]
+    functions = {name.rpartition("__mutmut_")[0] for name in statuses}
+    stats["tests_by_mangled_function_name"] = dict.fromkeys(functions, tests)
+    path.write_text(json.dumps(stats), encoding="utf-8")
+    _try(folder, children, names)
 
 
 def _prepare(folder: Path, module: str, entry: dict[str, Any]) -> None:
@@ -85,11 +146,15 @@ def _prepare(folder: Path, module: str, entry: dict[str, Any]) -> None:
         "only_mutate": [module],
         "also_copy": entry.get("also", []),
         "pytest_add_cli_args": ["-p", "no:cacheprovider", "-n", "0"],
-        "pytest_add_cli_args_test_selection": entry["tests"],
+        # Ranks come first: tests of one process leave threads in it.
+        "pytest_add_cli_args_test_selection": [*entry.get("ranks", []), *entry["tests"]],
         "use_git_change_detection": False,
         "process_isolation": "forkserver",  # trainings leave threads, which no fork has
         "timeout_multiplier": 10.0,  # of wall time too, which other processes lengthen
     }
+    if "ranks" in entry:
+        (folder / "preload").write_text("\n".join(PRELOAD), encoding="utf-8")
+        settings |= {"forkserver_warmup": "import", "preload_modules_file": "preload"}
     pytest = "addopts = \"--strict-markers -m 'not slow'\"\n"
     pytest += 'markers = ["slow: minutes", "cluster: needs SLURM"]\n'
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
@@ -104,8 +169,13 @@ def _mutmut(
     return subprocess.run(
         [sys.executable, "-m", "mutmut", *arguments],
         cwd=folder,
-        # One thread, whatever a test asks for: a forked process would wait for OpenMP's others.
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_THREAD_LIMIT": "1"},
+        env={
+            **os.environ,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_THREAD_LIMIT": "1",  # whatever a test asks for: a fork would wait for the others
+            "MAECT_TEST_RANKS": "fork",
+            "DS_ACCELERATOR": "cpu",
+        },
         check=True,
         stdout=stdout,
         text=True,
@@ -137,7 +207,7 @@ def _revision() -> str:
 def score_table(results: dict[str, dict[str, Any]], modules: list[str]) -> str:
     """Return the scores as CSV; a module that was never run has an empty row.
 
-    `killed_percent` is of the mutants that are not equivalent.
+    `killed_percent` is of the mutants that are not equivalent and need no GPU.
     """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -147,9 +217,9 @@ def score_table(results: dict[str, dict[str, Any]], modules: list[str]) -> str:
             writer.writerow([module])
             continue
         counts = results[module]["counts"]
-        tried = counts["killed"] + counts["equivalent"] + counts["survived"]
-        percent = 100 * counts["killed"] / max(1, tried - counts["equivalent"])
-        numbers = [counts["mutants"], tried, *(counts[key] for key in COLUMNS[4:7])]
+        tried = sum(counts[key] for key in COLUMNS[4:8])
+        percent = 100 * counts["killed"] / max(1, counts["killed"] + counts["survived"])
+        numbers = [counts["mutants"], tried, *(counts[key] for key in COLUMNS[4:8])]
         writer.writerow([module, results[module]["revision"], *numbers, round(percent)])
     return stream.getvalue()
 

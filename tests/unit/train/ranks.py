@@ -17,7 +17,8 @@ from maect.core.context import Context
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["OMP_NUM_THREADS"] = "1"
 
-_server = multiprocessing.get_context("forkserver")
+# `make mutate` says fork: a rank then has the fault of its test, and imports nothing again.
+_server = multiprocessing.get_context(os.environ.get("MAECT_TEST_RANKS", "forkserver"))
 # Beside what a rank names, what DeepSpeed imports as late as its first engine: two seconds each.
 PRELOAD = [
     "maect.train.trainer", "maect.stages.objectives", "deepspeed", "torch.utils.tensorboard",
