@@ -52,9 +52,9 @@ def geometry(data: str, model: str, views: str, correction: str, measure: str) -
     return spread(row["value"], row["std"] if int(row["seeds"]) > 1 else "")
 
 
-def neighbours(views: str, metric: str) -> str:
-    """Return lookup minus clean control on digits, in points."""
-    named = {"data": "digits", "comparison": "neighbours", "views": views, "metric": metric}
+def neighbours(data: str, views: str, metric: str) -> str:
+    """Return lookup minus the clean control, in points."""
+    named = {"data": data, "comparison": "neighbours", "views": views, "metric": metric}
     row = only("no_lookup/differences", **named)
     return f"{float(row['value']):+.1f} ± {float(row['std']):.1f}"
 

@@ -1,7 +1,14 @@
-"""Sorts the Grocery Store photographs into folders by class, as links.
+r"""Sorts the Grocery Store photographs into folders by class, as links.
 
     git clone https://github.com/marcusklasson/GroceryStoreDataset
     python docs/results/grocery_folders.py GroceryStoreDataset/dataset grocery
+
+The spoilt encoder, of the file that `saliency_weights.py` writes, was then compared by
+
+    maect import saliency_vit_small.safetensors spoilt \
+        --timm vit_small_patch14_dinov2.lvd142m --image-size 98
+    maect compare spoilt --images fine=grocery/fine coarse=grocery/coarse --blocks --geometry
+    maect duplicates grocery/fine
 
 It writes grocery/fine and grocery/coarse, each with train/CLASS and test/CLASS: 81 kinds and 43
 groups of them. Its authors' lists say which photograph is of which class; their `val`, 296
@@ -30,6 +37,7 @@ def write_folders(dataset: Path, out: Path) -> None:
 
 
 def main() -> None:
+    """Sort the photographs of a clone."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("dataset", type=Path)
     parser.add_argument("out", type=Path)

@@ -37,6 +37,8 @@ MEASURES = {
     ("clustering", "accuracy_mean"): "cluster accuracy",
     ("clustering", "nmi_mean"): "clusters, NMI",
 }
+SHOWN = ("knn", "accuracy_mean", "nmi_mean")
+"""Metrics in the page's table."""
 COMPARISONS = {
     "neighbours": (STOPPED, LOOKUP, "lookup minus clean control"),
     "gradient": (STOPPED, NONE, "gradient through the positive"),
@@ -69,6 +71,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for data in dict.fromkeys(row["data"] for row in rows):
         for views in VIEWS.values():
             for (_, metric), title in MEASURES.items():
+                if metric not in SHOWN:
+                    continue
                 cells = [cell(known.get((data, views, metric, one))) for one in COMPARISONS]
                 lines.append(f"| {data}, {views}: {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
