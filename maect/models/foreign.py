@@ -272,6 +272,7 @@ def fit_weights(
     found = _state_dict(checkpoint)
     if not found:
         raise UserError(f"{where}: holds no tensors; its first entries: {[*checkpoint][:5]}")
+    _check_patches(found, expected, where)
     own, left_out = _without_head(found, module, expected)
     if own.keys() != expected.keys() or any(
         own[name].shape != value.shape for name, value in expected.items()
@@ -280,6 +281,18 @@ def fit_weights(
         own, left_out = _without_head(renamed, module, expected)
     check_tensors(own, expected, where)
     return {name: own[name].float() for name in expected}, left_out
+
+
+def _check_patches(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
+    """Refuse weights of another patch size (UserError): timm's functions would resample them."""
+    wanted = expected.get("patch_embed.proj.weight")
+    if wanted is None or wanted.ndim != 4:
+        return
+    for name, value in found.items():
+        is_embedding = value.ndim == 4 and value.shape[:2] == wanted.shape[:2]
+        if is_embedding and value.shape != wanted.shape:
+            sizes = value.shape[-1], wanted.shape[-1]
+            raise UserError(f"{where}: {name} is of patches of {sizes[0]} pixels, not {sizes[1]}")
 
 
 def check_tensors(

@@ -7,7 +7,7 @@ import os
 import statistics
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from maect.answers.duplicates import groups_of, read_images
 from maect.core.errors import UserError, counted
@@ -32,7 +33,6 @@ from maect.data.sources.base import (
     walk_images,
 )
 from maect.data.sources.image_files import Folder, Unlabelled
-from maect.evaluate import outcomes
 from maect.recipes import WHITE, Pixels
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,11 @@ def find_splits(folder: Path) -> Splits:
     if not folder.is_dir():
         raise UserError(f"{folder}: neither a folder nor an archive or table of images")
     folder = descend(folder)
-    inside = {_plain(path.name): path for path in folders_in(folder)}
+    inside: dict[str, Path] = {}
+    for path in folders_in(folder):
+        other = inside.setdefault(_plain(path.name), path)
+        if other != path and _plain(path.name) in (*TRAIN, *VAL, *TEST):
+            raise UserError(f"{path}: {other.name} is there, too; rename one of them")
     train, val, test = (
         next((inside[name] for name in names if name in inside), None)
         for names in (TRAIN, VAL, TEST)
@@ -316,7 +320,7 @@ def check_same_classes(train: Images, val: Images) -> None:
 
 
 def near_contents(images: Images) -> list[str]:
-    """Return a word for each image; near-duplicates share one, the smallest SHA-256 of them.
+    """Return a word for each image, a random one; near-duplicates share theirs.
 
     An image that cannot be read stands for itself.
     """
@@ -330,7 +334,33 @@ def near_contents(images: Images) -> list[str]:
         assert digest is not None  # all were read
         digests[group] = min(digest.hex(), digests.get(group, digest.hex()))
     found = {name: digests[group] for name, group in zip(seen.names, groups, strict=True)}
-    return [found.get(name) or hashlib.sha256(name.encode()).hexdigest() for name in names]
+    # The smallest digest of many images is smaller than that of one: hashed again, it is not.
+    return [hashlib.sha256(found.get(name, name).encode()).hexdigest() for name in names]
+
+
+def held_out(labels: NDArray[np.int64], words: Sequence[str], one_in: int) -> NDArray[np.bool_]:
+    """Choose about one image in `one_in` of every class; those that share a word stay together.
+
+    A group that is larger than what is left to choose is passed over. If all are, the smallest is
+    taken, unless it is the whole class.
+
+    Returns:
+        Whether an image is held out, bool [n].
+    """
+    chosen: set[str] = set()
+    for label in np.unique(labels):
+        sizes = Counter(compress(words, labels == label))
+        left = max(1, sizes.total() // one_in)
+        taken = []
+        for word in sorted(sizes):
+            if sizes[word] <= left:
+                taken.append(word)
+                left -= sizes[word]
+        if not taken and len(sizes) > 1:
+            taken.append(min(sizes, key=lambda word: (sizes[word], word)))
+        if len(taken) < len(sizes):
+            chosen.update(taken)
+    return np.array([word in chosen for word in words], bool)
 
 
 @dataclass(frozen=True)
@@ -369,7 +399,7 @@ def choose_validation(images: Images) -> set[str]:
     for near in (True, False) if len(names) <= MOST_NEAR else (False,):
         contents = near_contents(images) if near else [one.sha256 for one in hashes_of(images)]
         for part in HELD_OUT:
-            chosen = set(compress(names, outcomes.held_out_by_content(labels, contents, part)))
+            chosen = set(compress(names, held_out(labels, contents, part)))
             if len(chosen) >= FEWEST_VAL:
                 return chosen
         if near:

@@ -140,7 +140,7 @@ class _Table:
         classes = [name for name in names if _class_names(self.schema, name)]
         named = [name for name in _LABELS if name in names]
         both = [name for name in named if name in classes]
-        self._label = next(iter(both or classes or named), None)
+        self._label = next(iter(both or named or classes), None)
         self.class_names = _class_names(self.schema, self._label) if self._label else None
 
     def _find_image(self) -> str:

@@ -99,7 +99,10 @@ class ImageList(ImageSource):
         delimiter = "\t" if self.path.suffix == ".tsv" else ","
         try:
             with open(self.path, encoding="utf-8-sig", newline="") as file:
-                reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+                # A blank behind a comma is no part of a name.
+                reader = csv.DictReader(
+                    file, delimiter=delimiter, strict=True, skipinitialspace=True
+                )
                 lines = [(reader.line_num, line) for line in reader]
                 return [*(reader.fieldnames or [])], lines
         except OSError as error:

@@ -186,6 +186,15 @@ def test_tables_without_paths_or_names(images, tmp_path):
     assert (listing.entries[1].name, listing.entries[1].label) == ("a/00000001.image", 0)
 
 
+def test_a_column_called_label_counts_before_other_classes(images, tmp_path):
+    made = table(images, ["b", "a"] * 12)
+    made = made.append_column("camera", pa.array([0, 1] * 12))
+    features = {"camera": {"names": ["canon", "nikon"], "_type": "ClassLabel"}}
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    parquet.write_table(made.replace_schema_metadata(about), tmp_path / "a.parquet")
+    assert open_source("parquet", tmp_path / "a.parquet").listing().class_names == ["a", "b"]
+
+
 TWO = {"image": [b"1", b"2"], "label": [0, 1]}
 
 

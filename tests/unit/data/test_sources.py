@@ -147,7 +147,7 @@ def test_classes_that_are_called_otherwise_are_indexed_again(tmp_path):
     names = sorted(str(path.relative_to(tmp_path)) for path in images.rglob("*.jpg"))
     for classes in (("cat", "dog"), ("benign", "malignant")):  # in the same order
         rows = [f"{name},{classes[int(name.split('/')[1][1:])]}\n" for name in names]
-        (tmp_path / "mine.csv").write_text("path,label\n" + "".join(rows))
+        (tmp_path / "mine.csv").write_text("path, label\n" + "".join(rows))
         assert main(["shard", str(tmp_path / "mine.csv"), str(out), "--kind", "list"]) == 0
         assert open_index(out).class_names == classes
 

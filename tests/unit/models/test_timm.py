@@ -78,6 +78,13 @@ def test_a_folded_encoder_that_is_exported_gives_timm_the_same_vectors(tmp_path,
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+def test_weights_of_another_patch_size_are_refused(tmp_path):
+    """timm would resample them without a word."""
+    module = random_model("vit_small_patch8_224.dino", 112)
+    with pytest.raises(UserError, match=r"patch_embed.proj.weight is of patches of 8 pixels, not"):
+        imported(module, "vit_small_patch16_224.dino", 112, tmp_path)
+
+
 def test_several_blocks_are_those_of_timm(tmp_path):
     module: Any = random_model(TINY, 64)
     weights = imported(module, TINY, 64, tmp_path) / "encoder.safetensors"
