@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +191,9 @@ def held_out_by_content(
 ) -> NDArray[np.bool_]:
     """Choose about one image in `one_in` of every class, at least one of two, whatever the order.
 
-    Those are chosen whose digests come first, a random part: names may follow time or place.
+    Those are chosen whose digests come first, a random part: names may follow time or place. What
+    is there more often than there are images left to choose is passed over; if everything is, the
+    rarest is taken, unless it is the whole class.
 
     Args:
         contents: digest of each image's content; images of the same content stay on one side.
@@ -198,16 +201,20 @@ def held_out_by_content(
     Returns:
         Whether an image is held out, bool [n].
     """
-    by_label: dict[int, set[Any]] = {}
+    by_label: dict[int, Counter[Any]] = {}
     for label, content in zip(labels.tolist(), contents, strict=True):
-        by_label.setdefault(label, set()).add(content)
+        by_label.setdefault(label, Counter())[content] += 1
     chosen: set[Any] = set()
-    for label in sorted(by_label):
-        given = sorted(by_label[label])
-        count = len(given) // one_in
-        if count == 0 and len(given) > 1:
-            count = 1
-        chosen.update(given[:count])
+    for counts in by_label.values():
+        if len(counts) == 1:
+            continue
+        left = max(1, counts.total() // one_in)
+        taken = []
+        for content in sorted(counts):
+            if counts[content] <= left:
+                taken.append(content)
+                left -= counts[content]
+        chosen.update(taken or [min(counts, key=lambda content: (counts[content], content))])
     return np.array([content in chosen for content in contents], bool)
 
 

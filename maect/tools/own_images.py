@@ -7,7 +7,7 @@ import os
 import statistics
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from maect.answers.duplicates import groups_of, read_images
 from maect.core.errors import UserError, counted
@@ -33,6 +32,7 @@ from maect.data.sources.base import (
     walk_images,
 )
 from maect.data.sources.image_files import Folder, Unlabelled
+from maect.evaluate import outcomes
 from maect.recipes import WHITE, Pixels
 
 log = logging.getLogger(__name__)
@@ -338,31 +338,6 @@ def near_contents(images: Images) -> list[str]:
     return [hashlib.sha256(found.get(name, name).encode()).hexdigest() for name in names]
 
 
-def held_out(labels: NDArray[np.int64], words: Sequence[str], one_in: int) -> NDArray[np.bool_]:
-    """Choose about one image in `one_in` of every class; those that share a word stay together.
-
-    A group that is larger than what is left to choose is passed over. If all are, the smallest is
-    taken, unless it is the whole class.
-
-    Returns:
-        Whether an image is held out, bool [n].
-    """
-    chosen: set[str] = set()
-    for label in np.unique(labels):
-        sizes = Counter(compress(words, labels == label))
-        left = max(1, sizes.total() // one_in)
-        taken = []
-        for word in sorted(sizes):
-            if sizes[word] <= left:
-                taken.append(word)
-                left -= sizes[word]
-        if not taken and len(sizes) > 1:
-            taken.append(min(sizes, key=lambda word: (sizes[word], word)))
-        if len(taken) < len(sizes):
-            chosen.update(taken)
-    return np.array([word in chosen for word in words], bool)
-
-
 @dataclass(frozen=True)
 class Hashes:
     """Hashes of an image's bytes; of a file that cannot be read those of its name."""
@@ -399,7 +374,7 @@ def choose_validation(images: Images) -> set[str]:
     for near in (True, False) if len(names) <= MOST_NEAR else (False,):
         contents = near_contents(images) if near else [one.sha256 for one in hashes_of(images)]
         for part in HELD_OUT:
-            chosen = set(compress(names, held_out(labels, contents, part)))
+            chosen = set(compress(names, outcomes.held_out_by_content(labels, contents, part)))
             if len(chosen) >= FEWEST_VAL:
                 return chosen
         if near:

@@ -41,7 +41,7 @@ from maect.core.files import (
     verified,
     write_record,
 )
-from maect.train.run_folder import RunLock, write_notes
+from maect.train.run_folder import RunLock, check_is_current, write_notes
 
 log = logging.getLogger(__name__)
 
@@ -177,8 +177,8 @@ class Saver:
     def _write(self, folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         if self._lock:
             self._lock.check()
-        elif not self.context.is_current():
-            raise SupersededError("the launcher has replaced this job by another one")
+        else:
+            check_is_current(self.context)
         own = folder / f"rank-{self.rank:04d}.safetensors"
         with atomic_write(own) as temporary:
             save_file(tensors, temporary)

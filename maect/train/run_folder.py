@@ -240,6 +240,12 @@ def _git(*arguments: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
+def check_is_current(context: Context) -> None:
+    """Raise SupersededError if the launcher's record names another job."""
+    if not context.is_current():
+        raise SupersededError("the launcher has replaced this job by another one")
+
+
 class RunLock:
     """Rank 0's right to write below a run's folder, which only the newest of its jobs has.
 
@@ -256,7 +262,7 @@ class RunLock:
         # New each time, since SLURM may start the same job again.
         self._own = uuid.uuid4().hex
         make_folder(folder)
-        self._check_record()
+        check_is_current(self._context)
         with self._locked(os.O_CREAT) as descriptor:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, self._own.encode(), 0)
@@ -276,15 +282,11 @@ class RunLock:
 
     @contextmanager
     def _locked_by_us(self) -> Iterator[None]:
-        self._check_record()
+        check_is_current(self._context)
         with self._locked() as descriptor:
             if os.pread(descriptor, len(self._own), 0) != self._own.encode():
                 raise SupersededError(f"{self._file.parent}: another job has taken the run over")
             yield
-
-    def _check_record(self) -> None:
-        if not self._context.is_current():
-            raise SupersededError("the launcher has replaced this job by another one")
 
     @contextmanager
     def _locked(self, more: int = 0) -> Iterator[int]:

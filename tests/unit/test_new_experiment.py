@@ -28,7 +28,7 @@ from maect.experiment.start import missing_images
 from maect.launch.progress import rough
 from maect.tools.dry_run import jobs_to_run
 from maect.tools.new_experiment import evaluated, flow, new_experiment, outlook, without_training
-from maect.tools.own_images import choose_validation, find_splits, held_out, inspect_images
+from maect.tools.own_images import choose_validation, find_splits, inspect_images
 from maect.tools.own_training import FEWEST_STEPS, HOUR, PROBES, average_for
 from maect.tools.plan import Device, all_jobs, make_plan, wall
 
@@ -121,29 +121,6 @@ def test_a_train_folder_alone_is_no_class_and_a_part_is_held_out_of_every_class(
     splits = load(str(tmp_path / "mine.yaml")).datasets["own"].splits
     assert splits["train"].only == str(tmp_path / "mine.train.txt")
     assert splits["val"].only == str(tmp_path / "mine.val.txt")
-
-
-def test_series_of_a_scene_are_held_out_no_more_than_single_images():
-    """Two classes, each of 10 scenes of 20 frames and of 200 single images."""
-    rng = np.random.default_rng(0)
-    scenes = np.repeat(np.arange(20), 20)
-    groups = np.concatenate([scenes, np.arange(20, 420)])
-    labels = np.concatenate([scenes // 10, np.arange(400) // 200])
-    shares, counts = [], []
-    for _ in range(200):
-        words = [hex(word) for word in rng.permutation(10**6)[groups]]
-        held = held_out(labels, words, 10)
-        counts.append(held.sum())
-        shares.append(held[:400].mean())
-        assert all(len({*held[groups == group]}) == 1 for group in range(20))
-    assert {*counts} == {80}
-    assert 0.04 < np.mean(shares) < 0.11
-
-
-def test_a_class_of_two_scenes_gives_the_smaller_one():
-    labels, words = np.zeros(9, np.int64), [*"bbbbbaaaa"]
-    assert held_out(labels, words, 5).tolist() == [False] * 5 + [True] * 4
-    assert not held_out(labels, ["a"] * 9, 5).any()
 
 
 def test_two_spellings_of_a_split_are_refused(tmp_path):

@@ -199,6 +199,29 @@ def test_held_out_images_depend_on_content_alone():
     np.testing.assert_array_equal(again, chosen[order])
 
 
+def test_series_of_a_scene_are_held_out_no_more_than_single_images():
+    """Two classes, each of 10 scenes of 20 frames and of 200 single images."""
+    rng = np.random.default_rng(0)
+    scenes = np.repeat(np.arange(20), 20)
+    groups = np.concatenate([scenes, np.arange(20, 420)])
+    labels = np.concatenate([scenes // 10, np.arange(400) // 200])
+    shares, counts = [], []
+    for _ in range(200):
+        words = [hex(word) for word in rng.permutation(10**6)[groups]]
+        held = held_out_by_content(labels, words, 10)
+        counts.append(held.sum())
+        shares.append(held[:400].mean())
+        assert all(len({*held[groups == group]}) == 1 for group in range(20))
+    assert {*counts} == {80}
+    assert 0.04 < np.mean(shares) < 0.11
+
+
+def test_a_class_of_two_scenes_gives_the_smaller_one():
+    labels, words = np.zeros(9, np.int64), [*"bbbbbaaaa"]
+    assert held_out_by_content(labels, words, 5).tolist() == [False] * 5 + [True] * 4
+    assert not held_out_by_content(labels, ["a"] * 9, 5).any()
+
+
 def test_intervals_are_those_of_scipy():
     rng = np.random.default_rng(3)
     scores = 100.0 * (rng.random((300, 2)) < [0.9, 0.6])
