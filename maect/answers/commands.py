@@ -100,9 +100,9 @@ def cluster(
     from maect.evaluate.clustering import cluster as group
 
     vectors = Vectors.read(index)
-    vectors.source(images)  # before the work
+    source = vectors.source(images)  # before the work
     clusters = group(vectors.values, groups)
-    write_clusters(vectors, clusters, out, images)
+    write_clusters(vectors, clusters, out, source)
     if clusters.grains:
         print(f"also possible: {', '.join(map(str, clusters.grains))} groups (--groups N)")
     print(f"{out}: {clusters.count} groups; open {out / 'index.html'}")

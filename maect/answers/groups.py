@@ -28,12 +28,10 @@ NONE = "none"
 """Folder of images in no group."""
 
 
-def write_clusters(
-    vectors: Vectors, clusters: Clusters, out: Path, images: Path | None = None
-) -> None:
+def write_clusters(vectors: Vectors, clusters: Clusters, out: Path, source: ImageSource) -> None:
     """Write `clusters.csv` (file, cluster from 1, distance) and `index.html`, which works offline.
 
-    `images`: where they are, if they have moved.
+    `source`: where the images are.
 
     The page also has a coarser and a finer grouping, if the number of groups was chosen.
     """
@@ -45,7 +43,6 @@ def write_clusters(
     write_rows(out / "clusters.csv", ["file", "cluster", "distance"], table)
     grains = [(one.count, named_groups(one)) for one in (clusters, *around(clusters))]
     wanted = {int(row) for _, groups in grains for _, rows in groups for row in rows[:SHOWN]}
-    source = vectors.source(images)
     files = vectors.files
     entries = {entry.name: entry for entry in source.listing().entries}
     pictures = {

@@ -20,7 +20,7 @@ from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.core.settings import digest
 from maect.data.sources import kind_of, open_source
-from maect.data.sources.base import ImageSource, is_there, is_utf8
+from maect.data.sources.base import Entry, ImageSource, is_there, is_utf8
 from maect.data.sources.image_files import Unlabelled
 from maect.evaluate.clustering import comparable, scale_of
 from maect.recipes import Pixels
@@ -107,8 +107,25 @@ class Vectors:
 
     def source(self, images: Path | None = None) -> ImageSource:
         """Return where the images are, `images` if they have moved; a UserError if not there."""
-        images = images or Path(self.about["images"])
-        return open_images(images, self.about["kind"], self.pixels)[0]
+        where = images or Path(self.about["images"])
+        source = open_images(where, self.about["kind"], self.pixels)[0]
+        if images is None:  # copies of images have times of their own
+            self.warn_of_changes(source)
+        return source
+
+    def warn_of_changes(self, source: ImageSource) -> None:
+        """Say how many images have gone, or changed, since their vectors were made."""
+        if self.stamps is None:
+            return
+        now = stamps_of(source, source.listing().entries)
+        pairs = zip(self.files, self.stamps, strict=True)
+        changed = [name for name, stamp in pairs if now.get(name) != stamp]
+        if changed:
+            log.warning(
+                "%s: %d of %d images are gone or have changed since their vectors were made "
+                "(%s first); run `maect embed` again",
+                source.path, len(changed), len(self.files), changed[0],
+            )  # fmt: skip
 
 
 def write_vectors(path: Path, parts: Iterable[Vectors]) -> None:
@@ -287,6 +304,15 @@ def stamp_of(file: Path) -> int:
     return int.from_bytes(hashlib.blake2b(facts, digest_size=8).digest(), signed=True) or 1
 
 
+def stamps_of(source: ImageSource, entries: Iterable[Entry]) -> dict[str, int]:
+    """Return the stamp of each image's file, or of its archive, by the image's name."""
+    found = {}
+    for entry in entries:
+        paths = (source.root / source.file_of(entry), source.path)
+        found[entry.name] = next((stamp_of(path) for path in paths if path.is_file()), UNKNOWN)
+    return found
+
+
 PART = 512
 """Images that are computed and kept as one: what a break costs at most."""
 
@@ -346,11 +372,7 @@ class Work:
     @cached_property
     def stamps(self) -> dict[str, int]:
         """Return the stamp of each image's file before anything is read, by its name."""
-        found = {}
-        for entry in self.entries:
-            paths = (self.source.root / self.source.file_of(entry), self.source.path)
-            found[entry.name] = next((stamp_of(p) for p in paths if p.is_file()), UNKNOWN)
-        return found
+        return stamps_of(self.source, self.entries)
 
     def parts(self, folder: Path) -> Iterator[Vectors]:
         """Yield vectors of the images that can be read, part by part.

@@ -79,6 +79,23 @@ def _leave_out(path: Path, run: str) -> None:
     log.warning("%s: of an encoder that %s no longer has; left out", path, run)
 
 
+def _check_alike(paths: Sequence[Path]) -> None:
+    """Refuse to average results of other settings, or of other images (UserError)."""
+    made = {path: _made_with(EvaluationRecord.read(path)) for path in paths}
+    for path in paths[1:]:
+        if made[path] != made[paths[0]]:
+            raise UserError(
+                f"{path}: made with other settings or images than {paths[0]}, so the two cannot be "
+                "averaged; delete the older one and start again"
+            )
+
+
+def _made_with(result: EvaluationRecord) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what all seeds of a row share: the settings, and the images by split."""
+    splits = result.provenance.get("splits", {})
+    return result.settings, {name: about.get("index_digest") for name, about in splits.items()}
+
+
 def _finite(path: Path, key: str) -> float:
     value = read_metrics(path).get(key)
     if not isinstance(value, int | float) or not math.isfinite(value):
@@ -123,6 +140,7 @@ def measured(
     paths = next((found for found in made if found), [])
     if seed is not None:
         paths = [path for path in paths if seed_of(path.parent.name) == seed]
+    _check_alike(paths)
     if part is not None:
         of_parts = [read_metrics(path).get(f"{key}_splits", []) for path in paths]
         values = [float(one[part]) for one in of_parts if part < len(one)]

@@ -286,7 +286,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     about = {"run": NASTY, "images": str(photos), "kind": "unlabelled"}
     values = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     vectors = Vectors(sorted(file.name for file in photos.iterdir()), values, about=about)
-    write_clusters(vectors, cluster(values, 2), root / "clusters")
+    write_clusters(vectors, cluster(values, 2), root / "clusters", vectors.source())
     return root
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -236,12 +237,35 @@ def test_the_page_shows_pictures_without_a_network(index, tmp_path):
     assert rows[0]["file"] in page  # the one nearest to the mean of the largest cluster
 
 
+def test_images_that_have_changed_since_are_said(run, photographs, tmp_path, capsys):
+    images, index = tmp_path / "images", tmp_path / "x.parquet"
+    shutil.copytree(photographs, images)
+    assert main(["embed", str(run), str(images), "--out", str(index)]) == 0
+    first, second = sorted(images.rglob("No*"))[:2]
+    grouped = ["cluster", str(index), "--groups", "2", "--out", str(tmp_path / "groups")]
+    searched = ["duplicates", str(index), "--out", str(tmp_path / "twice")]
+    for command in (grouped, searched):
+        capsys.readouterr()
+        assert main(command) == 0
+        assert "have changed" not in capsys.readouterr().err
+    first.write_bytes(second.read_bytes())
+    second.unlink()
+    for command in (grouped, searched):
+        assert main(command) == 0
+        said = capsys.readouterr().err
+        assert "2 of 30 images are gone or have changed since" in said and first.name in said
+    moved = shutil.copytree(images, tmp_path / "moved")
+    assert main([*grouped, "--images", str(moved)]) == 0  # copies have times of their own
+    assert "have changed" not in capsys.readouterr().err
+
+
 def test_the_page_has_a_coarser_and_a_finer_grouping(index, tmp_path):
     vectors = blobs((40, 40, 40, 40, 40))
     clusters = cluster(vectors.values)
     assert clusters.count == 5
-    about = Vectors.read(index).about
-    write_clusters(Vectors(vectors.files, vectors.values, None, about), clusters, tmp_path)
+    read = Vectors.read(index)
+    found = Vectors(vectors.files, vectors.values, None, read.about)
+    write_clusters(found, clusters, tmp_path, read.source())
     page = (tmp_path / "index.html").read_text()
     numbers = re.findall(r'id="grain(\d+)"', page)
     assert [int(n) for n in numbers] == sorted({5, *(one.count for one in around(clusters))})

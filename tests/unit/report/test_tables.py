@@ -62,6 +62,24 @@ def test_deviation_over_seeds_is_the_samples(result, evaluations):
     assert math.isnan(line.accuracy_paper)  # the paper has no ViT-Tiny
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"settings": {"seed": 0, "k": 10}},
+        {"provenance": {"splits": {"test": {"index_digest": "other images"}}}},
+    ],
+    ids=["settings", "images"],
+)
+def test_results_of_other_settings_or_images_are_not_averaged(result, evaluations, other):
+    """A row's seeds of which one was evaluated again, with another `k`."""
+    paths = [result(run, "clustering", accuracy=70.0) for run in ("r0", "r1")]
+    write_record(paths[1], read_record(paths[1]) | other)
+    with pytest.raises(UserError, match=r"r1/clustering\.json: made with other settings or images"):
+        build_table("clustering", [Row("tiny", "ct_min", ("r0", "r1"))], evaluations)
+    alone = build_table("clustering", [Row("tiny", "ct_min", ("r1",))], evaluations)
+    assert alone.iloc[0].accuracy == 70.0
+
+
 def test_what_was_not_run_is_an_empty_cell(evaluations, tmp_path):
     path = tmp_path / "clustering.csv"
     frame = build_table("clustering", [Row("tiny", "mae", [])], evaluations)
