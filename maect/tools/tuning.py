@@ -25,8 +25,9 @@ from maect.tools.tuned_encoder import Start
 
 By = Literal["tune", "refine", "diet"]
 TEMPLATE = Path(__file__).with_name("tune.yaml.j2")
-BEFORE, HEAD, AFTER = "before", "head", "after"
-"""Runs of the experiment: the import, what is put on it, and the encoder that is continued."""
+BEFORE, SMALL, HEAD, AFTER = "before", "smaller", "head", "after"
+"""Runs of the experiment: the import, the same at fewer pixels where the hours allow no more, what
+is put on it, and the encoder that is continued."""
 SMALLER = (0.75, 0.5)
 """Parts of the image size that are tried in turn until the time is enough."""
 LOCAL = 0.43
@@ -114,7 +115,9 @@ class Continuation:
         statistics = {"channels": own.channels, "mean": own.mean, "std": own.std}
         steps = plan.epochs[AFTER] * self.n // plan.batch
         size = {} if "timm" in start.imported else {"size": start.size}
-        imported = {**start.imported, **size, "image_size": plan.pixels}
+        pixels = start.encoder.image_size
+        imported = {**start.imported, **size, "image_size": pixels}
+        is_smaller = plan.pixels < pixels
         return fill_template(
             TEMPLATE,
             flow=flow,
@@ -129,7 +132,7 @@ class Continuation:
             by=self.by,
             plan=plan,
             name=written.name,
-            resize=plan.pixels if images.side < plan.pixels * 256 / 224 else None,
+            resize=pixels if images.side < pixels * 256 / 224 and not is_smaller else None,
             reading=images.pixels.model_copy(update=statistics).model_dump(
                 mode="json", exclude_defaults=True
             ),
@@ -137,6 +140,7 @@ class Continuation:
             splits=written.splits,
             every=own_training.evaluate_every(plan.epochs[AFTER], self.n),
             imported=imported,
+            smaller={**imported, "image_size": plan.pixels} if is_smaller else None,
             too_few_steps=steps < FEWEST_STEPS,
             steps=steps,
             trained=self._trained(plan, steps),
@@ -148,7 +152,7 @@ class Continuation:
     def _trained(self, plan: TuningPlan, steps: int) -> dict[str, dict[str, Any]]:
         """Return the runs that train, as the experiment has them."""
         runs: dict[str, dict[str, Any]] = {}
-        source = BEFORE
+        source = BEFORE if plan.pixels == self.start.encoder.image_size else SMALL
         for run, recipe in self.recipes.items():
             values = {"epochs": plan.epochs[run], "batch_size": plan.batch}
             runs[run] = {

@@ -1,6 +1,7 @@
 """`maect tune`: which encoders it takes, what it writes, and what it says of made-up outcomes."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
 from maect.records import EvaluationRecord
 from maect.stages.imported import import_weights
+from maect.tools.new_experiment import write_all
 from maect.tools.plan import Device, PlannedJob
 from maect.tools.tuned_encoder import find_start
 from maect.tools.tuning import Continuation, evaluated, fitted, is_written_by, write_tuning
@@ -180,6 +182,23 @@ def test_hours_give_epochs_then_batch_then_image_size(continuation):
     assert plan.pixels < 16 and "16 pixels leave too few steps" in plan.why
     with pytest.raises(UserError, match=r"the fewest steps take .* take a smaller encoder or more"):
         fitted(continuation, 0.3, device, Timed(1000.0))
+
+
+@pytest.mark.parametrize("by", ["tune", "diet"])
+def test_at_fewer_pixels_the_result_compares_with_the_original_at_its_own(
+    by, continuation, tmp_path
+):
+    given = replace(continuation, by=by)
+    plan = replace(given.first(), pixels=12)
+    out = tmp_path / "mine.yaml"
+    write_all(dict(given.written.lists.values()) | {out: given.text(plan)}, out)
+    experiment = load(str(out))
+    sizes = {name: run.encoder.image_size for name, run in experiment.runs.items()}
+    trained = dict.fromkeys(given.recipes, 12)
+    assert sizes == {"before": 16, "smaller": 12, **trained}
+    first = experiment.runs["after" if by == "diet" else "head"]
+    assert first.source == "smaller"
+    assert {run for run, _ in experiment.evaluations} == {"before", "after"}
 
 
 def of(value: float, low: float, high: float, p: float) -> Difference:
