@@ -1,8 +1,8 @@
 """Recommendation of a block and a pooling of an encoder, chosen on held-out training images.
 
 The last block of a masked or a fine-tuned encoder is often not its best. Every block is read from
-one forward pass, each with [CLS] and with the mean of the patches, and compared by k-NN on
-standardised features. Test images choose nothing.
+one forward pass, each with [CLS] and with the mean of the patches, and compared with the output as
+the encoder pools it, by k-NN on standardised features. Test images choose nothing.
 """
 
 import os
@@ -27,6 +27,8 @@ from maect.tools.compare import ImageFolder, Matrix, vectors
 OUTPUT = "output"
 LEVEL = 0.05
 TITLES = {"cls": "[CLS]", "mean": "mean of the patches"}
+ITS_OWN = "as its own head pools"
+"""Title of any other pooling, which the encoder's output alone has."""
 Reading = tuple[str, str]
 """A block, from 1, or `OUTPUT` after the final norm; and a pooling."""
 
@@ -71,7 +73,7 @@ class Recommendation:
     def _title(self, reading: Reading) -> str:
         block, pooling = reading
         where = OUTPUT if block == OUTPUT else f"block {block} of {self.blocks}"
-        return f"{where}, {TITLES[pooling]}"
+        return f"{where}, {TITLES.get(pooling, ITS_OWN)}"
 
 
 def readings(poolings: Sequence[str], blocks: int) -> list[Reading]:
@@ -97,11 +99,11 @@ def choose(right: Mapping[Reading, NDArray[np.bool_]], own: Reading) -> tuple[Re
     return own, difference(right[own].astype(float), right[own].astype(float))
 
 
-def recommend(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Recommendation | None:
+def recommend(encoder: ImageEncoder, folder: ImageFolder, out: Path) -> Recommendation | None:
     """Recommend a reading on a folder's images; None without classes, or with too few images.
 
     Args:
-        kept: folder for the features of all blocks.
+        out: folder of `compare`, which keeps the features of all blocks, too.
     """
     if folder.labels is None:
         return None
@@ -111,9 +113,13 @@ def recommend(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Recomme
     )
     every.encoding = encoding
     every.width = encoding.width
-    features = vectors(every, folder, kept)
+    features = vectors(every, folder, out / "blocks")
     names = readings(encoding.poolings, encoding.blocks)
     columns = features.reshape(len(features), len(names), -1)
+    read = {name: columns[:, number] for number, name in enumerate(names)}
+    own = (OUTPUT, encoder.pooling)
+    if own not in read:
+        read[own] = vectors(encoder, folder, out / "vectors")
     good = np.isfinite(features).all(axis=1)
     train, test = np.flatnonzero(good & ~folder.test), np.flatnonzero(good & folder.test)
     checksums = [folder.checksums[row] for row in train]
@@ -121,27 +127,20 @@ def recommend(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Recomme
     if (~held).sum() < KNN_K or not held.any():
         return None
     inner = {
-        name: _right(columns[:, number], folder.labels, train[~held], train[held])
-        for number, name in enumerate(names)
+        name: _right(one, folder.labels, train[~held], train[held]) for name, one in read.items()
     }
-    own = (OUTPUT, "cls" if encoder.pooling == "cls" and "cls" in encoding.poolings else "mean")
     best, gain = choose(inner, own)
     outer = [
-        100 * float(_right(columns[:, names.index(name)], folder.labels, train, test).mean())
-        for name in (best, own)
+        100 * float(_right(read[name], folder.labels, train, test).mean()) for name in (best, own)
     ]
     scores = {name: 100 * float(one.mean()) for name, one in inner.items()}
     return Recommendation(best, own, scores, gain, (outer[0], outer[1]), encoding.blocks)
 
 
-def recommended(matrix: Matrix, kept: Path) -> list[str]:
-    """Return a line for each folder with classes and each encoder.
-
-    Args:
-        kept: folder for the features of all blocks.
-    """
+def recommended(matrix: Matrix, out: Path) -> list[str]:
+    """Return a line for each folder with classes and each encoder; `out` as in `recommend`."""
     found = {
-        (folder.name, name): recommend(encoder, folder, kept)
+        (folder.name, name): recommend(encoder, folder, out)
         for folder in matrix.folders
         for name, encoder in matrix.encoders.items()
     }

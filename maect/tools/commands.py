@@ -207,7 +207,7 @@ def compare(
 
     folders = named(encoders, "encoders"), named(images, "folders")
     matrix = measure(*folders, out, device, threads, real_labels, geometry, pixels)
-    said = block_choice.recommended(matrix, out / "blocks") if blocks else []
+    said = block_choice.recommended(matrix, out) if blocks else []
     frame = compare_page.write_comparison(matrix, out, said)
     print(compare_page.summary(frame), *said, sep="\n")
     print(f"{out}: open {out / 'index.html'}")

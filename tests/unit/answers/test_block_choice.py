@@ -29,7 +29,7 @@ def test_another_reading_must_be_distinguishably_better():
 def test_columns_are_the_readings_that_they_are_called(run, folders, tmp_path):
     """Against the encoder's own calls, block by block, without the class that reads all."""
     folder, encoder = open_folder("whole", folders / "whole"), load(run)
-    found = recommend(encoder, folder, tmp_path / "blocks")
+    found = recommend(encoder, folder, tmp_path)
     assert found is not None and len(found.scores) == len(readings(["cls", "mean"], found.blocks))
     module, settings, _ = load_encoder_weights(run / "encoder.safetensors")
     assert found.blocks == settings.depth
@@ -49,6 +49,19 @@ def test_columns_are_the_readings_that_they_are_called(run, folders, tmp_path):
         expected[str(number), "mean"] = tokens[:, 1:].mean(1)
     found_columns = {name: columns[:, names.index(name)] for name in expected}
     torch.testing.assert_close(found_columns, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_encoder_that_pools_in_another_way_is_compared_as_it_pools(run, folders, tmp_path):
+    """[CLS] and patches averaged, which no block is read by: a third reading of the output."""
+    folder, encoder = open_folder("whole", folders / "whole"), load(run)
+    plain = recommend(encoder, folder, tmp_path)
+    encoder.encoding.pooling = encoder.pooling = "mean_cls"
+    found = recommend(encoder, folder, tmp_path)
+    assert found is not None and plain is not None
+    assert found.own == (OUTPUT, "mean_cls") and found.best in found.scores
+    assert {name: found.scores[name] for name in plain.scores} == plain.scores
+    assert len(found.scores) == len(plain.scores) + 1
+    assert "output, as its own head pools" in found.sentence
 
 
 def test_the_command_says_it_and_the_page_has_it(run, folders, tmp_path, capsys):
