@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -233,15 +234,21 @@ def intervals(
         Lower and upper ends, float64 [measures] each.
     """
     n = len(scores)
-    random = np.random.default_rng(n)
-    means = []
-    for start in range(0, resamples, _AT_ONCE):
-        drawn = random.integers(0, n, (min(_AT_ONCE, resamples - start), n))
-        counts = np.stack([np.bincount(rows, minlength=n) for rows in drawn])
-        means.append(counts @ scores / n)
+    means = [counts.astype(np.float64) @ scores / n for counts in _resampled(n, resamples)]
     tail = (100 - LEVEL) / 2
     low, high = np.percentile(np.concatenate(means), [tail, 100 - tail], axis=0)
     return low, high
+
+
+@lru_cache(maxsize=1)  # pages compare many pairs on the same images
+def _resampled(n: int, resamples: int) -> list[NDArray[np.uint8]]:
+    """Return how often each of `n` images is drawn, [100, n] of as many resamples at a time."""
+    random = np.random.default_rng(n)
+    counts = []
+    for start in range(0, resamples, _AT_ONCE):
+        drawn = random.integers(0, n, (min(_AT_ONCE, resamples - start), n))
+        counts.append(np.stack([np.bincount(rows, minlength=n) for rows in drawn]).astype(np.uint8))
+    return counts
 
 
 def accuracy_intervals(
