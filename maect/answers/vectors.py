@@ -34,7 +34,7 @@ SUFFIX = ".parquet"
 """Suffix of files with vectors."""
 _CHECKSUM = b"maect.sha256"
 """Key of a parquet file's metadata."""
-_EVERY = 10.0
+PROGRESS_SECONDS = 10.0
 """Seconds between messages of how far it is."""
 
 Array = NDArray[np.float32]
@@ -389,7 +389,7 @@ class Work:
             file = folder / f"{digest(self.about, facts)}.safetensors"
 
             def say(done: int, start: int = start) -> None:
-                if time.monotonic() - self.said > _EVERY:
+                if time.monotonic() - self.said > PROGRESS_SECONDS:
                     self.said = time.monotonic()
                     log.info("%s: %d of %d images", self.path, start + done, len(self.entries))
 

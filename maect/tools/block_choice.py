@@ -5,6 +5,7 @@ one forward pass, each with [CLS] and with the mean of the patches, and compared
 the encoder pools it, by k-NN on standardised features. Test images choose nothing.
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -23,6 +24,8 @@ from maect.evaluate.outcomes import Difference, difference, held_out_for
 from maect.evaluate.store import moments, standardize
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 from maect.tools.compare import ImageFolder, Matrix, vectors
+
+log = logging.getLogger(__name__)
 
 OUTPUT = "output"
 LEVEL = 0.05
@@ -113,6 +116,7 @@ def recommend(encoder: ImageEncoder, folder: ImageFolder, out: Path) -> Recommen
     )
     every.encoding = encoding
     every.width = encoding.width
+    log.info("%s: every block of %s", folder.name, encoder.path.parent.name)
     features = vectors(every, folder, out / "blocks")
     names = readings(encoding.poolings, encoding.blocks)
     columns = features.reshape(len(features), len(names), -1)

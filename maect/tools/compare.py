@@ -10,6 +10,7 @@ difference.
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from threadpoolctl import threadpool_limits
 
 from maect import load
 from maect.answers.encoder import ImageEncoder
-from maect.answers.vectors import PART
+from maect.answers.vectors import PART, PROGRESS_SECONDS
 from maect.core.errors import UserError, counted
 from maect.core.settings import digest
 from maect.data.sources import open_source
@@ -314,6 +315,7 @@ def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
     """
     out = np.full((len(folder.contents), encoder.width), np.nan, np.float32)
     row = 0
+    said = time.monotonic()
     for images in folder.parts:
         source = open_source(images.kind, images.folder, pixels=encoder.reading)
         source.listing()
@@ -326,6 +328,9 @@ def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
             for number, why in faults.items():
                 log.warning("%s: left out: %s", entries[number].name, why)
             row += len(entries)
+            if time.monotonic() - said > PROGRESS_SECONDS:
+                said = time.monotonic()
+                log.info("%s: %d of %d images", folder.name, row, len(folder.contents))
     encoder.warn(folder.path)
     return out
 
@@ -387,6 +392,7 @@ def compare(
             raise UserError(f"{folder.path}: {fault} can read none of its images; leave one out")
         readable[folder.name] = int((good & ~folder.test).sum()), int((good & folder.test).sum())
         for name, features in made.items():
+            log.info("%s: measuring %s", folder.name, name)
             real = real_of(folder, good & folder.test, asked_real) if folder in of_real else None
             try:
                 known = measured(folder, features, good, cores, real, geometry)
