@@ -10,6 +10,8 @@ from pathlib import Path
 
 KEY_BYTES = 90
 """Longer names do not fit a plain tar header together with their extension."""
+MARK = 13
+"""Characters that tell keys of one stem apart: a dash and twelve hexadecimal digits."""
 
 
 def shard_name(split: str, number: int) -> str:
@@ -42,7 +44,7 @@ def key_of(name: str, taken: bool = False) -> str:
     key = f"{folder}/{stem}" if folder else stem
     key = "".join(c if c.isprintable() and c != "\\" else "_" for c in key)
     if taken or len(key.encode("utf-8", "replace")) > KEY_BYTES:
-        mark = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:12]
-        short = key.encode("utf-8", "replace")[: KEY_BYTES - 13].decode("utf-8", "ignore")
+        mark = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[: MARK - 1]
+        short = key.encode("utf-8", "replace")[: KEY_BYTES - MARK].decode("utf-8", "ignore")
         key = f"{short}-{mark}"
     return key

@@ -10,7 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, sha256_file, write_record, write_text
-from maect.data import key_of, random
+from maect.data import MARK, key_of, random
 from maect.data.index import CHECKSUMS, ID, LABEL, Index, open_index
 from maect.data.sources.base import read_list
 from maect.recipes.few_labels import fraction_list, shots_list
@@ -145,16 +145,22 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
     listed = [(name, *key_of(name).rpartition("/")[::2]) for name in names]
     # Only those listed are looked up: a split may have millions of names.
     rows_of: dict[str, list[int]] = {stem: [] for _, _, stem in listed}
+    # a.jpg beside a.png has the key a, and a.png a mark behind it (`key_of`).
+    marked: dict[str, list[int]] = {stem: [] for stem in rows_of}
     for row, key in enumerate(keys):
         base = key.rpartition("/")[2]
         if base in rows_of:
             rows_of[base].append(row)
+        elif base[:-MARK] in marked:
+            marked[base[:-MARK]].append(row)
     rows = []
     missing = []
     for name, folder, stem in listed:
         candidates = rows_of[stem]
         if folder:  # a list may name more folders than keys have, and fewer
             candidates = [row for row in candidates if _is_same_path(keys[row], f"{folder}/{stem}")]
+        if marked[stem]:
+            candidates = _by_whole_name(keys, name, candidates, marked[stem])
         if len(candidates) > 1:
             raise UserError(f"{where}: {name} names {len(candidates)} images; give the folder")
         if candidates:
@@ -167,6 +173,18 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
     if twice:
         raise UserError(f"{where}: {len(twice)} images are listed twice, {keys[twice[0]]} first")
     return np.array(sorted(rows), np.int64)
+
+
+def _by_whole_name(
+    keys: Sequence[str], name: str, plain: Sequence[int], marked: Sequence[int]
+) -> list[int]:
+    """Return the image of a name among those of one stem; UserError if it has to be whole."""
+    exact = [row for row in marked if keys[row] == key_of(name, taken=True)]
+    if exact or not plain:
+        return exact
+    if "." in PurePosixPath(name).name and any(keys[row] == key_of(name) for row in plain):
+        return [row for row in plain if keys[row] == key_of(name)]
+    raise UserError(f"{name}: may be one of several images; give its folder and its extension")
 
 
 def _is_same_path(key: str, name: str) -> bool:

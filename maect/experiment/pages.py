@@ -113,14 +113,16 @@ def claims_config(experiment: Experiment, name: str) -> configs.ClaimsConfig:
     """Return the settings of the claims."""
     names = tables(experiment)
     rows = dict.fromkeys(row for name in names for row in experiment.rows(name))
+    data = experiment.default_dataset
+    splits = {split: split for dataset, split in experiment.splits if dataset == data}
+    if tested := _tested(experiment):
+        splits["val"] = tested  # the claims call the test images so
     return configs.ClaimsConfig(
         tables=[experiment.root / "tables" / f"{name}.csv" for name in names],
         rows=list(rows),
         runs=experiment.root / "runs",
         images={
-            split: experiment.shards(dataset, split) / "index.json"
-            for dataset, split in experiment.splits
-            if dataset == experiment.default_dataset
+            name: experiment.shards(data, split) / "index.json" for name, split in splits.items()
         },
     )
 

@@ -141,6 +141,12 @@ def ending(features: Features) -> str:
     return norm + (f"{LAST}{features.blocks}" if features.blocks > 1 else "")
 
 
+def features_of(path: Path) -> str:
+    """Return `DATASET-SPLIT` of a features file, or of its stamp."""
+    name = path.name.removesuffix(".done").removesuffix(".safetensors")
+    return name.partition(WITHOUT_NORM)[0].partition(LAST)[0]
+
+
 def of_ending(split: str, ending: str) -> Features:
     """Return the features in a file with this suffix after the split's name."""
     return Features(split, not ending, int(ending.partition(LAST)[2] or 1))

@@ -88,11 +88,13 @@ def prepare(experiment: Experiment, jobs: Sequence[PendingJob]) -> None:
         elif job.config is not None:
             resolve.job_config(experiment, job.rule, job.wildcards).write(job.config)
     for dataset, split in experiment.splits:
-        folder = experiment.shards(dataset, split)
+        folder, own = experiment.shards(dataset, split), experiment.own_shards(dataset, split)
+        if folder == own:
+            continue
         if experiment.root not in folder.parents:
             print(f"maect: {dataset} {split} is sharded already: {folder}", file=sys.stderr)
-            # What these were made of is from now on what this experiment asks for.
-            note_taken(experiment.own_shards(dataset, split), folder)
+        # What these were made of is from now on what this split asks for.
+        note_taken(own, folder)
 
 
 def _note_shards(experiment: Experiment, dataset: str, split: str) -> None:
@@ -249,9 +251,7 @@ def shards_of(experiment: Experiment, files: Iterable[str]) -> list[tuple[str, s
     paths = [Path(file) for file in files]
     folders = {folder for path in paths for folder in path.parents}
     features = {
-        path.name.removesuffix(".safetensors").partition(resolve.WITHOUT_NORM)[0]
-        for path in paths
-        if experiment.root / "features" in path.parents
+        resolve.features_of(path) for path in paths if experiment.root / "features" in path.parents
     }
     found: dict[tuple[str, str], None] = {}
     for dataset, split in experiment.splits:

@@ -24,7 +24,7 @@ from maect.data.shards import shard
 from maect.data.sources import open_source
 from maect.data.sources.imagenet import imagenet_classes
 from maect.evaluate.base import Features
-from maect.experiment import Experiment, load
+from maect.experiment import Experiment, load, resolve
 from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.pipeline import Asked
 from maect.experiment.resolve import features_config, run_config
@@ -213,11 +213,30 @@ def test_images_that_are_added_are_a_warning_and_refuse_nothing():
     assert other_shards(experiment(images="elsewhere"), [PAIR]) == []
 
 
+def test_an_image_added_later_changes_no_split_that_reads_anothers_shards():
+    """Two data sets of one experiment, which differ in how evaluations resize."""
+    make(experiment(only=None))
+    text = yaml.safe_load(Path("mine.yaml").read_text())
+    data = text["datasets"]["fruit"]
+    text["datasets"]["larger"] = {"resize": 20, "splits": {"train": data["splits"]["train"]}}
+    Path("mine.yaml").write_text(yaml.safe_dump(text))
+    found = load("mine.yaml")
+    read = found.shards("larger", "train")
+    assert read == found.own_shards("fruit", "train")
+    prepare(found, [])
+    fruit(Path("fruit"), "c")
+    assert load("mine.yaml").shards("larger", "train") == read
+
+
 def test_which_jobs_read_shards():
     found, folder = experiment(), make(experiment())
     root = found.root
     assert shards_of(found, [f"{folder}/index.json", f"{root}/runs/a/run.json"]) == [PAIR]
-    assert shards_of(found, [f"{root}/features/a/fruit-val.safetensors"]) == [("fruit", "val")]
+    for kind in (Features("val"), Features("val", norm=False), Features("val", blocks=4)):
+        ending = resolve.ending(kind)
+        for file in ("safetensors", "done"):  # the file, and the stamp that Snakemake knows
+            path = f"{root}/features/a/fruit-val{ending}.{file}"
+            assert shards_of(found, [path]) == [("fruit", "val")]
     assert shards_of(found, [f"{root}/tables/low_shot.csv"]) == []
 
 

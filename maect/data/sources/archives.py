@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from collections import defaultdict
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO
 
 from maect.core.errors import UserError, counted
@@ -21,6 +21,7 @@ from maect.data.sources.base import (
     Listing,
     files_of,
     read_list,
+    short_names,
 )
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,8 @@ class WebDataset(ImageSource):
                     samples.append((name, where, offset, size, label))
         names = [name for name, *_ in samples]
         if len(set(names)) < len(names):
-            names = [f"{PurePosixPath(where).stem}/{name}" for name, where, *_ in samples]
+            tars = short_names(dict.fromkeys(where for _, where, *_ in samples))
+            names = [f"{tars[where]}/{name}" for name, where, *_ in samples]
         labels, classes = self._labels([sample[4] for sample in samples])
         entries = [
             Entry(name, label, where, offset, size)
@@ -149,9 +151,12 @@ class WebDataset(ImageSource):
             return [UNLABELLED] * len(given), []
         if len(known) < len(given):
             raise UserError(
-                f"{self.path}: {len(given) - len(known)} of {len(given)} samples have no .cls"
+                f"{self.path}: {len(given) - len(known)} of {len(given)} samples have no class"
             )
         if not all(text.isdecimal() for text in known):
+            if self.labels:
+                fault = "names classes, but the samples have names of their own; leave it out"
+                raise UserError(f"{self.labels}: {fault}")
             classes = sorted(set(known))
             numbers = {name: number for number, name in enumerate(classes)}
             return [numbers[text] for text in known], classes
@@ -203,13 +208,14 @@ def _choose_member(members: list[Member], key: str, where: Path, what: str) -> M
 
 
 def _read_class(file: IO[bytes], members: list[Member], key: str, where: Path) -> str | None:
-    """Read the class from a sample's .cls file; None if it has none."""
+    """Read the class from a sample's .cls file; None: no file, an empty one, or -1."""
     classes = [member for member in members if member[0].endswith(".cls")]
     if not classes:
         return None
     _, offset, size = _choose_member(classes, key, where, "classes")
     text = os.pread(file.fileno(), min(size, 1000), offset)
-    return text.decode("utf-8", "replace").strip()
+    name = text.decode("utf-8", "replace").strip()
+    return None if name in ("", str(UNLABELLED)) else name
 
 
 def tar_members(file: IO[bytes], offset: int, where: str) -> list[Member]:

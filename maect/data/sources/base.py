@@ -8,9 +8,9 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 from maect.core.errors import UserError, counted
@@ -172,6 +172,18 @@ def read_classes(text: str) -> tuple[str, ...]:
 def is_there(path: Path) -> bool:
     """Return whether there is a file or folder, or any by a pattern such as `train-*.tar`."""
     return path.exists() or any(path.parent.glob(path.name))
+
+
+def short_names(files: Iterable[str]) -> dict[str, str]:
+    """Return a name for each file: its stem or, where two have the same, its path without suffix.
+
+    Args:
+        files: paths relative to one folder.
+    """
+    paths = {file: PurePosixPath(file) for file in files}
+    if len({path.stem for path in paths.values()}) == len(paths):
+        return {file: path.stem for file, path in paths.items()}
+    return {file: str(path.with_suffix("")) for file, path in paths.items()}
 
 
 def files_of(path: Path, *suffixes: str) -> list[Path]:

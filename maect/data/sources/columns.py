@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from maect.core.errors import UserError
-from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, files_of
+from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, files_of, short_names
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -64,7 +64,8 @@ class Columns(ImageSource):
         labels_, classes = self._labels(values, known)
         paths = [name and _safe_name(name) for *_, name in rows]
         if None in paths or len(set(paths)) < len(paths):
-            paths = [f"{PurePosixPath(where).stem}/{row:08d}.image" for where, row, _ in rows]
+            files = short_names(self._tables)
+            paths = [f"{files[where]}/{row:08d}.image" for where, row, _ in rows]
         entries = [
             Entry(str(path), label, where, row)
             for path, label, (where, row, _) in zip(paths, labels_, rows, strict=True)

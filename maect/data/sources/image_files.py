@@ -77,7 +77,13 @@ class ImageList(ImageSource):
         columns, lines = self._table()
         if "path" not in columns:
             raise UserError(f"{self.path}: the first line names no column `path`")
+        for name in columns:
+            if name != "label" and name.strip().lower() == "label":
+                raise UserError(f"{self.path}: has a column {name!r}; call it label")
         for number, line in lines:
+            if None in line:
+                fault = "more values than the header has columns; quote a value that has a comma"
+                raise UserError(f"{self.path}:{number}: {fault}")
             if not line["path"]:
                 raise UserError(f"{self.path}:{number}: no path")
             path = PurePosixPath(line["path"])
@@ -89,23 +95,28 @@ class ImageList(ImageSource):
         names = sorted({line["label"] for _, line in lines}) if "label" in columns else []
         labels = {name: label for label, name in enumerate(names)}
         entries = [
-            Entry(line["path"], labels[line["label"]] if names else UNLABELLED, line["path"])
+            Entry(path, labels[line["label"]] if names else UNLABELLED, path)
             for _, line in lines
+            for path in [str(PurePosixPath(line["path"]))]  # ./a.png is a.png
         ]
         return Listing(entries, names, [])
 
     def _table(self) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
         """Return the names of the columns, and each line with its number."""
-        delimiter = "\t" if self.path.suffix == ".tsv" else ","
+        delimiter = "\t" if self.path.suffix.lower() == ".tsv" else ","
         try:
             with open(self.path, encoding="utf-8-sig", newline="") as file:
-                # A blank behind a comma is no part of a name.
                 reader = csv.DictReader(
                     file, delimiter=delimiter, strict=True, skipinitialspace=True
                 )
-                lines = [(reader.line_num, line) for line in reader]
+                lines = [(reader.line_num, _stripped(line)) for line in reader]
                 return [*(reader.fieldnames or [])], lines
         except OSError as error:
             raise UserError(f"{self.path}: {error.strerror}") from None
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"{self.path}: not a table in UTF-8 ({error})") from None
+
+
+def _stripped(line: dict[str, str]) -> dict[str, str]:
+    """Return a line of a table without blanks at a comma, which are no part of a name."""
+    return {key: value.strip() if isinstance(value, str) else value for key, value in line.items()}

@@ -120,6 +120,41 @@ def test_samples_of_a_webdataset(tmp_path, images):
 
 
 @pytest.mark.parametrize(
+    ("classes", "found"),
+    [
+        (["-1", ""], [-1, -1]),
+        (["-1", "2"], "1 of 2 samples have no class"),
+        (["10", "2"], [10, 2]),
+    ],
+)
+def test_minus_one_is_no_class(classes, found, tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for number, name in enumerate(classes):
+            add(tar, f"{number}.jpg", b"any")
+            add(tar, f"{number}.cls", name.encode())
+    source = open_source("webdataset", tmp_path / "x.tar")
+    if isinstance(found, str):
+        with pytest.raises(UserError, match=found):
+            source.listing()
+    else:
+        assert [entry.label for entry in source.listing().entries] == found
+
+
+def test_a_list_of_classes_is_for_numbers_alone(tmp_path):
+    (tmp_path / "classes.txt").write_text("zebra\napple\n")
+    for label in (b"0", b"apple"):
+        with tarfile.open(tmp_path / "x.tar", "w") as tar:
+            add(tar, "0.jpg", b"any")
+            add(tar, "0.cls", label)
+        source = open_source("webdataset", tmp_path / "x.tar", tmp_path / "classes.txt")
+        if label == b"0":
+            assert source.listing().class_names == ["zebra", "apple"]
+        else:
+            with pytest.raises(UserError, match=r"classes\.txt: names classes, but the samples"):
+                source.listing()
+
+
+@pytest.mark.parametrize(
     ("names", "found"),
     [
         (["k.depth.png", "k.jpg", "k.cls"], "k.jpg"),
@@ -184,6 +219,17 @@ def test_tables_without_paths_or_names(images, tmp_path):
     listing = open_source("parquet", tmp_path / "a.parquet").listing()
     assert listing.class_names == ["a", "b"]
     assert (listing.entries[1].name, listing.entries[1].label) == ("a/00000001.image", 0)
+
+
+def test_tables_of_one_name_in_two_folders(images, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        made = table(images, ["x", "y"] * 12, paths=False)
+        parquet.write_table(made, tmp_path / name / "0.parquet")
+    names = [entry.name for entry in open_source("parquet", tmp_path).listing().entries]
+    assert len(set(names)) == 48 and {names[0], names[-1]} == {
+        "a/0/00000000.image", "b/0/00000023.image"
+    }  # fmt: skip
 
 
 def test_a_column_called_label_counts_before_other_classes(images, tmp_path):

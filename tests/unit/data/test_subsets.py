@@ -1,3 +1,4 @@
+import io
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_a_list_may_name_what_a_tar_calls_otherwise(tmp_path):
     found = [rows_by_name(index.keys(), [name], index.directory).tolist() for name in names]
     assert sorted(found) == [[0], [1], [2], [3]]
     assert index.keys()[found[1][0]] == "c/back_slash"
+
+
+@pytest.mark.parametrize("names", [("1.jpg", "1.png"), ("a.b.jpg", "a_b.jpg")], ids="/".join)
+def test_names_of_one_stem_are_told_apart(names, tmp_path):
+    """In a tar one of them has a mark; a list means the one that it names, or is refused."""
+    for number, name in enumerate(names):
+        path = tmp_path / "images/cat" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8 + number)).save(path)
+    shard(tmp_path / "images", tmp_path / "out", "folder", 1)
+    index = open_index(tmp_path / "out")
+    sizes = []
+    for name in names:
+        (row,) = rows_by_name(index.keys(), [f"cat/{name}"], index.directory)
+        sizes.append(Image.open(io.BytesIO(index.read(row))).size[1])
+    assert sizes == [8, 9]
+    for name in (names[1], f"cat/{names[1].rpartition('.')[0]}"):
+        with pytest.raises(UserError, match="may be one of several images; give its folder and"):
+            rows_by_name(index.keys(), [name], index.directory)
 
 
 def test_verify_passes_what_is_sound(shards, tmp_path):
