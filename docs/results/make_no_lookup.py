@@ -37,7 +37,7 @@ MEASURES = {
     ("clustering", "accuracy_mean"): "cluster accuracy",
     ("clustering", "nmi_mean"): "clusters, NMI",
 }
-SHOWN = ("knn", "accuracy_mean", "nmi_mean")
+SHOWN = ("knn", "nmi_mean")
 """Metrics in the page's table."""
 COMPARISONS = {
     "neighbours": (STOPPED, LOOKUP, "lookup minus clean control"),

@@ -28,6 +28,7 @@ VIEWS = {"min": "crops", "aug": "colours"}
 DATA = {
     "digits_no_lookup": "digits",
     "cifar10_no_lookup": "CIFAR-10",
+    "imagenette": "Imagenette",
     "tiny_imagenet_no_lookup": "Tiny-ImageNet",
 }
 """Experiments with every kind of lookup, and the images that they have."""
