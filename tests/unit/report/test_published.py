@@ -171,7 +171,8 @@ def test_readme_says_what_neighbours_cost():
     found = rows.set_index(["views", "metric"])["value"]
     cost = [f"{-found[views, 'knn']:.1f}" for views in ("colours", "crops")]
     said = f"{cost[0]} points of k-NN with colours and {cost[1]} without"
-    assert f"cost an encoder of 0.2 million parameters {said}" in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"cost an encoder of 0.2 million parameters {said}" in readme
     assert rows[rows["metric"] == "nmi_mean"]["value"].abs().max() < 0.5
 
 
