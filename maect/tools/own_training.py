@@ -29,6 +29,8 @@ SMALLER = (("small", 64), ("small", 32), ("tiny", 32), ("tiny", 16))
 """Encoders and pixels that are tried in turn until the time is enough for some epochs."""
 AVERAGED = 2.5
 """Steps of tuning over those that its average spans: as in the paper, 25,000 over 10,000."""
+TUNED = 0.25
+"""Part of the training's time for head and tuning (`maect.tools.plan.TUNED_BEST`)."""
 FEWEST_STEPS = 100  # with which tuning changes an encoder at all
 FEWEST_EPOCHS, FEWEST_SHOWN = 40, 1_000_000  # of pre-training: one of the two has to fit in
 
@@ -122,8 +124,8 @@ Planned = Callable[[Chosen], list[PlannedJob]]
 def quickest(first: Chosen, n: int, public: str | None, device: Device, planned: Planned) -> Chosen:
     """Choose the largest encoder that trains within an hour on a device, and its epochs.
 
-    The hour is that of all jobs. Linear probes take a sixth of it at most; tuning first gets the
-    steps that change an encoder; pre-training and longer tuning share the rest.
+    The hour is that of all jobs. Linear probes take a sixth of it at most; head and tuning get the
+    steps that change an encoder, and a quarter of the time for training; pre-training the rest.
 
     Args:
         first: what these images deserve; public weights keep its size.
@@ -186,7 +188,27 @@ def shortened(
         fits = least["mae"] - math.ceil(-left / one["mae"])
         return replace(chosen, epochs=least | {"mae": max(1, fits)}), left
 
-    return replace(chosen, epochs=lengthened(least, wanted, one, left)), left
+    share = divided if "mae" in least else lengthened
+    return replace(chosen, epochs=share(least, wanted, one, left)), left
+
+
+def divided(
+    least: Mapping[str, int], wanted: Mapping[str, int], seconds: Mapping[str, float], left: float
+) -> dict[str, int]:
+    """Return the epochs that the time left allows, `TUNED` of it for head and tuning.
+
+    Arguments are those of `lengthened`.
+    """
+
+    def spent(epochs: Mapping[str, int]) -> float:
+        return sum(epochs[run] * seconds[run] for run in epochs)
+
+    total = spent(least) + left
+    tuned = {run: epochs for run, epochs in least.items() if run != "mae"}
+    tuned = lengthened(tuned, wanted, seconds, TUNED * total - spent(tuned))
+    mae = int((total - spent(tuned)) / seconds["mae"])
+    best = tuned | {"mae": max(least["mae"], min(wanted["mae"], mae))}
+    return lengthened(best, wanted, seconds, total - spent(best))
 
 
 def lengthened(

@@ -17,8 +17,10 @@ from maect.paper import read_paper
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops, gpu_memory, peak_flops, relative_speed
 from maect.recipes.settings import Computing
-from maect.records import RunRecord
+from maect.records import RunRecord, lineage
 from maect.stages import STAGES, Training, recorded
+from maect.stages.pretrain import Pretrain
+from maect.stages.tune import Tune
 from maect.tools.train import training_nodes
 
 IMAGENET_VAL = 50_000  # images, which protocols without operations state their minutes for
@@ -30,6 +32,9 @@ REQUEUED = 120.0  # seconds for which SLURM holds back a job that was put back i
 UTILISATION = 0.35
 # Images/s by precision, in those of bfloat16: ViT-L's features on an H200 (docs/evaluation.md).
 SPEEDS = {"bf16": 1.0, "tf32": 0.12 / 0.23, "fp32": 0.12}
+TUNED_BEST = (0.12, 0.5)
+"""Parts of a model's operations for head and tuning that did best on CIFAR-10 (results page
+`same_operations`)."""
 CPU_RATE = 2e10  # FLOP/s of a CPU process of a few cores in PyTorch, where there is no GPU: a guess
 # Numbers of images and bytes of archives, by data set and split.
 KNOWN = read_paper("datasets", dict[str, dict[str, dict[str, int]]])
@@ -219,6 +224,8 @@ class Plan:
     unknown: set[str] = field(default_factory=set)
     others: int = 0
     """Commands on the login node: shards, tables, figures."""
+    tuned: dict[str, float] = field(default_factory=dict)
+    """Part of a model's operations that head and tuning take, by run."""
     listed: dict[Path, SplitFacts] = field(default_factory=dict)
     """Numbers of images of splits that are not sharded yet, by their folders."""
 
@@ -284,9 +291,28 @@ def make_plan(
             plan.jobs.append(_features(plan, job, experiment, device))
         elif job.rule in STAGES and STAGES[job.rule].trains:
             plan.jobs.append(_training(plan, job, experiment, device))
+            if (part := tuned_part(experiment, given["run"])) is not None:
+                plan.tuned[given["run"]] = part
         else:
             plan.others += 1
     return plan
+
+
+def tuned_part(experiment: Experiment, name: str) -> float | None:
+    """Return the part of a tuned encoder's operations that head and tuning take.
+
+    None of another run, and where the experiment does not pre-train it on the same images.
+    """
+    chain = list(lineage(name, experiment.runs.get))
+    spent = [
+        run.settings.flops_per_image(run.encoder) * run.settings.epochs
+        for run in chain
+        if isinstance(run.settings, Training)
+    ]
+    of_one = len(spent) == len(chain) and len({(run.dataset, run.split) for run in chain}) == 1
+    if not of_one or (chain[0].stage, chain[-1].stage) != (Tune.name, Pretrain.name):
+        return None
+    return sum(spent[:-1]) / sum(spent)
 
 
 def critical_path(jobs: list[PlannedJob]) -> list[PlannedJob]:

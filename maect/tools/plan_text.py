@@ -7,7 +7,7 @@ from maect.core.log import aligned
 from maect.launch.progress import rough
 from maect.recipes.cost import GIB
 from maect.stages import STAGES
-from maect.tools.plan import Plan, PlannedJob, critical_path, wall
+from maect.tools.plan import TUNED_BEST, Plan, PlannedJob, critical_path, wall
 
 ORDER = (*STAGES, "features")
 
@@ -28,7 +28,8 @@ def lines(plan: Plan) -> list[str]:
     ]
     rows += [_row(stage, groups[stage], in_an_hour) for stage in order]
     rows.append(_row("total", plan.jobs, in_an_hour))
-    out = [*aligned(rows, (1, 3, 4, 5)), "", *_storage(plan), *_path(plan), *_fitting(plan)]
+    out = [*aligned(rows, (1, 3, 4, 5)), "", *_storage(plan), *_path(plan), *_tuned(plan)]
+    out += _fitting(plan)
     if plan.others:
         commands = counted(plan.others, "short command")
         out.append(f"on this machine: {commands} (shards, tables, figures)")
@@ -69,6 +70,18 @@ def _fitting(plan: Plan) -> list[str]:
         f"{what} ({', '.join(runs[:3])}{' ...' if len(runs) > 3 else ''})"
         for what, runs in names.items()
     ]
+
+
+def _tuned(plan: Plan) -> list[str]:
+    """Return how much of a model's operations tuning takes, if any is tuned."""
+    if not plan.tuned:
+        return []
+    shown = {f"{part:.0%} ({name})": part for name, part in sorted(plan.tuned.items())}
+    least, *_, most = sorted(shown, key=lambda text: shown[text]) * 2
+    parts = least if least == most else f"{least} to {most}"
+    low, high = TUNED_BEST
+    best = f"on CIFAR-10 {low:.0%} to {high:.0%} did best"
+    return [f"head and tuning take {parts} of a model's operations; {best}"]
 
 
 def _storage(plan: Plan) -> list[str]:

@@ -30,7 +30,7 @@ from maect.tools.dry_run import jobs_to_run
 from maect.tools.new_experiment import evaluated, flow, new_experiment, outlook, without_training
 from maect.tools.own_images import choose_validation, find_splits, inspect_images
 from maect.tools.own_training import FEWEST_STEPS, HOUR, PROBES, average_for
-from maect.tools.plan import Device, all_jobs, make_plan, wall
+from maect.tools.plan import Device, all_jobs, make_plan, tuned_part, wall
 
 ROOT = Path(__file__).parents[2]
 
@@ -252,6 +252,8 @@ def test_quick_is_an_hour_by_plans_own_count(photos, tmp_path, speed, shape):
     assert ("would not finish in an hour" in text) == (shape[0] != "base")
     jobs = make_plan(all_jobs(experiment), experiment, at(speed)).jobs
     assert 0.9 * HOUR < wall(jobs) <= HOUR
+    part = tuned_part(experiment, f"ct_min_{shape[0]}")
+    assert part is not None and 0.12 < part < 0.5  # as did best on CIFAR-10
     probes = sum(job.seconds or 0 for job in jobs if job.stage == "linear_probe")
     assert probes <= PROBES
     # Tuning first gets the steps that change an encoder.

@@ -32,6 +32,7 @@ from maect.tools.plan import (
     measured,
     missing,
     shards_of,
+    tuned_part,
 )
 from maect.tools.plan_text import lines
 from maect.tools.speed import Machine, this_machine
@@ -46,6 +47,25 @@ FIVE = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_tunings_part_of_the_operations_is_said(here):
+    """By hand, of encoders whose MAE the experiment trains."""
+    experiment = load("digits")
+    runs = [experiment.runs[name] for name in ("mae_tiny", "head_min_tiny", "ct_min_tiny")]
+    mae, head, tune = (
+        run.settings.epochs * run.settings.flops_per_image(run.encoder) for run in runs
+    )
+    assert tuned_part(experiment, "ct_min_tiny") == pytest.approx(
+        (head + tune) / (mae + head + tune)
+    )
+    assert tuned_part(experiment, "mae_tiny") is tuned_part(experiment, "head_min_tiny") is None
+    assert all(tuned_part(load("refined"), name) is None for name in load("refined").runs)
+    plan = Plan([job("ct", 1.0)], tuned={"a": 0.1, "b": 0.52, "c": 0.2})
+    (line,) = (line for line in lines(plan) if "operations" in line)
+    assert line.startswith("head and tuning take 10% (a) to 52% (b) of a model's operations; on")
+    (line,) = (line for line in lines(Plan(plan.jobs, tuned={"a": 0.1})) if "operations" in line)
+    assert line.startswith("head and tuning take 10% (a) of a model's operations; on CIFAR-10 12%")
 
 
 def job(name: str, seconds: float | None, *needs: str, **more: Any) -> PlannedJob:
