@@ -80,7 +80,7 @@ def _tuned(plan: Plan) -> list[str]:
     least, *_, most = sorted(shown, key=lambda text: shown[text]) * 2
     parts = least if least == most else f"{least} to {most}"
     low, high = TUNED_BEST
-    best = f"on CIFAR-10 {low:.0%} to {high:.0%} did best"
+    best = f"with few epochs on CIFAR-10 {low:.0%} to {high:.0%} did best"
     return [f"head and tuning take {parts} of a model's operations; {best}"]
 
 

@@ -253,7 +253,7 @@ def test_quick_is_an_hour_by_plans_own_count(photos, tmp_path, speed, shape):
     jobs = make_plan(all_jobs(experiment), experiment, at(speed)).jobs
     assert 0.9 * HOUR < wall(jobs) <= HOUR
     part = tuned_part(experiment, f"ct_min_{shape[0]}")
-    assert part is not None and 0.12 < part < 0.5  # as did best on CIFAR-10
+    assert part is not None and 0.2 < part < 0.5  # about as did best on CIFAR-10
     probes = sum(job.seconds or 0 for job in jobs if job.stage == "linear_probe")
     assert probes <= PROBES
     # Tuning first gets the steps that change an encoder.

@@ -63,9 +63,11 @@ def test_tunings_part_of_the_operations_is_said(here):
     assert all(tuned_part(load("refined"), name) is None for name in load("refined").runs)
     plan = Plan([job("ct", 1.0)], tuned={"a": 0.1, "b": 0.52, "c": 0.2})
     (line,) = (line for line in lines(plan) if "operations" in line)
-    assert line.startswith("head and tuning take 10% (a) to 52% (b) of a model's operations; on")
+    assert line.startswith("head and tuning take 10% (a) to 52% (b) of a model's operations; with")
     (line,) = (line for line in lines(Plan(plan.jobs, tuned={"a": 0.1})) if "operations" in line)
-    assert line.startswith("head and tuning take 10% (a) of a model's operations; on CIFAR-10 12%")
+    assert line.startswith(
+        "head and tuning take 10% (a) of a model's operations; with few epochs on CIFAR-10 25%"
+    )
 
 
 def job(name: str, seconds: float | None, *needs: str, **more: Any) -> PlannedJob:
