@@ -17,6 +17,8 @@ import pandas as pd
 
 from maect.core.errors import UserError, entry
 from maect.core.files import read_table_text, write_table_text
+from maect.core.stamps import is_current, stamp_path
+from maect.evaluate import EvaluationConfig
 from maect.paper import FOLDER
 from maect.records import EvaluationRecord, RunRecord, entries, is_finished, lineage, seed_of
 from maect.report.configs import Row
@@ -57,9 +59,10 @@ def result_of(evaluations: Path, run: str, names: Sequence[str], key: str) -> Pa
 
 
 def result_file(evaluations: Path, run: str, name: str, ending: str = ".json") -> Path | None:
-    """Return a file that an evaluation wrote about its run's present encoder; None: no such file.
+    """Return a file that an evaluation wrote about what is there now; None: no such file.
 
-    A run that was trained again with other settings may have results that are not asked for again.
+    A run that was trained again, or images that were sharded again, may have results that are not
+    asked for again.
     """
     path = evaluations / run / f"{name}{ending}"
     if not path.exists():
@@ -68,15 +71,27 @@ def result_file(evaluations: Path, run: str, name: str, ending: str = ".json") -
     record = RunRecord.find(evaluations.parent / "runs" / run)
     evaluated, encoder = (one and one.encoder_sha256 for one in (result, record))
     if None not in (evaluated, encoder) and evaluated != encoder:
-        _leave_out(path, run)
+        _leave_out(path, f"an encoder that {run} no longer has")
         return None
+    config = path.with_suffix(".yaml")
+    if config.exists() and stamp_path(config).exists():
+        asked = _evaluation_config(config, config.stat().st_mtime_ns)
+        if not is_current(config, asked):
+            _leave_out(path, "images or settings that have changed since")
+            return None
     return path
 
 
 @cache
-def _leave_out(path: Path, run: str) -> None:
+def _evaluation_config(path: Path, changed: int) -> EvaluationConfig:
+    """Read a resolved file once, until it has changed."""
+    return EvaluationConfig.read(path)
+
+
+@cache
+def _leave_out(path: Path, of: str) -> None:
     """Say once, whatever number of metrics is looked for there."""
-    log.warning("%s: of an encoder that %s no longer has; left out", path, run)
+    log.warning("%s: of %s; left out", path, of)
 
 
 def _check_alike(paths: Sequence[Path]) -> None:

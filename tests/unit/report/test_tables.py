@@ -5,7 +5,9 @@ import pandas as pd
 import pytest
 
 from maect.core.errors import UserError
-from maect.core.files import read_record, sealed, write_record
+from maect.core.files import read_record, sealed, write_json, write_record
+from maect.core.stamps import stamped
+from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.records import RunRecord
 from maect.report.registry import METHODS, TABLES
 from maect.report.render import printed, render
@@ -49,6 +51,24 @@ def test_results_of_an_encoder_that_is_gone_are_left_out(result, evaluations):
     write_record(run, told | {"sha256": {"encoder.safetensors": "new"}})
     line = build_table("extended", row, evaluations).iloc[0]
     assert line.knn == 70.0 and math.isnan(line.linear_probe)
+
+
+def test_results_of_images_that_were_sharded_again_are_left_out(result, evaluations):
+    """Its evaluation is not asked for again, and others are made of the new images."""
+    shards, run = (evaluations.parent / name for name in ("shards/mine/val", "runs/ct_min_large"))
+    write_json(shards / "index.json", {"digest": "before"})
+    path = result("ct_min_large", "linear_probe", linear_probe=70.0)
+    settings = load_evaluation("linear_probe", "large")[1]
+    inputs = {"train": shards, "test": shards}
+    told = {"evaluation": "linear_probe", "protocol": "linear_probe", "run": run, "inputs": inputs}
+    config = EvaluationConfig(**told, settings=settings)
+    config.write(path.with_suffix(".yaml"))
+    with stamped(path.with_suffix(".yaml"), config):
+        pass
+    row = [Row("large", "ct_min", ["ct_min_large"])]
+    assert build_table("extended", row, evaluations).iloc[0].linear_probe == 70.0
+    write_json(shards / "index.json", {"digest": "after"})
+    assert math.isnan(build_table("extended", row, evaluations).iloc[0].linear_probe)
 
 
 def test_deviation_over_seeds_is_the_samples(result, evaluations):
