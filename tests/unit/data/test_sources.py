@@ -126,7 +126,7 @@ def test_tars_with_impossible_sizes_end(size, kind, tmp_path):
     assert "\n" not in str(fault.value)
 
 
-@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
+@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t"), ("TSV", "\t")])
 def test_a_table_gives_what_its_folder_would(ending, separator, tmp_path):
     images = image_folder(tmp_path / "images", 2, 3)
     names = sorted(str(path.relative_to(tmp_path)) for path in images.rglob("*.jpg"))
