@@ -18,7 +18,7 @@ from PIL import Image
 
 from maect.answers.alike import BITS, Found, Pair, SearchedImages, find_pairs, linked_names
 from maect.answers.groups import SIDE, thumbnail
-from maect.answers.vectors import Vectors, is_index, open_images, write_rows
+from maect.answers.vectors import PROGRESS_SECONDS, Vectors, is_index, open_images, write_rows
 from maect.core.errors import UserError, counted, reason
 from maect.core.files import seek_record, write_json, write_text
 from maect.core.settings import validated
@@ -45,8 +45,6 @@ TRAIN = "train"
 _SIDE = 32
 _FLAT = 2
 _AT_ONCE = 256
-_EVERY = 10.0
-"""Seconds between messages of how far it is."""
 
 Array = NDArray[np.float32]
 
@@ -105,7 +103,7 @@ def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = No
                 else:
                     found.append((entry, one))
                     facts = merged([facts, one.facts]) if one.facts else facts
-            if time.monotonic() - said > _EVERY:
+            if time.monotonic() - said > PROGRESS_SECONDS:
                 said = time.monotonic()
                 log.info("%s: %d of %d images", source.path, start + len(part), len(wanted))
     if lost := warning(facts, pixels, option=True):

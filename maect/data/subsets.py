@@ -6,6 +6,7 @@ of its features files are numbered alike: logistic regression and fine-tuning se
 
 import hashlib
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,8 @@ from maect.data import MARK, key_of, random
 from maect.data.index import CHECKSUMS, ID, LABEL, Index, open_index
 from maect.data.sources.base import read_list
 from maect.recipes.few_labels import fraction_list, shots_list
+
+_MARKED = re.compile(rf"-[0-9a-f]{{{MARK - 1}}}$")
 
 
 def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
@@ -151,7 +154,7 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
         base = key.rpartition("/")[2]
         if base in rows_of:
             rows_of[base].append(row)
-        elif base[:-MARK] in marked:
+        elif base[:-MARK] in marked and _MARKED.search(base):
             marked[base[:-MARK]].append(row)
     rows = []
     missing = []

@@ -9,16 +9,18 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pydantic import ValidationError
 
 from maect.core.errors import UserError, entry
 from maect.core.files import read_table_text, write_table_text
 from maect.core.stamps import is_current, stamp_path
-from maect.evaluate import EvaluationConfig
+from maect.evaluate import PROTOCOLS, EvaluationConfig
 from maect.paper import FOLDER
 from maect.records import EvaluationRecord, RunRecord, entries, is_finished, lineage, seed_of
 from maect.report.configs import Row
@@ -95,20 +97,31 @@ def _leave_out(path: Path, of: str) -> None:
 
 
 def _check_alike(paths: Sequence[Path]) -> None:
-    """Refuse to average results of other settings, or of other images (UserError)."""
-    made = {path: _made_with(EvaluationRecord.read(path)) for path in paths}
-    for path in paths[1:]:
-        if made[path] != made[paths[0]]:
-            raise UserError(
-                f"{path}: made with other settings or images than {paths[0]}, so the two cannot be "
-                "averaged; delete the older one and start again"
-            )
+    """Refuse to average results of other settings, or of other images (UserError).
+
+    What a result does not say, such as one that was published elsewhere, is no difference.
+    """
+    known: dict[str, Any] = {}
+    for path in paths:
+        for name, value in _made_with(EvaluationRecord.read(path)).items():
+            if known.setdefault(name, value) != value:
+                raise UserError(
+                    f"{path}: made with other settings or images than other seeds of "
+                    f"{path.parent.name}, so they cannot be averaged; delete the older ones and "
+                    "start again"
+                )
 
 
-def _made_with(result: EvaluationRecord) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what all seeds of a row share: the settings, and the images by split."""
+def _made_with(result: EvaluationRecord) -> dict[str, Any]:
+    """Return what all seeds of a row share, as far as a result says it."""
     splits = result.provenance.get("splits", {})
-    return result.settings, {name: about.get("index_digest") for name, about in splits.items()}
+    made = {f"images of {name}": about.get("index_digest") for name, about in splits.items()}
+    protocol = PROTOCOLS.get(result.provenance.get("protocol", ""))
+    given = dict(result.settings)
+    made["resize"] = given.pop("resize", None)
+    with suppress(ValidationError):  # of another version
+        made["settings"] = protocol and protocol.model_validate(given).identifying()
+    return {name: value for name, value in made.items() if value is not None}
 
 
 def _finite(path: Path, key: str) -> float:

@@ -76,9 +76,9 @@ def _tuned(plan: Plan) -> list[str]:
     """Return how much of a model's operations tuning takes, if any is tuned."""
     if not plan.tuned:
         return []
-    shown = {f"{part:.0%} ({name})": part for name, part in sorted(plan.tuned.items())}
-    least, *_, most = sorted(shown, key=lambda text: shown[text]) * 2
-    parts = least if least == most else f"{least} to {most}"
+    by_part = sorted(plan.tuned, key=lambda name: plan.tuned[name])
+    ends = dict.fromkeys((by_part[0], by_part[-1]))
+    parts = " to ".join(f"{plan.tuned[name]:.0%} ({name})" for name in ends)
     low, high = TUNED_BEST
     best = f"with few epochs on CIFAR-10 {low:.0%} to {high:.0%} did best"
     return [f"head and tuning take {parts} of a model's operations; {best}"]

@@ -98,6 +98,10 @@ class Continuation:
         fewest = {run: epochs if run == AFTER else max(1, epochs // 2) for run in self.recipes}
         return replace(plan, epochs=fewest)
 
+    def is_smaller(self, plan: TuningPlan) -> bool:
+        """Return whether a plan trains at fewer pixels than the encoder's own."""
+        return plan.pixels < self.start.encoder.image_size
+
     def planned(self, plan: TuningPlan, device: Device) -> list[PlannedJob]:
         """Return all jobs of the experiment with times, as `maect plan` does."""
         return self.written.priced(self.text(plan), device)
@@ -117,7 +121,7 @@ class Continuation:
         size = {} if "timm" in start.imported else {"size": start.size}
         pixels = start.encoder.image_size
         imported = {**start.imported, **size, "image_size": pixels}
-        is_smaller = plan.pixels < pixels
+        is_smaller = self.is_smaller(plan)
         return fill_template(
             TEMPLATE,
             flow=flow,
@@ -152,7 +156,7 @@ class Continuation:
     def _trained(self, plan: TuningPlan, steps: int) -> dict[str, dict[str, Any]]:
         """Return the runs that train, as the experiment has them."""
         runs: dict[str, dict[str, Any]] = {}
-        source = BEFORE if plan.pixels == self.start.encoder.image_size else SMALL
+        source = SMALL if self.is_smaller(plan) else BEFORE
         for run, recipe in self.recipes.items():
             values = {"epochs": plan.epochs[run], "batch_size": plan.batch}
             runs[run] = {

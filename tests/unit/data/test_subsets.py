@@ -121,6 +121,12 @@ def test_names_of_one_stem_are_told_apart(names, tmp_path):
             rows_by_name(index.keys(), [name], index.directory)
 
 
+def test_a_name_that_only_looks_marked_is_no_twin(tmp_path):
+    """Thirteen characters behind a name, as a mark has, and none."""
+    keys = ["c/shot", "c/shot_val_00000001", "c/shot-of-a-tree-0"]
+    assert rows_by_name(keys, ["shot.jpg"], tmp_path).tolist() == [0]
+
+
 def test_verify_passes_what_is_sound(shards, tmp_path):
     assert verify(shards, threads=2) == 24
     class_view(shards, tmp_path / "view", ["c1"])

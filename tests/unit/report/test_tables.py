@@ -85,15 +85,22 @@ def test_deviation_over_seeds_is_the_samples(result, evaluations):
 @pytest.mark.parametrize(
     "other",
     [
-        {"settings": {"seed": 0, "k": 10}},
-        {"provenance": {"splits": {"test": {"index_digest": "other images"}}}},
+        {"settings": {"runs": 3, "resize": 16}},
+        {"settings": {"resize": 20}},
+        {"provenance": {"protocol": "clustering", "splits": {"test": {"index_digest": "b"}}}},
     ],
-    ids=["settings", "images"],
+    ids=["settings", "resize", "images"],
 )
 def test_results_of_other_settings_or_images_are_not_averaged(result, evaluations, other):
-    """A row's seeds of which one was evaluated again, with another `k`."""
+    """A row's seeds of which one was evaluated again; what is not said is no difference."""
+    provenance = {"protocol": "clustering", "splits": {"test": {"index_digest": "a"}}}
+    said = {"settings": {"resize": 16}, "provenance": provenance}
     paths = [result(run, "clustering", accuracy=70.0) for run in ("r0", "r1")]
-    write_record(paths[1], read_record(paths[1]) | other)
+    write_record(paths[0], read_record(paths[0]) | said)
+    for silent in ({"settings": {}, "provenance": {}}, {"settings": {"seed": 0}}):
+        write_record(paths[1], read_record(paths[1]) | said | silent)
+        build_table("clustering", [Row("tiny", "ct_min", ("r0", "r1"))], evaluations)
+    write_record(paths[1], read_record(paths[1]) | said | other)
     with pytest.raises(UserError, match=r"r1/clustering\.json: made with other settings or images"):
         build_table("clustering", [Row("tiny", "ct_min", ("r0", "r1"))], evaluations)
     alone = build_table("clustering", [Row("tiny", "ct_min", ("r1",))], evaluations)
