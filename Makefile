@@ -68,7 +68,7 @@ tests:
 # PyTorch's kernels for processors below this one; its own are `make test`'s. Processes that tests
 # start inherit the variable. Left out: files in which nothing hangs on a sum.
 NUMERIC := tests/unit/train tests/unit/models tests/unit/evaluate tests/unit/data/test_native.py
-ANY_CPU := train/test_damage train/test_effective train/test_engine_resources \
+ANY_CPU := train/test_damage train/test_engine_resources \
 	train/test_run_lock train/test_flops train/test_kills \
 	train/test_memory train/test_paper_tables train/test_second_writing train/test_watchdog \
 	evaluate/test_explore evaluate/test_lists evaluate/test_throughput

@@ -25,7 +25,6 @@ TOGETHER = {
     "trainings compared with the same three": (
         "tests/unit/train/test_damage.py",
         "tests/unit/train/test_run_lock.py",
-        "tests/unit/train/test_plain_loop.py",
         "tests/unit/train/test_resume.py",
         "tests/unit/train/test_stages.py",
         "tests/unit/train/test_watchdog.py",

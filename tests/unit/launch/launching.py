@@ -80,6 +80,13 @@ class Run:
         self.launchers.append(process)
         return process
 
+    def start_held(self, step: int, **arguments: object) -> tuple[subprocess.Popen[str], Path]:
+        """Start a launcher whose job is held at a step; return it with the file that holds it."""
+        gate = self.hold(step)
+        launcher = self.start(**arguments)
+        self.reaches(step)
+        return launcher, gate
+
     def pipeline(self, folder: Path, **arguments: object) -> "subprocess.Popen[bytes]":
         """Start Snakemake with one rule that starts a launcher: its words go to `folder`/log."""
         arguments = {"steps": 40, "gates": str(self.gates), **arguments}

@@ -77,38 +77,28 @@ def test_killed_launcher_is_followed_by_one_that_reattaches(run, moment):
     assert len({start["name"] for start in run.starts()}) == 1
 
 
-def test_a_live_job_of_what_the_settings_were_is_cancelled(run):
+def test_a_live_job_of_other_settings_is_cancelled(run):
+    """By the machine that has it; and neither it nor another job writes over what was put back."""
     first = run.start(steps=10**6, save_every=10**6, identity="before")
     run.reaches(2)
     run.kill(first)
-    before = run.job().id
-    words = finish(run.start(steps=40, identity="after"))
-    cancelled, submitted = words.index(f"cancelled local job {before}"), words.index("submitted")
-    assert cancelled < submitted and "its settings have changed" in words
-    assert_undisturbed(run)
-    assert run.job().earlier == [before]
-
-
-def test_a_live_job_of_other_settings_is_left_to_the_machine_that_has_it(run):
-    first = run.start(steps=10**6, save_every=10**6, identity="before")
-    run.reaches(2)
-    run.kill(first)
+    before, site = run.job().id, run.job().site
     run.change_job(site="elsewhere")
     launcher = run.start(steps=40, identity="after")
     assert "was started on elsewhere" in finish(launcher) and launcher.returncode == 2
     assert len(run.starts()) == 1 and run.processes()
-
-
-def test_a_live_job_does_not_write_over_what_was_put_back(run):
-    first = run.start(steps=10**6, save_every=10**6, identity="before")
-    run.reaches(2)
-    run.kill(first)
-    (run.folder / "done.json").write_text("{}")  # of the settings after
+    run.change_job(site=site)
+    done = run.folder / "done.json"
+    done.write_text("{}")  # of the settings after
     words = finish(run.start(steps=40, identity="after"))
-    assert "cancelled" in words and "submitted" not in words
+    assert f"cancelled local job {before}: its settings have changed" in words
+    assert "submitted" not in words and run.job().state == "ended"
     wait_for(lambda: not run.processes(), 20)
     assert run.read("done.json") == {} and len(run.starts()) == 1
-    assert run.job().state == "ended"
+    done.unlink()
+    finish(run.start(steps=40, identity="after"))
+    assert_undisturbed(run)
+    assert run.job().earlier == [before]
 
 
 def test_a_record_that_was_left_behind_does_not_keep_a_result_from_being_there(run):
@@ -123,9 +113,7 @@ def test_a_record_that_was_left_behind_does_not_keep_a_result_from_being_there(r
 
 def test_launcher_killed_while_it_submits(run):
     """Between the start of its ranks and their place on record: they are found, and go on."""
-    gate = run.hold(5)
-    launcher = run.start()
-    run.reaches(5)
+    launcher, gate = run.start_held(5)
     run.kill(launcher)
     run.change_job(state="submitting", id=None, pids=[])
     gate.unlink()
@@ -158,9 +146,7 @@ def test_job_that_was_replaced_or_given_up_runs_nothing(run, change):
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_killed_rank_does_not_hang_the_others(run, rank):
     run.resources["devices"] = 2
-    gate = run.hold(21)  # behind the save of step 20
-    launcher = run.start()
-    run.reaches(21)
+    launcher, gate = run.start_held(21)  # behind the save of step 20
     os.kill(run.starts(rank)[0]["pid"], signal.SIGKILL)
     gate.unlink()
     words = finish(launcher)
@@ -171,9 +157,7 @@ def test_killed_rank_does_not_hang_the_others(run, rank):
 
 def test_everything_killed_at_once(run):
     run.resources["devices"] = 2
-    gate = run.hold(21)
-    launcher = run.start()
-    run.reaches(21)
+    launcher, gate = run.start_held(21)
     run.kill(launcher)
     kill(run.processes())
     gate.unlink()
@@ -203,9 +187,7 @@ def test_wrong_input_is_not_tried_twice(run):
 
 
 def test_interrupt_saves_stops_and_goes_on_later(run):
-    run.hold(20)
-    launcher = run.start(steps=60, save_every=1000)
-    run.reaches(20)
+    launcher, _ = run.start_held(20, steps=60, save_every=1000)
     launcher.send_signal(signal.SIGINT)
     words = finish(launcher)
     assert launcher.returncode == 130 and "saved and stopped at step" in words
@@ -243,11 +225,9 @@ def test_a_termination_of_the_whole_group_counts_once(run):
 
 
 def test_a_hang_up_leaves_the_job_running_and_the_folder_to_others(run):
-    gate = run.hold(5)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
-    launcher = run.start()
+    launcher, gate = run.start_held(5)
     signal.signal(signal.SIGHUP, before)
-    run.reaches(5)
     owner = f"process {launcher.pid} on .*, running since"
     with pytest.raises(LaunchError, match=owner), lock_folder(run.folder, patience=0.3):
         pass
@@ -264,9 +244,7 @@ def test_a_hang_up_leaves_the_job_running_and_the_folder_to_others(run):
 
 def test_signal_at_the_wall_limit_saves_and_submits_again(run):
     run.resources["devices"] = 2
-    gate = run.hold(20)
-    launcher = run.start(steps=60, save_every=1000)
-    run.reaches(20)
+    launcher, gate = run.start_held(20, steps=60, save_every=1000)
     # One rank hears of it first, as in real life.
     os.kill(run.starts(1)[0]["pid"], signal.SIGUSR2)
     gate.unlink()
@@ -277,9 +255,7 @@ def test_signal_at_the_wall_limit_saves_and_submits_again(run):
 
 
 def test_forgotten_request_to_stop_is_not_obeyed(run):
-    run.hold(5)
-    launcher = run.start()
-    run.reaches(5)
+    launcher, _ = run.start_held(5)
     run.kill(launcher)
     run.change_job(stop=True)
     wait_for(lambda: run.returned() == "stopped")
@@ -289,9 +265,7 @@ def test_forgotten_request_to_stop_is_not_obeyed(run):
 
 def test_a_launcher_whose_record_was_replaced_leaves(run):
     """Two of them started on a file system without locks."""
-    run.hold(5)
-    launcher = run.start()
-    run.reaches(5)
+    launcher, _ = run.start_held(5)
     run.change_job(name="maect-other-1", id="8")
     words = finish(launcher)
     assert launcher.returncode == 2
@@ -338,9 +312,7 @@ def test_the_snakemake_of_a_launcher(monkeypatch):
 
 def test_found_job_whose_files_are_gone_runs_again(run):
     """A restarted Snakemake deletes what a job has written that outlived its launcher."""
-    gate = run.hold(5)
-    launcher = run.start()
-    run.reaches(5)
+    launcher, gate = run.start_held(5)
     run.kill(launcher)
     gate.unlink()
     wait_for(lambda: run.read("done.json") and not run.processes())

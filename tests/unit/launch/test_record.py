@@ -39,28 +39,12 @@ def test_what_is_written_is_read(tmp_path, job):
     assert read_job(tmp_path / "nothing") is None
 
 
-def test_any_damage_is_named_in_one_line(tmp_path, job):
-    file = tmp_path / "job.json"
-    content = file.read_bytes()
-    for position in range(0, len(content), 7):
-        for damage in (
-            content[:position],
-            content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :],
-        ):
-            file.write_bytes(damage)
-            try:
-                assert read_job(tmp_path) == job  # a space more or less
-            except UserError as error:
-                assert str(error).startswith(f"{file}: damaged (") and "\n" not in str(error)
-                assert "delete the file and start again" in str(error)
-
-
 @pytest.mark.parametrize("value", [[], 3, {}, {"name": 1}, DONE | {"state": "??"}, DONE])
 def test_what_is_no_record_is_refused(tmp_path, value):
     if value != DONE and isinstance(value, dict):
         value = sealed(value)
     write_json(tmp_path / "job.json", value)
-    with pytest.raises(UserError, match="damaged"):
+    with pytest.raises(UserError, match=r"job\.json: damaged .*delete the file and start again"):
         read_job(tmp_path)
 
 

@@ -1,6 +1,5 @@
 """What is concluded from SLURM's answers, or their absence: scripts answer in its place."""
 
-import json
 import os
 import signal
 from types import SimpleNamespace
@@ -10,12 +9,13 @@ from launching import finish, wait_for
 from slurm_commands import AWAY, UNKNOWN, Clock
 
 from maect.core.errors import UserError
-from maect.core.files import sealed
+from maect.core.files import write_record
 from maect.core.resources import sbatch_options
 from maect.launch import Resources, Task, launcher, record, slurm
 from maect.launch.record import Job, LaunchError
 from maect.launch.shell import command, environment
 from maect.launch.slurm import Slurm
+from maect.launch.state import Notice
 
 NAME = "maect-a-1"
 SLURM = {"cluster": "slurm", "cpus_per_task": 1}
@@ -27,29 +27,35 @@ def job():
 
 
 @pytest.mark.parametrize(
-    "state, phase, grace, final",
+    "state, reason, phase, grace, final",
     [
-        ("RUNNING", "running", 0, False),
-        ("COMPLETING", "running", 0, False),
-        ("PENDING", "pending", 0, False),
-        ("REQUEUED", "pending", 0, False),
-        ("RESV_DEL_HOLD", "pending", 0, False),
+        ("RUNNING", "None", "running", 0, False),
+        ("COMPLETING", "None", "running", 0, False),
+        ("PENDING", "Priority", "pending", 0, False),
+        ("REQUEUED", "None", "pending", 0, False),
+        # Held, until a person releases them.
+        ("RESV_DEL_HOLD", "None", "pending", 0, False),
+        ("REQUEUE_HOLD", "None", "pending", 0, False),
+        ("PENDING", "JobHeldUser", "pending", 0, False),
+        ("PENDING", "launch_failed_requeued_held", "pending", 0, False),
         # SLURM puts these back under the same id: the end has to last.
-        ("NODE_FAIL", "ended", 0.6, False),
-        ("PREEMPTED", "ended", 0.6, False),
-        ("FAILED", "ended", 1, False),
-        ("TIMEOUT", "ended", 1, False),
-        ("OUT_OF_MEMORY", "ended", 1, False),
-        ("CANCELLED", "ended", 1, True),
-        ("DEADLINE", "ended", 1, True),
+        ("NODE_FAIL", "None", "ended", 0.6, False),
+        ("PREEMPTED", "None", "ended", 0.6, False),
+        ("FAILED", "None", "ended", 1, False),
+        ("TIMEOUT", "None", "ended", 1, False),
+        ("OUT_OF_MEMORY", "None", "ended", 1, False),
+        ("CANCELLED", "None", "ended", 1, True),
+        ("DEADLINE", "None", "ended", 1, True),
         # Of a later SLURM: nobody here knows whether such a job is over.
-        ("HIBERNATED", "unknown", 0, False),
+        ("HIBERNATED", "None", "unknown", 0, False),
     ],
 )
-def test_states_of_the_controller(tmp_path, commands, job, state, phase, grace, final):
-    commands.shows(state, NAME)
+def test_states_of_the_controller(tmp_path, commands, job, state, reason, phase, grace, final):
+    commands.shows(state, NAME, reason)
     notice = Slurm().poll(tmp_path, job)
     assert (notice.phase, notice.grace, notice.final) == (phase, grace, final)
+    is_held = "HOLD" in state or "held" in reason.lower()
+    assert ("`scontrol release 7`" in notice.hint) == is_held == bool(notice.hint)
     assert not commands.asked("sacct")
 
 
@@ -75,20 +81,6 @@ def test_accounting_is_asked_about_what_the_controller_forgot(
     assert (notice.phase, notice.text, notice.final) == ("ended", text, final)
 
 
-@pytest.mark.parametrize(
-    "shown",
-    [
-        "JobId=7 JobName=another UserId=me(1) JobState=RUNNING Reason=None Comment=/y",
-        f"JobId=7 JobName={NAME}2 UserId=me(1) JobState=RUNNING Reason=None",
-    ],
-)
-def test_ids_begin_again(tmp_path, commands, job, shown):
-    job.place = "/x"
-    commands.says("scontrol", shown)
-    assert Slurm().poll(tmp_path, job).text == "unknown to SLURM"
-    assert Slurm().end(tmp_path, job) and not commands.asked("scancel")
-
-
 def test_silence_is_no_verdict(tmp_path, commands, job):
     commands.says("sacct", f"FAILED|{NAME}\n")
     for answer in (lambda: commands.fails("scontrol", AWAY), lambda: commands.says("scontrol", "")):
@@ -101,15 +93,28 @@ def test_silence_is_no_verdict(tmp_path, commands, job):
     assert not commands.asked("sacct") and not commands.asked("scancel")
 
 
-@pytest.mark.parametrize("name", ["mine", "my JobState=FAILED job", "a|b"])
-def test_a_renamed_job_is_the_run_s(tmp_path, commands, job, name):
-    """`scontrol update JobId=7 JobName=mine`, by a user or a site: its comment is the folder."""
-    job.place = str(tmp_path)
-    commands.shows("RUNNING", name, comment=str(tmp_path))
-    assert Slurm().poll(tmp_path, job).phase == "running"
-    assert Slurm().end(tmp_path, job) and commands.asked("scancel")[-1].endswith(" 7")
-    commands.shows("RUNNING", name, comment=f"{tmp_path}2")
-    assert Slurm().poll(tmp_path, job).text == "unknown to SLURM"
+@pytest.mark.parametrize(
+    "name, comment, is_ours",
+    [
+        (NAME, "/y", True),
+        # Renamed by a user or a site: its comment is the folder.
+        ("mine", "/x", True),
+        ("my JobState=FAILED job", "/x", True),
+        ("a|b", "/x", True),
+        # Ids begin again.
+        ("another", "/x2", False),
+        (f"{NAME}2", "/y", False),
+    ],
+)
+def test_whose_a_job_is(tmp_path, commands, job, name, comment, is_ours):
+    job.place = "/x"
+    commands.shows("RUNNING", name, comment=comment)
+    notice = Slurm().poll(tmp_path, job)
+    assert (notice.phase, notice.text) == (
+        ("running", "RUNNING") if is_ours else ("ended", "unknown to SLURM")
+    )
+    assert Slurm().end(tmp_path, job)
+    assert [line.endswith(" 7") for line in commands.asked("scancel")] == [True] * is_ours
 
 
 def test_a_job_without_an_id_is_found_by_its_name(tmp_path, commands, job):
@@ -148,23 +153,6 @@ def test_whether_a_job_was_cancelled(tmp_path, commands, job, says, over):
     commands.shows("RUNNING", NAME)
     commands.fails("scancel", says)
     assert Slurm().end(tmp_path, job) is over
-
-
-@pytest.mark.parametrize(
-    "state, reason",
-    [
-        ("PENDING", "JobHeldUser"),
-        ("PENDING", "JobHeldAdmin"),
-        ("PENDING", "launch_failed_requeued_held"),
-        ("REQUEUE_HOLD", "None"),
-    ],
-)
-def test_a_held_job_is_named_with_its_cure(tmp_path, commands, job, state, reason):
-    commands.shows(state, NAME, reason)
-    notice = Slurm().poll(tmp_path, job)
-    assert notice.phase == "pending" and "`scontrol release 7`" in notice.hint
-    commands.shows("PENDING", NAME, "Priority")
-    assert Slurm().poll(tmp_path, job).hint == ""
 
 
 SETTINGS = {
@@ -235,17 +223,12 @@ def complete(run) -> None:
     run.returns("done")
 
 
-def answering(run, commands, answer: str, state: str = "CANCELLED", more: str = "") -> None:
-    """Let sbatch accept a job and say something; its id is 41."""
-    run.resources["cluster"] = "slurm"
-    shown = f"JobId=41 JobName=$name UserId=me(1) JobState={state} Reason=None"
-    (commands.folder / "sbatch").write_text(
-        f'#!/bin/sh\necho "$0 $*" >> {commands.folder}/asked\n'
-        f"name=$(grep -o 'maect-{run.folder.name}-[0-9a-f]*' {run.folder}/job.json | head -1)\n"
-        f"rm -f {commands.folder}/scontrol.fails\n"
-        f'echo "41|$name" > {commands.folder}/squeue.says\n'
-        f'echo "{shown}" > {commands.folder}/scontrol.says\nprintf "{answer}"\n{more}\n'
-    )
+def launch_of(folder):
+    """A launch that notes what it says, and that may be interrupted."""
+    line = SimpleNamespace(said=[], title="")
+    line.say = line.said.append
+    people = SimpleNamespace(stops=0, reason_to_leave=lambda: None)
+    return launcher._Launch(Task("a:b"), folder, Resources(**SLURM), lambda: False, line, people)
 
 
 ANSWERS = {
@@ -268,26 +251,11 @@ def test_the_job_s_id_is_sbatch_s_own(tmp_path, commands, job, answer, monkeypat
     assert "SLURM_CLUSTERS=elsewhere is ignored" in caplog.text
 
 
-def test_submission_that_broke_off_is_looked_for(run, commands):
-    """sbatch has accepted a job of a run; the launcher that called it dies before its answer."""
-    take_over(run)
-    commands.shows("NODE_FAIL", run.job().name)
-    answering(run, commands, "", "PENDING", "kill -9 $PPID")
-    run.start().wait(60)
-    assert run.state() == "submitting"
-    launcher = run.start()
-    wait_for(lambda: run.read("job.json").get("id") == "41")
-    assert run.state() == "submitted"
-    complete(run)
-    words = finish(launcher)
-    assert launcher.returncode == 0 and len(commands.asked("sbatch")) == 1, words
-
-
 def test_a_job_of_other_settings_is_waited_for_until_slurm_cancels_it(run, commands):
     name = take_over(run)
     run.change_job(identity="before")
-    answering(run, commands, "41\\n", "RUNNING")
-    commands.shows("RUNNING", name)
+    commands.shows("RUNNING", name, comment=str(run.folder))  # by which the next job is known
+    commands.says("sbatch", "41\n")
     commands.fails("scancel", "scancel: error: Unable to contact slurm controller")
     launcher = run.start(identity="after")
     wait_for(lambda: commands.asked("scancel"))
@@ -311,20 +279,22 @@ def test_job_that_could_not_be_cancelled_is_not_called_so(run, commands):
     assert run.state() == "submitted" and run.job().stop
 
 
-@pytest.mark.parametrize("step", [0, 3])
-def test_a_fault_of_a_node_ends_only_what_has_not_worked_elsewhere(run, commands, step):
+def test_a_fault_of_a_node_ends_only_what_has_not_worked_elsewhere(tmp_path, job):
     """As without a GPU: a setting's fault at first, this node's in a run that has saved a step."""
     told = {"rank": 0, "end": "error", "kind": "NodeError", "message": "no GPU here"}
-    told |= {"traceback": "NodeError: no GPU here", "time": 0.0, "saved": step}
-    report = f"echo '{json.dumps(sealed(told))}' > {run.folder}/jobs/$name/rank-0.json"
-    answering(run, commands, "41\\n", "FAILED", report)
-    words = finish(run.start())
-    assert "no GPU here" in words
-    if not step:
-        assert len(commands.asked("sbatch")) == 1 and "gave up" not in words
-        return
-    # The first saved a step.
-    assert "gave up after 3 attempts" in words and len(commands.asked("sbatch")) == 4
+    told |= {"traceback": "NodeError: no GPU here", "time": 0.0}
+    file = record.make_job_folder(tmp_path, NAME) / "rank-0.json"
+    one, ended = launch_of(tmp_path), Notice("ended", "FAILED")
+    write_record(file, told)
+    with pytest.raises(LaunchError, match=r"^no GPU here$"):
+        one.judge(job, ended)
+    write_record(file, told | {"saved": 3})
+    one.judge(job, ended)
+    job.step = 3
+    for _ in range(launcher.ATTEMPTS - 1):
+        one.judge(job, ended)
+    with pytest.raises(LaunchError, match=r"(?s)gave up after 3 attempts .*no GPU here"):
+        one.judge(job, ended)
 
 
 LIMIT = (
@@ -340,14 +310,10 @@ REFUSALS = (  # munge is away, the controller is away, its disk is full
 )
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_refusal_for_a_moment_is_tried_again(run, commands, is_first):
+def test_a_refusal_for_a_moment_is_tried_again(run, commands):
     """Any, of a run whose settings were accepted once."""
-    refusal = LIMIT if is_first else "sbatch: error: no more of this"
-    if not is_first:
-        commands.shows("NODE_FAIL", take_over(run))
-    run.resources["cluster"] = "slurm"
-    commands.fails("sbatch", refusal)
+    commands.shows("NODE_FAIL", take_over(run))
+    commands.fails("sbatch", "sbatch: error: no\nmore of this")
     launcher = run.start()
     wait_for(lambda: len(commands.asked("sbatch")) > 1)
     commands.says("sbatch", "8\n")
@@ -356,33 +322,8 @@ def test_a_refusal_for_a_moment_is_tried_again(run, commands, is_first):
     complete(run)
     words = finish(launcher)
     assert launcher.returncode == 0 and "gave up" not in words, words
-    said = " ".join(refusal.split())
-    assert words.count(f"takes no job for now; trying again: {said}") == 1, words
-    assert run.job().earlier == ([] if is_first else ["7"])
-
-
-def test_an_interrupt_ends_the_wait_for_a_limit(run, commands):
-    run.resources["cluster"] = "slurm"
-    commands.fails("sbatch", LIMIT)
-    launcher = run.start()
-    wait_for(lambda: len(commands.asked("sbatch")) > 1)
-    launcher.send_signal(signal.SIGINT)
-    words = finish(launcher)
-    assert launcher.returncode == 130 and "no job is running" in words, words
-    assert run.state() == "ended" and run.job().ending.startswith("not accepted for now: sbatch")
-    assert run.job().earlier == [] and not list((run.folder / "jobs").iterdir())
-
-
-def test_nothing_is_submitted_beside_the_job_of_another_launcher(run, commands):
-    """Its record appears while this one waits, on a file system without locks."""
-    run.resources |= {"cluster": "slurm", "devices": 1}
-    commands.fails("sbatch", LIMIT)
-    launcher = run.start()
-    wait_for(lambda: run.state() == "ended")
-    run.change_job(name="maect-other-1", state="submitted", id="9")
-    words = finish(launcher)
-    assert launcher.returncode == 2, words
-    assert "names another job, slurm job 9" in words
+    assert words.count("takes no job for now; trying again: sbatch: error: no more of this") == 1
+    assert run.job().earlier == ["7"]
 
 
 def test_a_job_that_is_off_the_record_when_it_is_submitted_is_ended(tmp_path, monkeypatch):
@@ -396,9 +337,10 @@ def test_a_job_that_is_off_the_record_when_it_is_submitted_is_ended(tmp_path, mo
     monkeypatch.setattr(Slurm, "site", lambda self: None)
     monkeypatch.setattr(Slurm, "submit", submit)
     monkeypatch.setattr(Slurm, "end", lambda self, folder, job: ended.append(job.id))
-    one = launcher._Launch(Task("a:b"), tmp_path, Resources(**SLURM), lambda: False, None, None)
-    with pytest.raises(LaunchError, match="names another job, slurm job 9"):
-        one.submit(None)
+    one = launch_of(tmp_path)
+    for _ in range(2):  # at the second time nothing is submitted
+        with pytest.raises(LaunchError, match="names another job, slurm job 9"):
+            one.submit(None)
     assert ended == ["7"] and record.read_job(tmp_path).id == "9"
 
 
@@ -406,7 +348,7 @@ def test_refusals_are_tried_again_for_an_hour(tmp_path, monkeypatch):
     """A first job's settings may be wrong: it is tried once."""
     clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
-    one = launcher._Launch(Task("a:b"), tmp_path, Resources(**SLURM), lambda: False, None, None)
+    one = launch_of(tmp_path)
     first = Job("slurm", "maect-a-1", 1, 0)
     later = Job("slurm", "maect-a-2", 1, 0, earlier=["7"])
     refusal = "sbatch: error: Invalid account"
@@ -422,28 +364,25 @@ def test_refusals_are_tried_again_for_an_hour(tmp_path, monkeypatch):
         assert one.may_try_again(later, limit), "it ends whenever a job before it does"
 
 
-def test_each_wait_is_longer(tmp_path, monkeypatch):
+def test_each_wait_for_a_limit_is_longer_until_a_signal_comes(tmp_path, commands, monkeypatch):
     """Half a minute, then twice as long each time, up to ten minutes."""
-    monkeypatch.delenv(slurm.INTERVAL_VARIABLE, raising=False)
-    clock = Clock()
+    monkeypatch.delenv(slurm.INTERVAL_VARIABLE)
+    clock, waited, job = Clock(), [], None
     monkeypatch.setattr(launcher, "time", clock)
-    monkeypatch.setattr(Slurm, "site", lambda self: None)
-
-    def refuse(*_):
-        raise LaunchError(LIMIT)
-
-    monkeypatch.setattr(Slurm, "submit", refuse)
-    people = SimpleNamespace(stops=0, reason_to_leave=lambda: None)
-    line = SimpleNamespace(say=lambda text: None, title="")
-    one = launcher._Launch(Task("a:b"), tmp_path, Resources(**SLURM), lambda: False, line, people)
-    waited = []
-    job = None
+    commands.fails("sbatch", LIMIT)
+    one = launch_of(tmp_path)
     for _ in range(7):
         job = one.submit(job)
         start = clock.now
         one.wait_before_submission()
         waited.append(round(clock.now - start))
     assert waited == [30, 60, 120, 240, 480, 600, 600]
+    assert job.state == "ended" and job.ending.startswith("not accepted for now: sbatch")
+    assert job.earlier == [] and not list((tmp_path / "jobs").iterdir())
+    one.interruption.stops = 1
+    with pytest.raises(SystemExit, match="130"):
+        one.wait_before_submission()
+    assert one.line.said[-1] == "stopped; no job is running"
 
 
 def test_a_job_that_slurm_puts_back_and_holds_is_waited_for(run, commands, monkeypatch):

@@ -12,7 +12,7 @@ from launching import ROOT, Run, finish, kill, wait_for
 from rich.console import Console
 
 from maect.core.errors import UserError
-from maect.core.files import sha256_file, write_record
+from maect.core.files import read_record, sha256_file, write_record
 from maect.experiment import load
 from maect.launch import clusters, record
 from maect.launch.slurm import Slurm
@@ -26,6 +26,15 @@ def run(tmp_path):
     run = Run(tmp_path / "experiment" / "runs" / f"count{os.getpid()}-{time.monotonic_ns()}")
     yield run
     run.end()
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """Folder of a finished pre-training of an experiment in `tmp_path`."""
+    folder = tmp_path / "digits/runs/mae_tiny"
+    about = {"run": "mae_tiny", "stage": "pretrain", "fingerprint": "before"}
+    write_record(RunRecord.path(folder), about | {"images_per_second": 9.0})
+    return folder
 
 
 def line_for(run) -> str:
@@ -71,7 +80,7 @@ def test_a_limit_of_slurm_is_no_failure(tmp_path):
         assert state_and_note(tmp_path, job, clusters())[0] == state
 
 
-def test_a_retraining_that_waits_is_not_done(tmp_path, monkeypatch):
+def test_a_retraining_that_waits_is_not_done(finished, monkeypatch):
     """What was finished is set aside only once the job of the new recipe has begun."""
 
     class Pending(Slurm):
@@ -79,13 +88,10 @@ def test_a_retraining_that_waits_is_not_done(tmp_path, monkeypatch):
             return Notice("pending", "Priority")
 
     monkeypatch.setattr("maect.tools.status.clusters", lambda: {"slurm": Pending()})
-    folder = tmp_path / "experiment/runs/mae"
-    finished = {"run": "mae", "stage": "pretrain", "fingerprint": "before"}
-    write_record(RunRecord.path(folder), finished)
     for identity, state in (("now", "waiting"), ("before", "done")):
         job = record.Job("slurm", "x", 16, identity=identity, state="submitted", id="4711")
-        record.write_job(folder, job)
-        (line,) = status(tmp_path / "experiment")[1]
+        record.write_job(finished, job)
+        line = status(finished.parents[1])[1][0]
         assert (line.state, line.part) == (state, 1.0 if state == "done" else None)
 
 
@@ -102,13 +108,11 @@ def test_runs_that_have_not_begun_and_evaluations(tmp_path):
     assert any((line.name, line.stage) == ("ct_min_tiny", "tune") for line in lines)
 
 
-def test_runs_that_nobody_asked_for_are_a_number(tmp_path, capsys):
-    run = tmp_path / "digits/runs/mae_tiny"
-    write_record(RunRecord.path(run), {"run": "r", "stage": "pretrain", "images_per_second": 9.0})
-    show(tmp_path / "digits")
+def test_runs_that_nobody_asked_for_are_a_number(finished, capsys):
+    show(finished.parents[1])
     head, _, line = capsys.readouterr().out.splitlines()
     assert "not started (--every lists them)" in head and line.startswith("mae_tiny")
-    show(tmp_path / "digits", every=True)
+    show(finished.parents[1], every=True)
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(load("digits").runs)
 
 
@@ -139,34 +143,27 @@ def test_state_progress_and_time_left_are_whole_in_a_narrow_terminal(width):
     assert ("ct_min_of_an_encoder_1" in "".join(table)) == (width == 200)
 
 
-def test_the_last_online_evaluation(tmp_path):
-    folder = tmp_path / "experiment/runs/mae"
-    write_record(
-        RunRecord.path(folder), {"run": "r", "stage": "pretrain", "images_per_second": 9.0}
-    )
+def test_the_last_online_evaluation(finished):
     timing = {"device_seconds": 1.0}
     log = line_of(1, {"loss": 2.0}, timing) + line_of(2, {"loss": 1.0}, timing)
-    (folder / "metrics.jsonl").write_text(log)
-    assert "k-NN" not in columns(status(tmp_path / "experiment")[1])[0]
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(line_of(3, {"loss": 1.0, "online_knn": 42.25}, timing))
-        file.write(line_of(4, {"loss": 0.5}, timing))
-    about, lines = status(tmp_path / "experiment")
+    (finished / "metrics.jsonl").write_text(log)
+    assert "k-NN" not in columns(status(finished.parents[1])[1])[0]
+    log += line_of(3, {"loss": 1.0, "online_knn": 42.25}, timing)
+    (finished / "metrics.jsonl").write_text(log + line_of(4, {"loss": 0.5}, timing))
+    about, lines = status(finished.parents[1])
     assert about.endswith("online k-NN: on training images")
-    head, line = columns(lines)
+    head, line, *_ = columns(lines)
     assert "online k-NN" in head and line.split()[-2:] == ["0.5000", "42.2"]
 
 
-def test_a_log_that_is_not_that_of_the_record(tmp_path):
-    folder = tmp_path / "experiment/runs/mae"
-    folder.mkdir(parents=True)
-    log, record = folder / "metrics.jsonl", {"run": "mae", "stage": "pretrain"}
+def test_a_log_that_is_not_that_of_the_record(finished):
+    log, path = finished / "metrics.jsonl", RunRecord.path(finished)
     log.write_text(line_of(1, {"loss": 2.0}, {"device_seconds": 1.0}))
-    write_record(RunRecord.path(folder), record | {"log_sha256": sha256_file(log)})
-    (line,) = status(tmp_path / "experiment")[1]
+    write_record(path, read_record(path) | {"log_sha256": sha256_file(log)})
+    line = status(finished.parents[1])[1][0]
     assert (line.state, line.loss, line.note) == ("done", 2.0, "")
     log.write_text(log.read_text().replace("2.0", "1.0"))
-    (line,) = status(tmp_path / "experiment")[1]
+    line = status(finished.parents[1])[1][0]
     assert (line.state, line.loss) == ("done", None) and f"{log}: damaged" in line.note
 
 

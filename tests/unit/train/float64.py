@@ -1,4 +1,4 @@
-"""Steps of an objective in float64, without the engine: sums agree to 1e-12."""
+"""Steps of an objective without the engine: in float64, sums agree to 1e-12."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,13 +7,16 @@ import torch
 import torch.distributed as dist
 
 
-def trained(objective, stage, index, steps, seed):
+def trained(objective, stage, index, steps, seed, average=None):
     """Train by AdamW of PyTorch; yields number, views and loss of each step before its update.
 
-    Beside float64 the batches, masks and draws are those of training.
+    Beside the precision, which is the objective's, batches, masks and draws are those of training.
+    `average` is the running average of parameters by name, if the stage has one.
     """
     from maect.data.loader import train_batches
 
+    parameters = dict(objective.named_parameters())
+    precision = objective.encoder.cls_token.dtype
     groups = stage.parameter_groups(objective)
     optimizer = torch.optim.AdamW(groups, betas=(stage.beta1, stage.beta2))
     batches = train_batches(
@@ -23,7 +26,7 @@ def trained(objective, stage, index, steps, seed):
     )  # fmt: skip
     for step, batch in enumerate(batches):
         views = objective.prepare(batch, torch.device("cpu"))
-        views.images = tuple(group.double() for group in views.images)
+        views.images = tuple(group.to(precision) for group in views.images)
         loss, logged = objective(views)
         optimizer.zero_grad()
         loss.backward()
@@ -32,6 +35,8 @@ def trained(objective, stage, index, steps, seed):
             group["lr"] = group["peak_lr"] * stage.lr_multiplier(step, steps)
         optimizer.step()
         objective.after_update(lambda part: nullcontext())
+        for name, value in (average or {}).items():
+            value.lerp_(parameters[name].detach(), 1 - stage.encoder_average)
 
 
 def copied(objective):

@@ -32,17 +32,14 @@ def test_the_newest_entries_are_the_last_batch(recipe):
     objective = stage.objective(load_encoder("tiny"), 0)
     (head,) = objective.queue_heads.values()
     for number, count in enumerate((8, 8, 8, 16, 16, 16)):
-        before, drawn = (
-            head.queue.clone(),
-            random_batch(stage, objective.encoder.settings, count, number),
-        )
+        before = head.queue.clone()
+        drawn = random_batch(stage, objective.encoder.settings, count, number)
         with torch.no_grad():
             objective(objective.prepare(drawn, torch.device("cpu")))
         rows = (head.pointer - count + torch.arange(count)) % 32
         changed = (head.queue != before).flatten(-1).any(-1).view(-1, 32)
         assert (changed.nonzero()[:, 1].view(-1, count) == rows.sort().values).all()
-        for vectors, queue in zip(
-            head.newest(count).values(), head.queue.view(-1, 32, 64), strict=True
-        ):
+        queues = head.queue.view(-1, 32, 64)
+        for vectors, queue in zip(head.newest(count).values(), queues, strict=True):
             assert torch.equal(vectors, queue[rows])
     assert objective.health(16)[1] is None

@@ -1,10 +1,10 @@
 """A training that diverges: what is on the disk is sound, and goes on."""
 
 import math
+import re
 from itertools import count
 from pathlib import Path
 
-import pytest
 import torch
 from ranks import refused, run
 from safetensors.torch import load_file
@@ -14,6 +14,9 @@ from maect.train.checkpoint import complete_states
 from maect.train.engine import Engine
 
 ALWAYS = {"save_every_minutes": 0.0}
+# 1e37 times the loss is still a float32; the norm of its gradient is not.
+STEEP = {"contrastive": "combined", "contrastive_weight": 1e37, "head": {}}
+WILD = {"base_lr": 1e30, "head": {"head_lr": 1e30}}
 
 
 def spoilt(context, bad, **job):
@@ -30,70 +33,41 @@ def spoilt(context, bad, **job):
         Engine.backward = real
 
 
-def check_states(folder, last):
-    """The newest state is that of step `last`, and all values on the disk are finite."""
+def saved_tensors(folder, last):
+    """Values of the states of step `last` (0: of none) and of the one before it, all finite."""
     states = complete_states(Path(folder) / "state")
-    assert states[0].name == f"step-{last:09d}"
-    files = [file for state in states for file in state.glob("*.safetensors")]
-    assert len(files) >= len(states)
-    for file in files:
-        for name, value in load_file(file).items():
-            assert value.isfinite().all(), (file, name)
+    assert {int(state.name[5:]) for state in states} == {last, last - 1} - {0, -1}
+    tensors = [load_file(file) for state in states for file in sorted(state.glob("*.safetensors"))]
+    assert len(tensors) == 2 * len(states)
+    for name, value in (item for file in tensors for item in file.items()):
+        assert value.isfinite().all(), name
+    return tensors
 
 
-@pytest.mark.parametrize(
-    ("how", "step"),
-    [
-        ({"zero_stage": 1}, 5),
-        ({"zero_stage": 3}, 10),  # the last one
-    ],
-)
-def test_a_gradient_that_is_not_finite_enters_no_state(how, step, job, tmp_path, whole):
+def test_what_is_not_finite_enters_no_state(job, tmp_path, whole):
     """The pass after it has put embeddings that are no numbers into the queue by then."""
-    broken, log = job("broken", "ct_min", whole / "head_min", **how) | ALWAYS, tmp_path / "log"
-    (said,) = run(2, broken | {"function": spoilt, "bad": step}, log=log)
-    assert said.startswith(f"TrainingFault: gradient norm nan in step {step}; ")
-    check_states(broken["folder"], step - 1)
-    assert len(metrics(broken["folder"])) == step - 1
-    if how["zero_stage"] == 1:
-        assert run(2, broken, log=log) == ["done"]
-        assert metrics(broken["folder"]) == metrics(whole / "ct_min")
-
-
-def test_one_of_several_parts_of_a_batch(job, tmp_path):
-    broken, log = job("broken", "mae", accumulation=2) | ALWAYS, tmp_path / "log"
-    (said,) = run(1, broken | {"function": spoilt, "bad": 6}, log=log)
-    assert said.startswith("TrainingFault: gradient norm nan in step 3; ")
-    check_states(broken["folder"], 2)
-
-
-def saved_tensors(folder):
-    (state,) = complete_states(Path(folder) / "state")
-    return [load_file(file) for file in sorted(state.glob("*.safetensors"))]
-
-
-def test_the_state_before_is_that_of_a_run_that_was_stopped_there(job, tmp_path, whole):
-    wild = {"base_lr": 1e30, "head": {"head_lr": 1e30}}
-    broken, sound = (
-        job(name, "ct_min", whole / "head_min", **wild) for name in ("broken", "sound")
-    )
-    jobs = broken | ALWAYS | {"function": refused}, sound | {"stop_at": 1}
-    message, verdict = run(2, *jobs, log=tmp_path / "log")
-    assert message.startswith("TrainingFault: loss nan in step 2; the last saved state is older")
-    check_states(broken["folder"], 1)
-    assert verdict == "requeue"
+    head, log = whole / "head_min", tmp_path / "log"
+    cases = [  # the pass from which gradients are no numbers, what is said, the step before
+        (job("zero1", "ct_min", head), 5, "gradient norm nan in step 5; ", 4),
+        (job("zero3", "ct_min", head, zero_stage=3), 10, "gradient norm nan in step 10; ", 9),
+        (job("parts", "mae", accumulation=2), 6, "gradient norm nan in step 3; ", 2),
+        (job("steep1", "mae", zero_stage=1, **STEEP), math.inf, "gradient norm .* in step 1; ", 0),
+        (job("steep2", "mae", zero_stage=2, **STEEP), math.inf, "gradient norm .* in step 1; ", 0),
+        (job("steep3", "mae", zero_stage=3, **STEEP), math.inf, "gradient norm .* in step 1; ", 0),
+        (job("wild", "ct_min", head, **WILD), math.inf, "loss nan in step 2; ", 1),
+    ]
+    jobs = [value | ALWAYS | {"function": spoilt, "bad": bad} for value, bad, *_ in cases]
+    resumed, sound = cases[0][0], job("sound", "ct_min", head, **WILD)
+    *messages, again, stopped = run(2, *jobs, resumed, sound | {"stop_at": 1}, log=log)
+    assert (again, stopped) == ("done", "requeue")
+    for (value, _, said, last), message in zip(cases, messages, strict=True):
+        assert re.match(f"TrainingFault: {said}the last saved state is older", message)
+        if value is not resumed:
+            saved_tensors(value["folder"], last)
+            assert len(metrics(value["folder"])) == last
+    assert metrics(resumed["folder"]) == metrics(whole / "ct_min")
     # Also the queue and the statistics, which the forward pass of step 2 changed.
-    pairs = zip(saved_tensors(broken["folder"]), saved_tensors(sound["folder"]), strict=True)
-    for ours, theirs in pairs:
+    both = [saved_tensors(value["folder"], 1) for value in (cases[-1][0], sound)]
+    for ours, theirs in zip(*both, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
-def test_an_infinite_gradient_of_the_first_step(job, tmp_path):
-    # 1e37 times the loss is still a float32; the norm of its gradient is not.
-    steep = {"contrastive": "combined", "contrastive_weight": 1e37, "head": {}}
-    jobs = [job(f"zero{zero}", "mae", zero_stage=zero, **steep) | ALWAYS for zero in (1, 2, 3)]
-    messages = run(2, *(value | {"function": refused} for value in jobs), log=tmp_path / "log")
-    for value, message in zip(jobs, messages, strict=True):
-        assert "gradient norm" in message and "in step 1" in message
-        assert complete_states(Path(value["folder"]) / "state") == []

@@ -1,4 +1,4 @@
-"""Updates, slices and states of an engine of two ranks, under each ZeRO stage."""
+"""Updates, slices and states of an engine of one rank, and of two under each ZeRO stage."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def held(ours):
 
 
 def three_updates(context, zero_stage):
-    """What two ranks hold after them, and after the last one again, from what they held before."""
+    """What the ranks hold after them, and after the last one again, from what they held before."""
     engine.start(context)
     computing = Computing(zero_stage=zero_stage, accumulation=PARTS)
     model, other = Layers(), Layers()
@@ -98,12 +98,12 @@ def three_updates(context, zero_stage):
     with again.gathered(other.head):
         last.append(("whole", 0, {"param": other.head.weight.flatten().tolist()}))
     again.close()
-    ranks = [None, None]
+    ranks = [None] * context.world_size
     dist.all_gather_object(ranks, last)
     return said, ranks
 
 
-def plain_updates():
+def plain_updates(world_size):
     """Squared norms, parameters with AdamW's moments, and the encoder's average."""
     model, norms = Layers(), []
     settings = [{k: v for k, v in group.items() if k != "peak_lr"} for group in model.groups()]
@@ -114,8 +114,8 @@ def plain_updates():
     for number, rate in enumerate(RATES):
         adam.zero_grad()
         for part in range(PARTS):
-            for rank in range(2):
-                (model(inputs(number, part, rank)) / (2 * PARTS)).backward()
+            for rank in range(world_size):
+                (model(inputs(number, part, rank)) / (world_size * PARTS)).backward()
         norms.append(sum(value.grad.square().sum().item() for value in named.values()))
         for group, peak in zip(adam.param_groups, peaks, strict=True):
             group["lr"] = rate * peak
@@ -130,12 +130,13 @@ def plain_updates():
     return norms, values
 
 
-def test_each_zero_stage_makes_the_updates_of_adamw(tmp_path):
+@pytest.mark.parametrize(("world_size", "zero_stages"), [(1, (1,)), (2, (1, 2, 3))])
+def test_each_zero_stage_makes_the_updates_of_adamw(world_size, zero_stages, tmp_path):
     """Each value is in one slice of one rank; a state restores the same bits."""
-    norms, expected = plain_updates()
+    norms, expected = plain_updates(world_size)
     assert max(norms) > 1  # clipping would show
-    jobs = [{"function": three_updates, "zero_stage": zero} for zero in (1, 2, 3)]
-    for said, ranks in run(2, *jobs, log=tmp_path / "log"):
+    jobs = [{"function": three_updates, "zero_stage": zero} for zero in zero_stages]
+    for said, ranks in run(world_size, *jobs, log=tmp_path / "log"):
         squared, before, after = zip(*said, strict=True)
         assert squared == pytest.approx(norms, rel=1e-5)
         rates = [(3e-3 * rate, 1e-2 * rate) for rate in RATES]

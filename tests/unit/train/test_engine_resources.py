@@ -17,6 +17,7 @@ from maect.recipes.settings import Computing
 from maect.stages import load_recipe
 from maect.train import engine
 
+CPU = torch.device("cpu")
 LIMIT = timedelta(minutes=17)  # no backend's own
 WIDTH = 512
 NEAR = 1.1
@@ -30,28 +31,13 @@ def build(zero_stage: int) -> engine.Engine:
     settings = load_recipe("mae", "base", {"batch_size": 2})
     how = Computing(zero_stage=zero_stage)
     group = {"params": list(layer.parameters()), "peak_lr": 1e-3, "weight_decay": 0.0}
-    return engine.Engine(layer, settings, [group], torch.device("cpu"), how)
+    return engine.Engine(layer, settings, [group], CPU, how)
 
 
 def step(trained: engine.Engine) -> engine.Engine:
     trained.backward(trained(torch.ones(1, WIDTH)).sum())
     trained.step(1.0)
     return trained
-
-
-def limits(context, zero_stage):
-    """Time limits of every process group of a rank, after a step."""
-    engine.STEP_TIMEOUT = LIMIT
-    engine.start(context)
-    step(build(zero_stage))
-    groups = distributed_c10d._world.pg_map
-    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
-
-
-def test_every_collective_has_our_time_limit(tmp_path):
-    jobs = [{"function": limits, "zero_stage": zero} for zero in (1, 2, 3)]
-    for seen in run(2, *jobs, log=tmp_path / "log"):
-        assert seen and set(seen) == {LIMIT.total_seconds()}
 
 
 def live_bytes() -> int:
@@ -70,7 +56,11 @@ def settled(most):
 
 
 def kept(context, zero_stage, planned):
-    """Bytes of tensors that are alive in the first, and after each, of three trainings."""
+    """Bytes of tensors that are alive in the first, and after each, of three trainings.
+
+    Then the time limits of every process group of the rank, in seconds.
+    """
+    engine.STEP_TIMEOUT = LIMIT
     engine.start(context)
     seen, before = [], live_bytes()
     for _ in range(3):
@@ -81,11 +71,13 @@ def kept(context, zero_stage, planned):
         del trained
         assert ours() is None  # at once: DeepSpeed's engine waits for the collector, ours does not
         seen.append(settled(min(seen[1:], default=math.inf) + KEPT))
-    return seen
+    groups = [group._get_backend(CPU) for group in distributed_c10d._world.pg_map]
+    return seen, {group.options._timeout.total_seconds() for group in groups}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_keeps_no_memory_once_it_is_closed(ranks, tmp_path):
+    """And every collective has our time limit."""
     weights = WIDTH**2 + WIDTH
     planned = FLOAT * weights + Footprint(weights, weights, 0, 0, 0, 0, 0).states(ranks)
     stages = (1,) if ranks == 1 else (1, 2, 3)  # the third holds what is counted as 2's, or less
@@ -93,7 +85,9 @@ def test_an_engine_keeps_no_memory_once_it_is_closed(ranks, tmp_path):
         {"function": kept, "zero_stage": zero, "planned": planned if zero < 3 else math.inf}
         for zero in stages
     ]
-    for zero, (held, *seen) in zip(stages, run(ranks, *jobs, log=tmp_path / "log"), strict=True):
+    found = run(ranks, *jobs, log=tmp_path / "log")
+    for zero, ((held, *seen), limits) in zip(stages, found, strict=True):
+        assert limits == {LIMIT.total_seconds()}
         assert seen[-1] - min(seen) <= KEPT
         if zero < 3:
             assert planned / NEAR <= held <= NEAR * planned

@@ -23,7 +23,7 @@ SIZES = {"base": ["base"], "large": ["large"], "huge": ["huge", "huge14"]}
 LETTERS = {"base": "B", "large": "L", "huge": "H"}
 
 # As the paper prints what our settings say. Optimizer and schedule are the same for all recipes:
-# test_plain_loop and test_parameters hold the engine to AdamW and to warm-up, then cosine.
+# test_world_size and test_parameters hold the engine to AdamW and to warm-up, then cosine.
 CELLS = {
     "Epochs": lambda s: s.epochs,
     "Batch size": lambda s: s.batch_size,

@@ -1,4 +1,4 @@
-"""Groups, layer-wise decay, schedule, EMA and draws, written a second time from the paper."""
+"""Layer-wise decay, schedule, EMA and draws, written a second time from the paper."""
 
 import math
 from types import SimpleNamespace
@@ -50,29 +50,6 @@ def test_rates_fall_to_the_lowest_of_their_stage():
 def test_layers_below_learn_less():
     names = ("norm.bias", "blocks.11.norm1.bias", "blocks.0.mlp.fc1.weight", "cls_token")
     assert [layer_scale(name, 12, 0.5) for name in names] == [1, 0.5, 0.5**12, 0.5**13]
-
-
-def test_each_trained_parameter_is_in_the_group_of_its_rates():
-    """Of tuning: no decay of biases and norms, none at all in the head."""
-    stage, shape = load_recipe("ct_min", "tiny", {"layer_decay": 0.5}), load_encoder("tiny")
-    objective = stage.objective(shape, 0)
-    encoder, head = stage.scaled_lr(stage.base_lr), stage.scaled_lr(stage.head.head_lr)
-    found = {}
-    for group in stage.parameter_groups(objective):
-        assert group["lr"] == 0.0
-        for name, parameter in zip(group["names"], group["params"], strict=True):
-            found[name] = parameter, group["peak_lr"], group["weight_decay"]
-    trained = {n: p for n, p in objective.named_parameters() if p.requires_grad}
-    assert len(found) == len(trained) < len([*objective.parameters()])
-    assert {parameter.ndim for parameter in trained.values()} == {1, 2}
-    for name, parameter in trained.items():
-        part, _, own = name.partition(".")
-        scale = layer_scale(own, shape.depth, 0.5)
-        peak = encoder * scale if part == "encoder" else head
-        decay = stage.weight_decay if part == "encoder" else stage.head.head_weight_decay
-        kept = parameter.ndim < 2 or name.endswith(".bias")
-        assert found[name][0] is parameter
-        assert found[name][1:] == (pytest.approx(peak), 0.0 if kept else decay), name
 
 
 def test_another_run_has_another_identity():

@@ -1,8 +1,7 @@
 """A launcher was wrong, and a run has two jobs: only the newest writes."""
 
 import errno
-import json
-import multiprocessing
+import fcntl
 import time
 from pathlib import Path
 
@@ -100,46 +99,23 @@ def test_a_replaced_job_of_other_settings_sets_nothing_aside(job):
     assert alone(newer) == ["done"]
 
 
-def commit_until_superseded(folder: Path, number: int) -> None:
-    time.sleep(0.05 * (number // 2))
-    lock = RunLock(folder, Job(0, 0, 1))
-    step = 0
-    while not (folder / "enough").exists():
-        step += 1
-        try:
-            lock.commit(folder / "record.json", {"writer": lock._own, "step": step})
-        except SupersededError:
-            return
+def test_a_commit_and_a_job_that_takes_over_wait_for_each_other(tmp_path, monkeypatch):
+    """The lock is held from the check of whose run it is until the record is written."""
+    lock, written = RunLock(tmp_path, Job(0, 0, 1)), []
 
+    def write(path, value):
+        with open(tmp_path / WRITER_LOCK) as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        written.append((path, value))
 
-def test_commits_of_many_jobs_never_go_back(tmp_path):
-    context = multiprocessing.get_context("forkserver")  # `ranks` has it import all that is needed
-    jobs = [
-        context.Process(target=commit_until_superseded, args=(tmp_path, number))
-        for number in range(6)
-    ]
-    for job in jobs:
-        job.start()
-    seen: list[tuple[str, int]] = []
-    deadline = time.monotonic() + 120
-    while sum(job.is_alive() for job in jobs) > 1 or len(seen) < 50:
-        assert time.monotonic() < deadline
-        try:
-            value = json.loads((tmp_path / "record.json").read_text())
-        except FileNotFoundError:
-            continue
-        seen.append((value["writer"], value["step"]))
-    (tmp_path / "enough").touch()
-    for job in jobs:
-        job.join(120)
-        assert job.exitcode == 0
-    order = list(dict.fromkeys(writer for writer, _ in seen))
-    for writer in order:
-        steps = [step for other, step in seen if other == writer]
-        assert steps == sorted(steps)
-    # Whoever was taken over never wrote again: each writer's records are together.
-    assert seen == sorted(seen, key=lambda one: (order.index(one[0]), one[1]))
-    assert seen[-1][0] == (tmp_path / WRITER_LOCK).read_text()
+    monkeypatch.setattr(run_folder, "write_record", write)
+    lock.commit(tmp_path / "state.json", {"step": 1})
+    assert written == [(tmp_path / "state.json", {"step": 1})]
+    with open(tmp_path / WRITER_LOCK) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: held.close())
+        RunLock(tmp_path, Job(0, 0, 1))
+        assert held.closed
 
 
 def test_two_trainings_on_one_folder_end_as_one(job, tmp_path):

@@ -9,7 +9,6 @@ import torch
 from ranks import Place
 
 from maect.data.loader import Batch
-from maect.train.checkpoint import complete_states
 from maect.train.hooks import Hook
 from maect.train.step import Buffers, DeviceTime, StepSums
 from maect.train.trainer import Trainer, TrainingFault
@@ -252,19 +251,16 @@ def test_other_ranks_leave_states_and_buffers_to_the_first():
     assert [state[:2] for state in training.saver.states] == [(4, None)]
 
 
-def test_a_disk_slower_than_the_interval_is_not_waited_for():
+@pytest.mark.parametrize(
+    ("interval", "is_writing", "saved"),
+    [(0.0, True, [1, 2, 3, 4]), (1e-9, True, [4]), (1e-9, False, [1, 2, 3, 4])],
+)
+def test_a_disk_slower_than_the_interval_is_not_waited_for(interval, is_writing, saved):
+    """Unless a state is asked for after every step."""
     training = trainer()
-    training.save_seconds, training.saver.is_writing = 0.0, True  # unless after every step
+    training.save_seconds, training.saver.is_writing = interval, is_writing
     assert training.run(batches(4))
-    assert [step for step, *_ in training.saver.states] == [1, 2, 3, 4]
-    training = trainer()
-    training.save_seconds, training.saver.is_writing = 1e-9, True
-    assert training.run(batches(4))
-    assert [step for step, *_ in training.saver.states] == [4]
-    training = trainer()
-    training.save_seconds = 1e-9
-    assert training.run(batches(4))
-    assert [step for step, *_ in training.saver.states] == [1, 2, 3, 4]
+    assert [step for step, *_ in training.saver.states] == saved
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -303,37 +299,58 @@ def test_a_fault_that_a_hook_finds_ends_the_run_with_its_step_saved():
     assert [state[:2] for state in training.saver.states] == [(2, [2, 2])]
 
 
-def test_a_save_waits_for_the_one_before_it_and_overtakes_nothing(tmp_path, monkeypatch):
-    """The second state is asked for while the first is being written; both are whole."""
-    import threading
+@pytest.fixture
+def clock(monkeypatch):
+    """The time of the steps, in seconds."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("maect.train.step.time", clock)
+    return clock
 
-    from maect.train import checkpoint
-    from maect.train.checkpoint import StateReader, state_record
-    from maect.train.run_folder import RunLock
 
-    started, go_on, order = threading.Event(), threading.Event(), []
-    real = checkpoint.save_file
+def test_the_time_of_attempts_before_is_that_of_the_log(clock):
+    clock.now = 50.0
+    place = Place(0, 0, 2)
+    place.began = 40.0
+    logged = {"device_seconds": 300.0, "held_seconds": 400.0, "useful_seconds": 280.0}
+    timing = DeviceTime(place, 200.0, logged)
+    clock.now += 5.0
+    assert timing.timing == {
+        "device_seconds": 310.0, "held_seconds": 430.0, "useful_seconds": 200.0,
+    }  # fmt: skip
 
-    def slow(tensors, path):
-        order.append(float(tensors["param|0|x"][0]))
-        if len(order) == 1:
-            started.set()
-            assert go_on.wait(30)
-        real(tensors, path)
 
-    monkeypatch.setattr(checkpoint, "save_file", slow)
-    place, complete = Place(0, 0, 1), []
-    place.saved = complete.append
-    saver = checkpoint.Saver(tmp_path, place, RunLock(tmp_path, place))
-    saver.save(1, {"param|0|x": torch.full((3,), 1.0)}, {"fingerprint": "ours"})
-    assert started.wait(30) and saver.is_writing
-    threading.Timer(0.2, go_on.set).start()
-    saver.save(2, {"param|0|x": torch.full((3,), 2.0)}, {"fingerprint": "ours"})
-    assert complete[:1] == [1]  # nothing of the second began before
-    saver.wait()
-    assert (order, complete, saver.error) == ([1.0, 2.0], [1, 2], None)
-    states = complete_states(tmp_path / "state")
-    assert [state.name for state in states] == ["step-000000002", "step-000000001"]
-    for state, value in zip(states, (2.0, 1.0), strict=True):
-        reader = StateReader(state, state_record(state, "ours"))
-        assert reader.values("param", "x", 0, 3).tolist() == [value] * 3
+def test_what_counts_as_useful(clock):
+    steps = DeviceTime(Place(0, 0, 1), 100.0)
+    for seconds in (60.0, 2.0, 3.0):  # the first compiles
+        clock.now += seconds
+        assert steps.step() == seconds
+    assert steps.useful == 107.0
+    with steps.outside_steps(useful=False):
+        clock.now += 4.0
+    with steps.outside_steps(useful=True):
+        clock.now += 1.0
+    clock.now += 2.0
+    assert (steps.step(), steps.useful) == (2.0, 110.0)
+
+
+def test_the_speed_is_that_of_the_last_eight_steps(clock):
+    place = Place(0, 0, 2)
+    place.began = 0.0
+    steps = DeviceTime(place, 0.0)
+    for seconds in (10.0, *[0.5] * 8):
+        clock.now += seconds
+        assert steps.step() == seconds
+    assert steps.steps_per_second == 2.0
+    # On two ranks; the second step counts for the first, too.
+    assert steps.timing == {"device_seconds": 28.0, "held_seconds": 28.0, "useful_seconds": 9.0}
+    assert steps.step() > 0 and steps.steps_per_second > 0  # between two ticks of the clock
+
+
+def test_the_share_of_online_evaluations_is_of_the_time_of_the_attempt(clock):
+    steps = DeviceTime(Place(0, 0, 1), 0.0)
+    assert steps.online_part == 0.0
+    with steps.outside_steps(useful=True, online=True):
+        clock.now += 2.0
+    with steps.outside_steps(useful=True):
+        clock.now += 6.0
+    assert steps.online_part == 0.25

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from ranks import alone, run
 from safetensors.torch import load_file
-from tiny_runs import job_maker, losses, metrics, noise_shards
+from tiny_runs import losses, metrics, noise_shards
 
 from maect.data.index import open_index
 from maect.data.shards import shard
@@ -23,17 +23,6 @@ def weights(folder, name="encoder"):
 
 def equal(a, b, prefix=""):
     return all(torch.equal(value, b[key]) for key, value in a.items() if key.startswith(prefix))
-
-
-def test_lookups_among_images_without_labels_are_not_judged(tmp_path):
-    noise_shards(tmp_path, 40)
-    shards = tmp_path / "unlabelled"
-    shard(tmp_path / "images", shards, "unlabelled", 2)
-    both = {"contrastive": "detached", "head": {}, "epochs": 1}
-    mae = job_maker(tmp_path, shards)("mae", "mae", **both)
-    assert alone(mae) == ["done"]
-    logged = {name for entry in metrics(mae["folder"]) for name in entry}
-    assert "lookup_similarity" in logged and "lookup_accuracy" not in logged
 
 
 def test_all_variants_train(job, tmp_path):
@@ -129,9 +118,11 @@ def test_all_variants_train(job, tmp_path):
 def test_a_queue_of_other_images_has_no_id_or_label_of_them(job, shards, tmp_path):
     """Images and classes there have the same numbers: an oracle would take them for its own.
 
-    A view has the ids of its images, and other numbers for their classes.
+    A view has the ids of its images, and other numbers for their classes. Lookups among images
+    without labels are not judged.
     """
     other = {"shards": str(noise_shards(tmp_path / "other", 48))}
+    shard(tmp_path / "other/images", tmp_path / "unlabelled", "unlabelled", 2)
     class_view(shards, tmp_path / "view", open_index(shards).class_names[::-1])
     oracle = {"head": {"lookup": "oracle"}, "epochs": 1}
     jobs = [
@@ -140,8 +131,11 @@ def test_a_queue_of_other_images_has_no_id_or_label_of_them(job, shards, tmp_pat
         job("same", "ct_min", "head", **oracle),
         job("others", "ct_min", "head", **oracle) | other,
         job("view", "ct_min", "head", **oracle) | {"shards": str(tmp_path / "view")},
+        job("unlabelled", "ct_min", "head", epochs=1) | {"shards": str(tmp_path / "unlabelled")},
     ]
-    assert alone(*jobs) == ["done"] * 5
+    assert alone(*jobs) == ["done"] * 6
+    logged = metrics(tmp_path / "runs/unlabelled")[-1].keys()
+    assert "lookup_similarity" in logged and "lookup_accuracy" not in logged
     left = weights(tmp_path / "runs/view", "head")
     assert (left["queue_ids"] >= 0).all() and 0 < (left["queue_labels"] < 0).sum() < 64
     for name, unknown in (("same", 0), ("others", 16)):  # 48 images are three batches

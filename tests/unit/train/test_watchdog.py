@@ -46,6 +46,18 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def watched(monkeypatch):
+    """A watchdog, the rank that it ends, and its clock."""
+    clock, rank = Clock(), Rank()
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(Watchdog, "_watch", lambda dog: dog._closed.wait())
+    monkeypatch.setenv("MAECT_STALL_SECONDS", "300")
+    dog = Watchdog(rank)
+    yield dog, rank, clock
+    dog.close()
+
+
 @pytest.mark.parametrize(
     ("activity", "ticks", "steps", "seconds"),
     [
@@ -59,30 +71,22 @@ class Clock:
         (SAVING, (30,) * 100, 2, None),
     ],
 )
-def test_deadlines(activity, ticks, steps, seconds, monkeypatch):
-    clock, rank = Clock(), Rank()
-    monkeypatch.setattr(watchdog, "time", clock)
-    monkeypatch.setattr(Watchdog, "_watch", lambda dog: dog._closed.wait())
-    monkeypatch.setenv("MAECT_STALL_SECONDS", "300")
-    dog = Watchdog(rank)
+def test_deadlines(activity, ticks, steps, seconds, watched):
+    dog, rank, clock = watched
     for step in range(1, steps + 1):
         dog.begin(READING, step)
     dog.begin(activity, steps)
     for passed in ticks:
         clock.now += passed
         dog.tick()
-    dog.close()
     assert len(rank.said) == (seconds is not None)
     if seconds is not None:
         assert rank.said[0].startswith("rank 1 (")
         assert f"has been {activity} step {steps} for {seconds} s" in rank.said[0]
 
 
-def test_a_long_step_makes_the_limit_longer(monkeypatch):
-    clock, rank = Clock(), Rank()
-    monkeypatch.setattr(watchdog, "time", clock)
-    monkeypatch.setattr(Watchdog, "_watch", lambda dog: dog._closed.wait())
-    dog = Watchdog(rank)
+def test_a_long_step_makes_the_limit_longer(watched):
+    dog, rank, clock = watched
     said = []
     dog.begin(READING, 1)
     for number in range(18):
@@ -91,5 +95,4 @@ def test_a_long_step_makes_the_limit_longer(monkeypatch):
         clock.now += 30
         dog.tick()
         said.append(len(rank.said))
-    dog.close()
     assert said == [0] * 17 + [1]  # 450 s, five times the longest step
