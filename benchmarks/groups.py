@@ -66,7 +66,8 @@ def compare(path: Path, images: int) -> None:
     """Print the lines of one set."""
     from sklearn.metrics import adjusted_rand_score
 
-    from maect.evaluate.clustering import standardized, unit
+    from maect.evaluate.clustering import standardized
+    from maect.evaluate.store import unit
 
     values, labels = read(path)
     chosen = np.random.default_rng(0).permutation(len(values))[:images]

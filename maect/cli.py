@@ -16,14 +16,13 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
 
 from maect import __version__
 from maect.answers import commands as answers
-from maect.core.errors import UserError, reason
+from maect.core.errors import UserError, memory_fault, out_of_memory_advice, reason
 from maect.core.log import command_log, is_watched
 from maect.core.resources import RENAMED
 from maect.data import commands as data
 from maect.tools import commands as tools
 from maect.tools.evaluate import evaluate, features
-from maect.tools.imports import import_weights
-from maect.tools.train import train
+from maect.tools.train import import_weights, train
 
 log = logging.getLogger(__name__)
 
@@ -165,10 +164,6 @@ def run(arguments: Sequence[str] | None) -> int:
             log.error("maect %s: %s%s", name, where, reason(error))
             return 2
         except RuntimeError as error:
-            if "torch" not in sys.modules:  # it did not compute
-                raise
-            from maect.core.distributed import memory_fault, out_of_memory_advice
-
             if (said := memory_fault(error)) is None:
                 raise
             log.error("maect %s: %s", name, out_of_memory_advice(said))

@@ -1,12 +1,19 @@
-"""Measures of features that need no training: the vote of neighbours, rank, spread, two views."""
+"""Measures of features that need no training: the vote of neighbours, rank, spread, two views.
+
+PyTorch is imported by the functions that compute with it: votes on stored features need none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional as F
 
 from maect.recipes import KNN_K, KNN_TEMPERATURE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _VOTES = 256
 
@@ -69,6 +76,8 @@ def rank_me(features: Tensor) -> float:
     Args:
         features: as they are, neither centred nor of unit length, [n, D].
     """
+    import torch
+
     products = features.double().T @ features.double()
     singular = torch.linalg.eigvalsh(products).clamp(min=0).sqrt()
     share = singular / singular.sum().clamp(min=1e-12) + 1e-7
@@ -80,6 +89,8 @@ def effective_rank(vectors: Tensor) -> float:
 
     Roy and Vetterli 2007; 0 if all vectors [n, E] are the same.
     """
+    import torch
+
     centred = vectors.double() - vectors.double().mean(0)
     # On the CPU: a GPU's solver is loaded for seconds and is the slower one at this size.
     spectrum = torch.linalg.eigvalsh((centred.T @ centred).cpu()).clamp(min=0)
@@ -96,6 +107,8 @@ def uniformity(vectors: Tensor) -> float:
     Args:
         vectors: unit vectors [n, E].
     """
+    import torch
+
     squared = torch.pdist(vectors.float()).square()
     return float(squared.mul(-2).exp().mean().log())
 
@@ -106,5 +119,7 @@ def alignment(pairs: Tensor) -> float:
     Args:
         pairs: features of two views, [2, q, D].
     """
+    from torch.nn import functional as F
+
     first, second = F.normalize(pairs, dim=2)
     return float((first - second).square().sum(1).mean())

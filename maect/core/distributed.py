@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,6 @@ SHARE_TIMEOUT = timedelta(hours=12)
 FIRST_EXCHANGE = timedelta(minutes=3)
 """From when all ranks are there: NCCL may wait for ever at an interface that leads nowhere."""
 DRIVER = Path("/proc/driver/nvidia/version")
-_NO_MEMORY = re.compile(r"out[ _]of[ _]memory|_ALLOC(ATION)?_FAILED", re.IGNORECASE)
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -185,41 +184,6 @@ def leave() -> None:
     """End a job's group of GPUs: NCCL may wait for others when a process just ends."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.destroy_process_group()
-
-
-def out_of_memory_advice(said: str) -> str:
-    """Return advice for memory that is too small, whatever computes on it."""
-    return f"out of memory: {said}; end other programs on the GPU, or take one with more memory"
-
-
-@contextmanager
-def explain_out_of_memory(explain: Callable[[str], str] = out_of_memory_advice) -> Iterator[None]:
-    """Turn every error of memory that is too small, pinned or a device's, into one line.
-
-    Args:
-        explain: makes the line of what PyTorch, cuBLAS, cuDNN, NCCL or CUDA itself said.
-
-    Raises:
-        NodeError: with that line; another attempt would end the same.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if (said := memory_fault(error)) is None:
-            raise
-        raise NodeError(explain(said)) from error
-
-
-def memory_fault(error: RuntimeError) -> str | None:
-    """Return an error's words about memory that is too small, in one line; None: it has none.
-
-    Only PyTorch's own allocator raises `torch.OutOfMemoryError`.
-    """
-    said = next((line for line in str(error).splitlines() if _NO_MEMORY.search(line)), None)
-    if said is None and not isinstance(error, torch.OutOfMemoryError):
-        return None
-    said = said or str(error)
-    return ". ".join(said.split(". ")[1:3]) or said
 
 
 @contextmanager

@@ -1,8 +1,12 @@
 """Exceptions, such as `UserError` (fix the input), and helpers for their messages."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
+
+_NO_MEMORY = re.compile(r"out[ _]of[ _]memory|_ALLOC(ATION)?_FAILED", re.IGNORECASE)
 
 T = TypeVar("T")
 
@@ -32,6 +36,42 @@ class RankError(RuntimeError):
 
 class SupersededError(Exception):
     """Another job has taken over this one's folder: it ends and changes nothing."""
+
+
+def out_of_memory_advice(said: str) -> str:
+    """Return advice for memory that is too small, whatever computes on it."""
+    return f"out of memory: {said}; end other programs on the GPU, or take one with more memory"
+
+
+@contextmanager
+def explain_out_of_memory(explain: Callable[[str], str] = out_of_memory_advice) -> Iterator[None]:
+    """Turn every error of memory that is too small, pinned or a device's, into one line.
+
+    Args:
+        explain: makes the line of what PyTorch, cuBLAS, cuDNN, NCCL or CUDA itself said.
+
+    Raises:
+        NodeError: with that line; another attempt would end the same.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if (said := memory_fault(error)) is None:
+            raise
+        raise NodeError(explain(said)) from error
+
+
+def memory_fault(error: RuntimeError) -> str | None:
+    """Return an error's words about memory that is too small, in one line; None: it has none.
+
+    Only PyTorch's own allocator raises `torch.OutOfMemoryError`, known by its name: jobs that need
+    no PyTorch do not import it.
+    """
+    said = next((line for line in str(error).splitlines() if _NO_MEMORY.search(line)), None)
+    if said is None and type(error).__name__ != "OutOfMemoryError":
+        return None
+    said = said or str(error)
+    return ". ".join(said.split(". ")[1:3]) or said
 
 
 def reason(error: Exception) -> str:

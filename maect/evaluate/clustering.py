@@ -22,7 +22,7 @@ from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob, idle_cpus
 from maect.evaluate.outcomes import pack
 from maect.evaluate.protocols.stored_features import Clustering
-from maect.evaluate.store import FeatureFile, Scale, moments, standardize
+from maect.evaluate.store import FeatureFile, Scale, moments, standardize, unit
 
 SCORES = ("accuracy", "nmi", "ami", "ari")
 # Less work than this (values x runs) is done before other processes have started.
@@ -224,13 +224,6 @@ def silhouette(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
     from sklearn.metrics import silhouette_score
 
     return 100 * float(silhouette_score(rows, labels))
-
-
-def unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scale rows to length 1; rows of zeros stay."""
-    length: NDArray[np.float32] = np.linalg.norm(rows, axis=1, keepdims=True)
-    length[length == 0] = 1
-    return rows / length
 
 
 def scale_of(vectors: NDArray[np.float32]) -> Scale | None:

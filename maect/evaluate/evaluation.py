@@ -10,7 +10,7 @@ from typing import Any
 
 from maect import __version__
 from maect.core.context import Context
-from maect.core.errors import MissingFileError, UserError
+from maect.core.errors import MissingFileError, UserError, explain_out_of_memory
 from maect.core.files import sha256_file
 from maect.core.settings import digest
 from maect.data.config import index_digest, shards_of_features
@@ -45,8 +45,6 @@ def evaluate(context: Context, *, config: str | Path, digest: str | None = None)
     Raises:
         UserError: a file, setting or input that the protocol cannot use.
     """
-    from maect.core.distributed import explain_out_of_memory
-
     resolved = EvaluationConfig.read(config, submitted=digest)
     with explain_out_of_memory():
         return run(context, job_of(resolved, Path(config)), resolved.settings)

@@ -18,7 +18,7 @@ from torch import Tensor
 from maect.core import distributed
 from maect.core.arrays import read_arrays, seek_arrays, write_arrays
 from maect.core.context import Context
-from maect.core.errors import SupersededError, UserError
+from maect.core.errors import SupersededError, UserError, explain_out_of_memory
 from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_parts
@@ -188,7 +188,7 @@ def features(context: Context, *, config: str | Path, digest: str | None = None)
     return extract(context, encoder=encoder, shards=read.shards, out=out, **read.how)
 
 
-@distributed.explain_out_of_memory()
+@explain_out_of_memory()
 def extract(
     context: Context,
     *,

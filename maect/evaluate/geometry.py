@@ -15,7 +15,7 @@ from sklearn.utils.parallel import Parallel, delayed
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob, idle_cpus
-from maect.evaluate.clustering import SCORES, SMALL, is_right, one_run, unit
+from maect.evaluate.clustering import SCORES, SMALL, is_right, one_run
 from maect.evaluate.knn import votes_by_setting
 from maect.evaluate.low_shot import center_and_scale, choose_samples, right_by_few_labels
 from maect.evaluate.protocols.stored_features import (
@@ -25,7 +25,7 @@ from maect.evaluate.protocols.stored_features import (
     Geometry,
     LowShot,
 )
-from maect.evaluate.store import Array, Correction, Scale, chunks, mean_of, standardize
+from maect.evaluate.store import Array, Correction, Scale, chunks, mean_of, standardize, unit
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 RAW = "raw"

@@ -199,6 +199,13 @@ def standardize(rows: Array, scale: Scale) -> Array:
     return ((rows - scale[0]) / scale[1]).astype(np.float32)
 
 
+def unit(rows: Array) -> Array:
+    """Scale rows to length 1; rows of zeros stay."""
+    length: Array = np.linalg.norm(rows, axis=1, keepdims=True)
+    length[length == 0] = 1
+    return rows / length
+
+
 def _digest(
     parts: Iterable[NDArray[np.float32]],
     labels: NDArray[np.int64],

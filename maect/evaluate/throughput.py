@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from maect.core.context import Context
-from maect.core.distributed import memory_fault
-from maect.core.errors import UserError
+from maect.core.errors import UserError, memory_fault
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.protocols.encoders import Throughput
 from maect.models.kernels import mixed_precision

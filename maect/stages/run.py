@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pydantic import Field, SerializeAsAny
 
 from maect.core.context import Context
-from maect.core.errors import UserError
+from maect.core.errors import UserError, explain_out_of_memory
 from maect.core.settings import LocalPath, digest, validated
 from maect.core.stamps import Checksums, StampedFile, known_record, record_checksum, size_and_time
 from maect.recipes import Encoder, OnlineEvaluation
@@ -144,7 +144,7 @@ def train(
         UserError: the file is wrong or was changed, or see `maect.train.trainer.train`.
         NodeError: the device's memory is too small, or others use a part of it.
     """
-    from maect.core.distributed import explain_out_of_memory, leave
+    from maect.core.distributed import leave
     from maect.train import trainer
 
     file = RunConfig.read(config, submitted=digest)

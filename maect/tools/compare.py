@@ -30,7 +30,6 @@ from maect.core.settings import digest
 from maect.data.sources import open_source
 from maect.data.subsets import balanced_rows
 from maect.evaluate.base import RealLabels
-from maect.evaluate.clustering import unit
 from maect.evaluate.geometry import RAW, FeatureTask, corrections
 from maect.evaluate.knn import sweep_settings
 from maect.evaluate.logistic import best_penalty, fit_logistic, try_penalties
@@ -38,7 +37,7 @@ from maect.evaluate.low_shot import center_and_scale, right_by_few_labels
 from maect.evaluate.outcomes import held_out_by_content, held_out_for
 from maect.evaluate.protocols.stored_features import REMOVED, SHRINKAGES, Knn, Logistic
 from maect.evaluate.real import Real, is_imagenets, real_labels_of
-from maect.evaluate.store import Array
+from maect.evaluate.store import Array, unit
 from maect.measures import rank_me, uniformity
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 from maect.tools.own_images import (

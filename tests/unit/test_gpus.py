@@ -19,7 +19,7 @@ import torch.distributed as dist
 from maect import cli
 from maect.core import distributed
 from maect.core.context import Context
-from maect.core.errors import NodeError, UserError
+from maect.core.errors import NodeError, UserError, explain_out_of_memory, memory_fault
 from maect.core.resources import Resources, gpus_here
 from maect.evaluate import evaluation as evaluations
 from maect.evaluate import features
@@ -220,12 +220,12 @@ def test_a_device_that_is_too_small_says_what_to_do(said, tmp_path, monkeypatch,
 
 def test_other_errors_stay_what_they_are(monkeypatch):
     other = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    with pytest.raises(RuntimeError, match="illegal"), distributed.explain_out_of_memory():
+    with pytest.raises(RuntimeError, match="illegal"), explain_out_of_memory():
         raise other
     monkeypatch.setattr("maect.experiment.schema.json_schema", fail(other))
     with pytest.raises(RuntimeError, match="illegal"):
         cli.main(["schema"])
-    assert distributed.memory_fault(RuntimeError("")) is None
+    assert memory_fault(RuntimeError("")) is None
 
 
 @pytest.mark.parametrize(

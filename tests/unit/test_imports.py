@@ -104,7 +104,7 @@ LIGHT = {
     "the package": ("torch numpy", "import maect; maect.shards, maect.load"),
     "declarations": (f"{HEAVY} safetensors", "import maect.evaluate, maect.data.sources"),
     "what evaluates": ("torch sklearn",
-        "from maect.evaluate import evaluation, low_shot, clustering"),
+        "from maect.evaluate import evaluation, knn, low_shot, clustering"),
     "help": ("torch numpy pydantic yaml", "from maect import cli; cli.main(['--help'])"),
     "a launcher": ("torch numpy submitit", "import maect.launch"),
     "a plan": (f"{HEAVY} snakemake", "import maect.cli, maect.launch, maect.tools.plan"),

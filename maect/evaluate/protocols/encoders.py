@@ -33,7 +33,7 @@ class KnnPerBlock(KnnVote, Encodes):
 
     name: ClassVar[str] = "knn_per_block"
     title: ClassVar[str] = "k-NN per block"
-    work: ClassVar[str] = "knn.evaluate_per_block"
+    work: ClassVar[str] = "encoder_knn.evaluate_per_block"
     test_data: ClassVar[str | None] = (
         "best_block is chosen on the test split, held_out_block on training images"
     )
@@ -250,7 +250,7 @@ class Agreement(Protocol):
 
     name: ClassVar[str] = "agreement"
     title: ClassVar[str] = "neighbours that two views share"
-    work: ClassVar[str] = "knn.evaluate_agreement"
+    work: ClassVar[str] = "encoder_knn.evaluate_agreement"
     labelled: ClassVar[bool] = False
     encoder_input: ClassVar[bool] = True
     headlines: ClassVar[dict[str, str]] = {"agreement": "neighbours that two views share"}

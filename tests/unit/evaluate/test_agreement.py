@@ -10,11 +10,11 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.loader import view_parts
 from maect.data.transforms import augment
-from maect.evaluate import knn
+from maect.evaluate import encoder_knn
 from maect.evaluate.base import EvaluationJob
+from maect.evaluate.encoder_knn import shared_neighbors
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import Encoding, extract
-from maect.evaluate.knn import shared_neighbors
 from maect.evaluate.outcomes import difference, outcomes_of, unpack
 from maect.evaluate.protocols.encoders import Agreement
 from maect.evaluate.store import open_features
@@ -61,7 +61,7 @@ def seen(images, tmp_path, rank) -> EvaluationJob:
 
 
 def test_metrics_are_of_two_views_of_evenly_spaced_images(seen, rank, monkeypatch):
-    monkeypatch.setattr(knn, "DECODED", 7)
+    monkeypatch.setattr(encoder_knn, "DECODED", 7)
     settings = Agreement(images=20, bank=30, k=4)
     metrics = settings.evaluate(rank, seen)
     index, encoding = open_index(seen.path("test")), Encoding(seen.encoder, torch.device("cpu"))
