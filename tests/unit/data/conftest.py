@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ def shards(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("shards") / "train"
     shard(images, out, "folder", 3)
     return out
+
+
+@pytest.fixture()
+def copy(shards: Path, tmp_path: Path) -> Path:
+    """The shards, to be damaged."""
+    return Path(shutil.copytree(shards, tmp_path / "copy"))
 
 
 @pytest.fixture()

@@ -2,7 +2,9 @@
 
 import io
 import struct
+import tarfile
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,14 @@ def tiff(values: np.ndarray, **options: object) -> bytes:
     stream = io.BytesIO()
     tifffile.imwrite(stream, values, **options)
     return stream.getvalue()
+
+
+def turned(code: int, kind: str = "JPEG", size: tuple[int, int] = (90, 61)) -> bytes:
+    """A photograph with an EXIF orientation."""
+    exif = Image.Exif()
+    exif[0x0112] = code
+    options = {"quality": 95, "subsampling": 0} if kind == "JPEG" else {}
+    return encode(photographs()[0].resize(size), kind, exif=exif, **options)
 
 
 def deep_png(values: np.ndarray) -> bytes:
@@ -63,9 +73,32 @@ def random_crop(rng: np.random.Generator, smallest: int = 24, largest: int = 200
 def image_folder(root: Path, classes: int = 3, per_class: int = 8, seed: int = 0) -> Path:
     """ROOT/cN/NNN.jpg: pieces of photographs of random sizes."""
     rng = np.random.default_rng(seed)
-    for label in range(classes):
-        for number in range(per_class):
-            path = root / f"c{label}" / f"{number:03d}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(jpeg(random_crop(rng), quality=int(rng.integers(60, 96))))
+    names = [f"c{label}/{n:03d}.jpg" for label in range(classes) for n in range(per_class)]
+    images = {name: jpeg(random_crop(rng), quality=int(rng.integers(60, 96))) for name in names}
+    return write_all(root, images)
+
+
+def write_all(root: Path, files: dict[str, bytes]) -> Path:
+    """Write files by their names below a folder."""
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
     return root
+
+
+def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
+    """A tar of named files, in this order; a name may come again."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for name, data in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)

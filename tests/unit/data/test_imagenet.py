@@ -1,13 +1,12 @@
 """Replicas in the originals' own layout, a few images each."""
 
-import io
 import json
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from sample_images import jpeg, random_crop
+from sample_images import jpeg, random_crop, tar_of, write_all
 from scipy.io import savemat
 
 from maect.core.errors import UserError
@@ -25,47 +24,29 @@ def picture(seed: int) -> bytes:
     return jpeg(random_crop(np.random.default_rng(seed), largest=60))
 
 
-def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    tar.addfile(member, io.BytesIO(data))
-
-
-def write_all(root: Path, images: dict[str, bytes]) -> None:
-    for name, data in images.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(data)
-
-
 def train_tar(path: Path, classes: tuple[str, ...] = WNIDS) -> dict[str, bytes]:
-    images = {}
-    with tarfile.open(path, "w") as outer:
-        for wnid in classes:
-            stream = io.BytesIO()
-            with tarfile.open(fileobj=stream, mode="w") as inner:
-                for number in (10026, 35, 7):
-                    name = f"{wnid}_{number}.JPEG"
-                    images[f"{wnid}/{name}"] = picture(number)
-                    add(inner, name, images[f"{wnid}/{name}"])
-            add(outer, f"{wnid}.tar", stream.getvalue())
+    """A tar of a tar for each class; returns the images by class and name."""
+    images, tars = {}, []
+    for wnid in classes:
+        own = {f"{wnid}_{number}.JPEG": picture(number) for number in (10026, 35, 7)}
+        images |= {f"{wnid}/{name}": data for name, data in own.items()}
+        tars.append((f"{wnid}.tar", tar_of(own.items())))
+    path.write_bytes(tar_of(tars))
     return images
 
 
 def check(out: Path, images: dict[str, bytes], labels: dict[str, int]) -> None:
     index = open_index(out)
     assert index.n == len(images) and index.class_names == imagenet_classes()
-    for i in range(index.n):
-        key = index.keys()[i]
+    for i, key in enumerate(index.keys()):
         (name,) = (n for n in images if n.rpartition(".")[0].replace(".", "_") == key)
-        assert index.read(i) == images[name]
-        assert index.labels[i] == labels[name], name
+        assert index.read(i) == images[name] and index.labels[i] == labels[name], name
 
 
 def test_classes_are_the_thousand():
     names = imagenet_classes()
-    assert len(names) == 1000
+    assert len(names) == 1000 and set(DOGS15) < set(names)
     assert {name: names.index(name) for name in WNIDS} == PLACES
-    assert set(DOGS15) < set(names)
 
 
 def test_train_as_distributed_and_unpacked(tmp_path):
@@ -82,23 +63,19 @@ def test_train_as_distributed_and_unpacked(tmp_path):
 
 def test_a_train_tar_of_over_eight_gigabytes(tmp_path):
     """Offsets beyond 2^33, in a sparse file: a member of no known kind takes nine gigabytes."""
-    parts = [tmp_path / "a.tar", tmp_path / "b.tar"]
-    images = train_tar(parts[0], WNIDS[:1]) | train_tar(parts[1], WNIDS[1:])
+    path = tmp_path / "train.tar"
+    images = train_tar(path)
+    classes = path.read_bytes()
     hole = tarfile.TarInfo("hole")
     hole.type, hole.size = b"Z", 9 << 30
-    path = tmp_path / "train.tar"
     with open(path, "wb") as file:
-        with tarfile.open(parts[0]) as tar:
-            (member,) = tar.getmembers()
-            file.write(parts[0].read_bytes()[: member.offset_data + -(-member.size // 512) * 512])
         file.write(hole.tobuf(tarfile.GNU_FORMAT))
         file.seek(hole.size, 1)
-        file.write(parts[1].read_bytes())
+        file.write(classes)
     shard(path, tmp_path / "out", "imagenet_train_tar", 1)
     check(tmp_path / "out", images, {name: PLACES[name.split("/")[0]] for name in images})
     lines = (tmp_path / "out/parts/000000.jsonl").read_text().splitlines()
-    offsets = [json.loads(line)[4] for line in lines]
-    assert sum(offset > 9 << 30 for offset in offsets) == 6
+    assert [json.loads(line)[4] > 9 << 30 for line in lines] == [True] * 9
 
 
 # The devkit numbers the classes in an order of its own: here 1, 2, 3 and an inner node 1001.
@@ -119,11 +96,8 @@ def devkit(root: Path) -> Path:
     folder = root / "ILSVRC2012_devkit_t12"
     (folder / "data").mkdir(parents=True)
     kind = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
-    synsets = np.array(
-        [(i, w, "some words", 0) for i, w in enumerate(DEVKIT_ORDER, 1)]
-        + [(1001, "n00001740", "entity", 3)],
-        dtype=kind,
-    )
+    rows = [(number, wnid, "some words", 0) for number, wnid in enumerate(DEVKIT_ORDER, 1)]
+    synsets = np.array([*rows, (1001, "n00001740", "entity", 3)], dtype=kind)
     savemat(folder / "data/meta.mat", {"synsets": synsets[:, None]})
     truth = "".join(f"{t}\n" for t in TRUTH)
     (folder / "data/ILSVRC2012_validation_ground_truth.txt").write_text(truth)
@@ -132,30 +106,30 @@ def devkit(root: Path) -> Path:
     return Path(tar.name)
 
 
+LABELS = {
+    "numbers": ("", "{0}.JPEG {1}\n"),
+    "wnids": ("", "{0} {2}\n"),
+    "kaggle": ("ImageId,PredictionString\n", "{0},{2} 85 1 499 272\n"),
+}
+"""First line and lines of lists of labels, with an image's name, class number and WordNet ID."""
+
+
 @pytest.mark.parametrize(
     ("labels", "packed"), [("devkit", False), ("numbers", True), ("wnids", False), ("kaggle", True)]
 )
 def test_val(labels, packed, tmp_path):
     images, truth = val_images(), val_labels()
-    source = tmp_path / ("ILSVRC2012_img_val.tar" if packed else "val")
+    source, path = tmp_path / "val", tmp_path / "labels.txt"
     if packed:
-        with tarfile.open(source, "w") as tar:
-            for name in reversed(images):
-                add(tar, name, images[name])
+        source.write_bytes(tar_of(reversed(images.items())))
     else:
         write_all(source, images)
-    path = tmp_path / "labels.txt"
     if labels == "devkit":
         path = devkit(tmp_path)
-    elif labels == "numbers":
-        path.write_text("".join(f"{n} {t}\n" for n, t in truth.items()))
     else:
-        names = imagenet_classes()
-        separator, suffix = (",", " 85 1 499 272") if labels == "kaggle" else (" ", "")
-        lines = [
-            f"{n.removesuffix('.JPEG')}{separator}{names[t]}{suffix}\n" for n, t in truth.items()
-        ]
-        path.write_text("".join(["ImageId,PredictionString\n"] * (labels == "kaggle") + lines))
+        first, line = LABELS[labels]
+        values = ((n.removesuffix(".JPEG"), t, imagenet_classes()[t]) for n, t in truth.items())
+        path.write_text(first + "".join(line.format(*each) for each in values))
     shard(source, tmp_path / "out", "imagenet_val", 1, labels=path)
     check(tmp_path / "out", images, truth)
 
@@ -173,34 +147,26 @@ def test_val(labels, packed, tmp_path):
     ],
 )
 def test_refusals(kind, names, labels, message, tmp_path):
-    write_all(tmp_path / "in", dict.fromkeys(names, picture(0)))
+    source = write_all(tmp_path / "in", dict.fromkeys(names, picture(0)))
     file = tmp_path / "labels.txt"
     file.write_text(f"{labels}\n")
-    given = {"labels": file if labels else None}
     with pytest.raises(UserError, match=message):
-        shard(tmp_path / "in", tmp_path / "out", kind, 1, **given)
+        shard(source, tmp_path / "out", kind, 1, labels=file if labels else None)
 
 
-def test_v2_folders_are_numbers(tmp_path):
-    labels = {f"{number}/0a1b2c{number}.jpeg": number for number in (0, 2, 10, 100, 999)}
-    images = {name: picture(number) for name, number in labels.items()}
-    root = tmp_path / "imagenetv2-matched-frequency-format-val"
-    write_all(root, images)
-    shard(root, tmp_path / "out", "imagenet_v2", 1)
-    check(tmp_path / "out", images, labels)
+# Names as in ImageNet-R and ImageNet-A; ImageNet-V2's folders are numbers.
+NAMES = ["art_0.jpg", "0.000116_digital clock _ digital clock_0.865662.jpg", "0.1_x_0.2.jpg"]
 
 
 @pytest.mark.parametrize(
-    ("root", "names"),
+    ("kind", "labels"),
     [
-        ("imagenet-r", ["art_0.jpg", "sketch_12.jpg"]),
-        ("imagenet-a", ["0.000116_digital clock _ digital clock_0.865662.jpg", "0.1_x_0.2.jpg"]),
+        ("imagenet", {f"{wnid}/{name}": PLACES[wnid] for wnid in WNIDS for name in NAMES}),
+        ("imagenet_v2", {f"{number}/0a1b.jpeg": number for number in (0, 2, 10, 100, 999)}),
     ],
 )
-def test_renditions_and_adversarial(root, names, tmp_path):
-    labels = {f"{wnid}/{name}": PLACES[wnid] for wnid in WNIDS for name in names}
+def test_other_test_sets(kind, labels, tmp_path):
     images = {name: picture(number) for number, name in enumerate(labels)}
-    write_all(tmp_path / root, images)
-    (tmp_path / root / "README.txt").write_text("classes ...")
-    shard(tmp_path / root, tmp_path / "out", "imagenet", 1)
+    source = write_all(tmp_path / "in", images | {"README.txt": b"classes ..."})
+    shard(source, tmp_path / "out", kind, 1)
     check(tmp_path / "out", images, labels)
