@@ -1,14 +1,14 @@
 """Corrupted test sets: what they do to photographs, and that it never changes."""
 
 import hashlib
-import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from sample_images import jpeg, photographs
+from sample_images import encode, jpeg, photographs, write_all
 
+from maect.data.decode import read_rgb
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.data.sources import corrupted, open_source
@@ -19,20 +19,20 @@ KINDS = ["noise", "blur", "contrast", "pixelate", "jpeg"]
 
 def small_photographs(root: Path, count: int = 12) -> Path:
     """ROOT/cN/NN.jpg: 32 x 32 pixels each, cut from photographs at an eighth of their size."""
+    images = {}
     for label, photo in enumerate(photographs()):
         photo = photo.resize((photo.width // 4, photo.height // 4))
         for number in range(count):
             x, y = 32 * (number % 4), 32 * (number // 4)
-            path = root / f"c{label}" / f"{number:02d}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(jpeg(photo.crop((x, y, x + 32, y + 32)), quality=95))
-    return root
+            piece = photo.crop((x, y, x + 32, y + 32))
+            images[f"c{label}/{number:02d}.jpg"] = jpeg(piece, quality=95)
+    return write_all(root, images)
 
 
 def read(kind: str, images: Path) -> np.ndarray:
     source = open_source(kind, images)
-    decoded = [Image.open(io.BytesIO(source.read(e))) for e in source.listing().entries]
-    return np.stack([np.asarray(image.convert("RGB")).astype(float) for image in decoded])
+    decoded = [read_rgb(source.read(entry)) for entry in source.listing().entries]
+    return np.stack([np.asarray(image).astype(float) for image in decoded])
 
 
 def test_each_takes_away_what_it_says(tmp_path):
@@ -57,10 +57,8 @@ def test_each_takes_away_what_it_says(tmp_path):
 
 
 def test_noise_is_an_images_own(tmp_path):
-    grey = Image.new("RGB", (32, 32), (128, 128, 128))
-    for name in ("a/1.png", "a/2.png", "b/1.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        grey.save(tmp_path / name)
+    grey = encode(Image.new("RGB", (32, 32), (128, 128, 128)), "PNG")
+    write_all(tmp_path, dict.fromkeys(("a/1.png", "a/2.png", "b/1.png"), grey))
     first, *others = read("noise", tmp_path)
     assert all(abs(np.corrcoef(first.ravel(), other.ravel())[0, 1]) < 0.1 for other in others)
     # The same on every machine, and for ever: accuracies are compared with published ones.
@@ -88,16 +86,11 @@ def test_images_are_made_ready_before_they_are_changed(kind, tmp_path):
     """A logo on its background, and grey by its range: neither is black."""
     logo = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
     logo.putpixel((3, 3), (200, 0, 0, 255))
-    deep = np.full((32, 32), 2048, np.uint16)
-    made = {"logo": logo, "deep": Image.fromarray(deep)}
+    deep = Image.fromarray(np.full((32, 32), 2048, np.uint16))
+    files = {"logo/1.png": encode(logo, "PNG"), "deep/1.png": encode(deep, "PNG")}
     pixels = Pixels(background=(255, 255, 255), range=(0, 4095), orientation="exif")
-    for name, image in made.items():
-        (tmp_path / "in" / name).mkdir(parents=True)
-        image.save(tmp_path / "in" / name / "1.png")
-    shard(tmp_path / "in", tmp_path / "out", kind, 1, split="val", pixels=pixels)
+    source = write_all(tmp_path / "in", files)
+    shard(source, tmp_path / "out", kind, 1, split="val", pixels=pixels)
     index = open_index(tmp_path / "out")
-    means = {}
-    for number in range(2):
-        with Image.open(io.BytesIO(index.read(number))) as image:
-            means[index.key(number)] = np.asarray(image.convert("RGB")).mean()
+    means = {index.key(i): np.asarray(read_rgb(index.read(i))).mean() for i in range(2)}
     assert means["logo/1"] > 235 and means["deep/1"] == pytest.approx(128, abs=3)

@@ -63,10 +63,8 @@ def reference(data: bytes, geometries: np.ndarray, size: int) -> np.ndarray:
     """Pillow: decode everything, crop, resize in full, cut the window out."""
     image = read_rgb(data)
     views = []
-    for x, y, w, h, full_w, full_h, left, top in geometries.tolist():
-        resized = image.crop((x, y, x + w, y + h)).resize(
-            (full_w, full_h), Image.Resampling.BICUBIC
-        )
+    for x, y, w, h, *full, left, top in geometries.tolist():
+        resized = image.crop((x, y, x + w, y + h)).resize(full, Image.Resampling.BICUBIC)
         views.append(np.asarray(resized.crop((left, top, left + size, top + size))))
     return np.stack(views).transpose(0, 3, 1, 2)
 
@@ -133,12 +131,11 @@ def test_views_of_several_sizes_are_views_apart(decoder, use, tmp_path):  # type
     data = jpeg(photographs()[0])
     width, height = (np.array([side]) for side in photographs()[0].size)
     sizes = [24, 9, 40, 9]
-    geometries = np.concatenate(
-        [
-            random_crops(width, height, (0.05, 1), size, seed=1, epochs=0, ids=[0], view=view)
-            for view, size in enumerate(sizes)
-        ]
-    )
+    crops = [
+        random_crops(width, height, (0.05, 1), size, seed=1, epochs=0, ids=[0], view=view)
+        for view, size in enumerate(sizes)
+    ]
+    geometries = np.concatenate(crops)
     outs = [np.zeros((3, size, size), np.uint8) for size in sizes]
     assert native.render(data, geometries, outs)
     for geometry, size, out in zip(geometries, sizes, outs, strict=True):
@@ -156,11 +153,11 @@ def test_views_of_several_sizes_are_views_apart(decoder, use, tmp_path):  # type
 def test_what_it_refuses_is_still_decoded(kind, decoder):
     photo = photographs()[0].resize((120, 90))
     data = {
-        "cmyk": lambda: jpeg(photo.convert("CMYK")),
-        "progressive": lambda: jpeg(photo, progressive=True),
-        "rgb": lambda: jpeg(photo, keep_rgb=True),
-        "411": lambda: simplejpeg.encode_jpeg(np.asarray(photo), 90, "RGB", "411"),
-    }[kind]()
+        "cmyk": jpeg(photo.convert("CMYK")),
+        "progressive": jpeg(photo, progressive=True),
+        "rgb": jpeg(photo, keep_rgb=True),
+        "411": simplejpeg.encode_jpeg(np.asarray(photo), 90, "RGB", "411"),
+    }[kind]
     geometry = center_crops(np.array([120]), np.array([90]), 36, 32)
     out = np.zeros((1, 3, 32, 32), np.uint8)
     if kind != "rgb":

@@ -229,18 +229,18 @@ def test_a_file_system_that_fails_for_a_moment_loses_no_image(tmp_path, monkeypa
 
 def test_unreadable_images_can_be_left_out(tmp_path):
     source, out = image_folder(tmp_path / "images"), tmp_path / "out"
-    (source / "c0/001.jpg").write_bytes(b"")
+    (source / "c0/000.jpg").write_bytes(b"")
     names = [f"c{label}/{number:03d}.jpg" for label in range(3) for number in range(7)]
     (tmp_path / "only.txt").write_text("\n".join([*names, "c1/gone.jpg"]))
     with pytest.raises(UserError, match=r"only\.txt: 'c1/gone\.jpg' is not in the source"):
         shard(source, out, "folder", 2, only=tmp_path / "only.txt")
-    (tmp_path / "listed.txt").write_text("c0/001.jpg\nc0/002.jpg\n")
+    (tmp_path / "listed.txt").write_text("c0/000.jpg\nc0/002.jpg\n")
     with pytest.raises(UserError, match=r"and their names from .*/listed\.txt, and have"):
         shard(source, tmp_path / "refused", "folder", 1, only=tmp_path / "listed.txt")
     how = {"only": tmp_path / "only.txt", "skip_unreadable": True}
     assert shard(source, out, "folder", 2, **how) == 20
     index = open_index(out)
-    assert index.record["unreadable"] == ["c0/001.jpg (empty file)", "c1/gone.jpg (gone)"]
+    assert index.record["unreadable"] == ["c0/000.jpg (empty file)", "c1/gone.jpg (gone)"]
     assert index.record["unlisted"] == 3
     assert index.rows[:, 0].tolist() == list(range(20)) == [*range(index.n)]
     assert all(index.read(i) == original(source, key) for i, key in enumerate(index.keys()))

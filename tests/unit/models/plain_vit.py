@@ -20,10 +20,7 @@ def plain_tokens(weights, images, heads=HEADS):
     With `norm_pre` among them each norm stands behind a sum, as in data2vec 2.0, and none is last.
     """
     w = {name: value.double() for name, value in weights.items()}
-    kernel = w["patch_embed.proj.weight"]
-    patch = kernel.shape[-1]
-    pieces = F.unfold(images.double(), patch, stride=patch).transpose(1, 2)
-    x = pieces @ kernel.flatten(1).T + w["patch_embed.proj.bias"]
+    x = embedded(images, w["patch_embed.proj.weight"], w["patch_embed.proj.bias"])
     if "cls_token" in w:
         x = torch.cat([w["cls_token"].repeat(len(x), 1, 1), x], dim=1)
     positions = w["pos_embed"]
@@ -55,6 +52,13 @@ def plain_tokens(weights, images, heads=HEADS):
     return x if post else plain_norm(x, w["norm.weight"], w["norm.bias"])
 
 
+def embedded(images, kernel, bias):
+    """Patches of images as tokens."""
+    patch = kernel.shape[-1]
+    pieces = F.unfold(images.double(), patch, stride=patch).transpose(1, 2)
+    return pieces @ kernel.flatten(1).T + bias
+
+
 def plain_norm(x, weight, bias):
     centred = x - x.mean(dim=-1, keepdim=True)
     return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * weight + bias
@@ -76,13 +80,19 @@ def moco_table(width, grid):
     return torch.cat([torch.zeros(1, width), table.reshape(grid * grid, width)])[None]
 
 
-def encoder_weights(seed, positions, cls=True, width=WIDTH, depth=DEPTH, patch=PATCH):
-    """Random weights under timm's names."""
+def normal_numbers(seed):
+    """A function that draws tensors, one after the other."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape, mean=0.0, std=0.2):
         return mean + std * torch.randn(*shape, generator=generator)
 
+    return normal
+
+
+def encoder_weights(seed, positions, cls=True, width=WIDTH, depth=DEPTH, patch=PATCH):
+    """Random weights under timm's names."""
+    normal = normal_numbers(seed)
     weights = {"cls_token": normal(1, 1, width)} if cls else {}
     weights |= {
         "pos_embed": positions,
@@ -115,8 +125,7 @@ def fixed(seed=0, cls_row=True):
 
 
 def learned(seed=0):
-    positions = torch.randn(1, 1 + GRID**2, WIDTH, generator=torch.Generator().manual_seed(99))
-    return encoder_weights(seed, positions)
+    return encoder_weights(seed, normal_numbers(99)(1, 1 + GRID**2, WIDTH, std=1))
 
 
 def mlp(prefix, *names):
@@ -137,18 +146,10 @@ def mae():
 
 
 def mae_full():
-    """mae_pretrain_vit_*_full.pth, and a training checkpoint of that code."""
+    """mae_pretrain_vit_*_full.pth, a training checkpoint of that code, and dBOT's."""
     weights = fixed()
     decoder = mlp("decoder_", "pos_embed", "embed.weight", "norm.weight", "pred.bias")
     decoder |= mlp("", "mask_token", "decoder_blocks.0.attn.qkv.weight")
-    return {"model": weights | decoder, "scaler": {}} | training_state(), weights
-
-
-def dbot():
-    """86.6_dbot_large_pre.pth: MAE's names, and a decoder that predicts features."""
-    weights = fixed(7)
-    decoder = mlp("decoder_", "pos_embed", "embed.weight", "blocks.0.mlp.fc1.bias", "predp.weight")
-    decoder |= mlp("", "mask_token")
     return {"model": weights | decoder, "scaler": {}} | training_state(), weights
 
 
@@ -311,9 +312,9 @@ def ijepa():
 
 def pixio():
     """pixio_vitb16.pth: eight [CLS] tokens, each with a position."""
-    positions = torch.randn(1, 8 + GRID**2, WIDTH, generator=torch.Generator().manual_seed(98))
+    positions = normal_numbers(98)(1, 8 + GRID**2, WIDTH, std=1)
     weights = encoder_weights(10, positions)
-    several = torch.randn(1, 8, WIDTH, generator=torch.Generator().manual_seed(97))
+    several = normal_numbers(97)(1, 8, WIDTH, std=1)
     # An import adds their positions to them: of such numbers that is exact in float32.
     weights["cls_token"] = (several * 64).round() / 256
     positions[:, :8] = (positions[:, :8] * 256).round() / 256
@@ -322,25 +323,21 @@ def pixio():
 
 def capi(registers=16, width=WIDTH, depth=DEPTH, heads=HEADS):
     """capi_vitl14_*.pth, with beginnings of the predictor and the head beside the encoder."""
-    generator = torch.Generator().manual_seed(11)
-
-    def normal(*shape, std=0.1):
-        return std * torch.randn(*shape, generator=generator)
-
+    normal = normal_numbers(11)
     weights = {
         "registers": normal(1, registers, width, std=0.5),
-        "patch_embed.weight": normal(width, 3, PATCH, PATCH, std=0.2),
+        "patch_embed.weight": normal(width, 3, PATCH, PATCH),
         "patch_embed.bias": normal(width),
     }
     for block in range(depth):
         p = f"encoder.blocks.{block}."
         for part in ("residual1", "residual2"):
-            weights[f"{p}{part}.norm.weight"] = 1 + normal(width)
+            weights[f"{p}{part}.norm.weight"] = normal(width, mean=1)
         for name in ("q_proj", "k_proj", "v_proj", "proj"):
-            weights[f"{p}residual1.fn.{name}.weight"] = normal(width, width)
+            weights[f"{p}residual1.fn.{name}.weight"] = normal(width, width, std=0.1)
         weights[f"{p}residual1.fn.rope.freqs"] = normal(2, width // heads, std=3.0)
-        weights[f"{p}residual2.fn.fc1.weight"] = normal(4 * width, width)
-        weights[f"{p}residual2.fn.fc2.weight"] = normal(width, 4 * width)
+        weights[f"{p}residual2.fn.fc1.weight"] = normal(4 * width, width, std=0.1)
+        weights[f"{p}residual2.fn.fc2.weight"] = normal(width, 4 * width, std=0.1)
     beside = {
         "backbone.decoder.blocks.0.residual1.norm.weight": torch.ones(width),
         "backbone.mask_token": torch.ones(1, width),
@@ -352,12 +349,9 @@ def capi(registers=16, width=WIDTH, depth=DEPTH, heads=HEADS):
 def capi_tokens(weights, images, heads=HEADS):
     """Registers and patches behind the final norm, in float64, one token after the other."""
     w = {name: value.double() for name, value in weights.items()}
-    kernel = w["patch_embed.weight"]
-    patch = kernel.shape[-1]
-    pieces = F.unfold(images.double(), patch, stride=patch).transpose(1, 2)
-    x = pieces @ kernel.flatten(1).T + w["patch_embed.bias"]
+    x = embedded(images, w["patch_embed.weight"], w["patch_embed.bias"])
     x = torch.cat([w["registers"].repeat(len(x), 1, 1), x], dim=1)
-    rows, columns = images.shape[2] // patch, images.shape[3] // patch
+    rows, columns = (side // w["patch_embed.weight"].shape[-1] for side in images.shape[2:])
     side = w["registers"].shape[1] // 4
     where = [(i / side, 0.0) for i in range(side)] + [(1.0, i / side) for i in range(side)]
     where += [(1 - i / side, 1.0) for i in range(side)] + [(0.0, 1 - i / side) for i in range(side)]

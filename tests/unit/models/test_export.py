@@ -17,7 +17,7 @@ from sklearn.datasets import load_sample_image
 import maect
 import maect.models.export
 from maect.cli import main
-from maect.models.export import crop_fraction, read_export
+from maect.models.export import architecture_of, crop_fraction, read_export
 from maect.models.vit import build_encoder
 from maect.recipes import Pixels, load_encoder
 
@@ -69,8 +69,6 @@ def test_any_resize_survives_timms_fraction():
     ],
 )
 def test_the_papers_sizes_are_timms(size, name):
-    from maect.models.export import architecture_of
-
     encoder = load_encoder(size)
     assert architecture_of(encoder) == name
     with torch.device("meta"):
@@ -82,23 +80,21 @@ def test_the_papers_sizes_are_timms(size, name):
 def test_onnx_gives_the_same_vectors(tmp_path, capsys, monkeypatch):
     """By onnxruntime, for any number of images; without what writes it, a line says what to do."""
     finished_run(tmp_path / "ct", load_encoder("tiny"), "mean")
-    words = ["export", str(tmp_path / "ct"), str(tmp_path / "out"), "--onnx"]
+    out = tmp_path / "out"
+    words = ["export", str(tmp_path / "ct"), str(out), "--onnx"]
     runtime = pytest.importorskip("onnxruntime")
     assert main(words) == 0
-    session = runtime.InferenceSession(
-        tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"]
-    )
+    session = runtime.InferenceSession(out / "model.onnx", providers=["CPUExecutionProvider"])
     told = session.get_modelmeta().custom_metadata_map
     assert json.loads(told["input_size"]) == [3, 16, 16] and len(json.loads(told["mean"])) == 3
-    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
     for n in (1, 3):
         images = torch.randn(n, 3, 16, 16, generator=torch.Generator().manual_seed(n))
         (vectors,) = session.run(["vectors"], {"images": images.numpy()})
         with torch.inference_mode():
             np.testing.assert_allclose(vectors, model(images), rtol=1e-4, atol=1e-4)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "config.json", "model.onnx", "model.safetensors", "README.md",
-    }  # fmt: skip
+    files = ["README.md", "config.json", "model.onnx", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == files
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     assert main(words) == 2
     assert "install maect[onnx]" in capsys.readouterr().err
@@ -117,18 +113,19 @@ def test_a_later_export_leaves_no_model_of_an_earlier_encoder(tmp_path):
     assert {path.name for path in out.iterdir()} == left
 
 
+OTHERS = '{"model_type": "vit"}'
+
+
 @pytest.mark.parametrize("name", ["README.md", "model.safetensors", "model.onnx"])
 def test_files_of_others_are_not_replaced(name, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
-    (out / name).write_text('{"model_type": "vit"}')
+    (out / name).write_text(OTHERS)
     finished_run(tmp_path / "ct", load_encoder("tiny"), "cls")
     words = [str(tmp_path / "ct"), str(out)]
     assert main(["export", *words]) == 2
     assert f"{out}: has {name}, not written by maect export" in capsys.readouterr().err
-    assert {path.name: path.read_text() for path in out.iterdir()} == {
-        name: '{"model_type": "vit"}'
-    }
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [(name, OTHERS)]
     # A README of a clone is its repository's own.
     published = main(["publish", *words, "--repository", "me/birds"])
     assert published == (0 if name == "README.md" else 2)
@@ -188,18 +185,19 @@ def test_other_channels_are_loaded_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "record", "words", "message"),
+    ("shape", "pooling", "record", "words", "message"),
     [
-        ({"norm": "post"}, {}, [], "norms behind the sums"),
-        ({}, {}, ["--resize", "10"], "resize 10 is smaller than image_size 16"),
-        ({}, {"sha256": {"encoder.safetensors": "0"}}, [], "encoder.safetensors: damaged"),
-        (None, {}, [], "run.json: no such finished run"),
+        ({"norm": "post"}, "cls", {}, [], "norms behind the sums"),
+        ({}, "mean_cls", {}, [], "or gives the mean of several [CLS] tokens"),
+        ({}, "cls", {}, ["--resize", "10"], "resize 10 is smaller than image_size 16"),
+        ({}, "cls", {"sha256": {"encoder.safetensors": "0"}}, [], "encoder.safetensors: damaged"),
+        ({}, None, {}, [], "run.json: no such finished run"),
     ],
 )
-def test_refusals(shape, record, words, message, tmp_path, capsys):
-    if shape is not None:
+def test_refusals(shape, pooling, record, words, message, tmp_path, capsys):
+    if pooling is not None:
         encoder = load_encoder("tiny").model_copy(update=shape)
-        finished_run(tmp_path / "ct", encoder, "cls", **record)
+        finished_run(tmp_path / "ct", encoder, pooling, **record)
     assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""CAPI and Pixio: features of a second writing, strict names, and what is refused."""
+"""CAPI, and Pixio's shape: features of a second writing, and what is refused."""
 
 import plain_vit
 import pytest
@@ -6,30 +6,27 @@ import torch
 
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_record
 from maect.evaluate.features import Encoding
 from maect.models.checkpoints import convert
-from maect.models.export import export_run
 from maect.models.foreign import TimmEncoder
 from maect.models.weights import load_any_encoder, load_encoder_weights
 from maect.recipes import Pixels, load_encoder
-from maect.records import RunRecord
 from maect.stages.imported import Import, import_weights
 
 CPU = torch.device("cpu")
 
 
-def imported(name, folder):
-    checkpoint, weights = getattr(plain_vit, name)()
-    torch.save(checkpoint, folder / f"{name}.pth")
-    layout, new = import_weights(folder / f"{name}.pth", folder / "run")
-    assert (layout, new.size) == (name, "tiny")
+def imported(folder):
+    checkpoint, weights = plain_vit.capi()
+    torch.save(checkpoint, folder / "capi.pth")
+    layout, new = import_weights(folder / "capi.pth", folder / "run")
+    assert (layout, new.size) == ("capi", "tiny")
     return weights, load_any_encoder(folder / "run/encoder.safetensors")
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (24, 16)])
 def test_capis_features_are_those_of_a_plain_forward_pass(tmp_path, shape):
-    weights, (module, settings, pooling) = imported("capi", tmp_path)
+    weights, (module, settings, pooling) = imported(tmp_path)
     assert isinstance(module, TimmEncoder) and (pooling, settings.module) == ("mean", "capi")
     images = torch.randn(2, 3, *shape, dtype=torch.float64)
     expected = plain_vit.capi_tokens(weights, images)
@@ -60,21 +57,13 @@ def test_shapes_are_known_before_the_file_is_read():
 
 
 def test_what_needs_a_plain_vit_refuses_capi_in_one_line(tmp_path, capsys):
-    imported("capi", tmp_path)
+    imported(tmp_path)
     with pytest.raises(UserError, match="capi, which is no plain ViT"):
         load_encoder_weights(tmp_path / "run/encoder.safetensors")
     with pytest.raises(UserError, match=r"has no \[CLS\] token"):
         Encoding(tmp_path / "run/encoder.safetensors", CPU, pooling="cls")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "capi, which is no plain ViT" in capsys.readouterr().err
-
-
-def test_several_cls_tokens_are_no_export(tmp_path):
-    _, (_, settings, pooling) = imported("pixio", tmp_path)
-    assert (pooling, settings.registers, settings.prefix_tokens) == ("mean_cls", 7, 8)
-    with pytest.raises(UserError, match=r"mean of several \[CLS\] tokens"):
-        export_run(tmp_path / "run", tmp_path / "out")
-    assert read_record(RunRecord.path(tmp_path / "run"))["pooling"] == "mean_cls"
 
 
 def test_channels_are_adapted_and_other_image_sizes_work(tmp_path):

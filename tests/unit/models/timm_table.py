@@ -3,7 +3,6 @@
 Every model is built on the meta device and runs there once, which takes neither weights nor memory.
 """
 
-import csv
 import math
 import re
 from collections import Counter
@@ -12,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import pandas as pd
 import timm
 import torch
 from timm.layers import LayerScale
@@ -190,7 +190,7 @@ def rows(names: Iterable[str] | None = None) -> list[dict[str, Any]]:
 
 
 def page(made: list[dict[str, Any]]) -> str:
-    """The page that sums the table up, a line for each family and pooling."""
+    """The page that sums the table up, with its numbers and a line for each family and pooling."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for one in made:
         groups.setdefault((str(family(one["name"])), one["pooling"]), []).append(one)
@@ -205,46 +205,21 @@ def page(made: list[dict[str, Any]]) -> str:
         tuned = sum(one["plain"] == "yes" for one in of)
         lines.append(
             f"| {title} | {len(of)} | {low} to {high} | {sides[0]} to {sides[-1]} | {how} | "
-            f"{tuned} | `{smallest['name']}` |"
+            f"{tuned} | `{smallest['name']}` |\n"
         )
     counts = Counter(one["pooling"] for one in made)
     said = ", ".join(f"{counts[how]} {how}" for how in ("cls", "mean", "head"))
-    table = "\n".join(lines)
-    return f"""# timm's encoders
-
-`maect import --timm NAME FILE RUN` and `timm: NAME` in an experiment take {len(made)} encoders
-of [timm](https://github.com/huggingface/pytorch-image-models). [Public weights](../weights.md)
-says how. `maect/recipes/{data.TABLE}` lists them with image size, patch size, width, blocks,
-pooling, mean, standard deviation, operations and licence. This page sums it up.
-`python tests/unit/models/timm_table.py` builds every model on torch's meta device, and writes both.
-
-| family | encoders | parameters (10⁶) | image size | pooling | plain | the smallest |
-| --- | ---: | ---: | ---: | --- | ---: | --- |
-{table}
-
-**Pooling** ({said}). `head`: as timm's own head does, where that pools by attention or norms the
-mean. Otherwise `cls`, where the model has a [CLS] token. Otherwise the `mean` of the patch tokens.
-`cls` and `mean` are taken after the final norm.
-
-**Plain** encoders compute what one of the [sizes](../extending.md#an-encoder-size) does. Where they
-have LayerScale (DINOv2), it is folded into the matrices before it, which changes no token by more
-than 1e-5 of the scale.
-Stages start from them; those without labels need a [CLS] token, too. All others are evaluated and
-used, and stages refuse them in one line.
-
-**Images**: bicubic, shorter side to the image size divided by timm's `crop_pct`, centre crop,
-timm's mean and standard deviation. Encoders that timm evaluates otherwise are left out: with
-squashed images, or another interpolation.
-"""
+    text = PAGE.read_text(encoding="utf-8")
+    text = re.sub(r"take \d+ encoders", f"take {len(made)} encoders", text)
+    text = re.sub(r"\*\*Pooling\*\* \(.*?\)", f"**Pooling** ({said})", text)
+    head, ruler, rest = re.split(r"(\n\| ---.*\n)", text)
+    return head + ruler + "".join(lines) + rest[rest.index("\n\n") + 1 :]
 
 
 def write() -> int:
     """Write the table and its page; returns the number of encoders."""
     made = rows()
-    with CSV.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(made[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(made)
+    pd.DataFrame(made).to_csv(CSV, index=False)
     write_text(PAGE, page(made))
     return len(made)
 
