@@ -24,6 +24,7 @@ TOGETHER = {
     "the test cluster": ("tests/cluster/",),
     "trainings compared with the same three": (
         "tests/unit/train/test_damage.py",
+        "tests/unit/train/test_divergence.py",
         "tests/unit/train/test_run_lock.py",
         "tests/unit/train/test_resume.py",
         "tests/unit/train/test_stages.py",

@@ -61,12 +61,6 @@ CASES = {
 }
 
 
-def both(changes):
-    """Settings, and how they are computed."""
-    given, how = separate(changes)
-    return given, Computing(**({"cuda_graphs": False} | how))
-
-
 def stage_of(recipe, size="base", **changes):
     if recipe == "multicrop":
         return multicrop(local_size=20, read=(1, 3), **{"head": HEAD, **changes})
@@ -80,7 +74,8 @@ def test_as_counted_on_a_pretended_device(case):
     from fake_gpu import count
 
     recipe, changes = CASES[case]
-    changes, how = both(changes)
+    changes, how = separate(changes)
+    how = Computing(**({"cuda_graphs": False} | how))
     stage = stage_of(recipe, **{"batch_size": 64, **changes})
     counted = count(stage, SHAPE, stage.batch_size, classes=10, computing=how)
     planned = stage.footprint(SHAPE, stage.batch_size, how)

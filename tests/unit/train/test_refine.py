@@ -172,25 +172,23 @@ def test_settings_that_are_refused(changes, message):
 
 
 def test_heads_that_a_run_goes_on_from():
-    encoder = load_encoder("tiny")
-    cls = load_recipe("refine", "tiny", {"pool": "cls"})
-    with pytest.raises(UserError, match="pool cls differs from mean of heads"):
-        check_source(
-            "run", cls, encoder, ("heads", load_recipe("refine_heads", "tiny"), encoder), "from"
-        )
-    heads = load_recipe("refine_heads", "tiny")
-    source = ("heads", heads, encoder)
+    encoder, heads = load_encoder("tiny"), load_recipe("refine_heads", "tiny")
     refine = load_recipe("refine", "tiny")
     assert refine.inputs(heads) == ("encoder.safetensors", "heads.safetensors")
+
+    def check(changes):
+        stage = load_recipe("refine", "tiny", changes)
+        check_source("run", stage, encoder, ("heads", heads, encoder), "from")
+
     for blocks in ([2, 3], [3], 1, 2):
-        stage = load_recipe("refine", "tiny", {"head": {"blocks": blocks}})
-        check_source("run", stage, encoder, source, "from")
-    with pytest.raises(UserError, match=r"block 1 has no head among \[2, 3\] of heads"):
-        stage = load_recipe("refine", "tiny", {"head": {"blocks": 3}})
-        check_source("run", stage, encoder, source, "from")
-    with pytest.raises(UserError, match=r"heads.embedding 32 differs from 64 of heads"):
-        stage = load_recipe("refine", "tiny", {"head": {"embedding": 32}})
-        check_source("run", stage, encoder, source, "from")
+        check({"head": {"blocks": blocks}})
+    for changes, words in (
+        ({"pool": "cls"}, "pool cls differs from mean of heads"),
+        ({"head": {"blocks": 3}}, r"block 1 has no head among \[2, 3\] of heads"),
+        ({"head": {"embedding": 32}}, r"heads\.embedding 32 differs from 64 of heads"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check(changes)
     # The NNCLR head of combined pre-training is another thing.
     combined = load_recipe("mae", "tiny", {"contrastive": "combined", "head": {
         "topk": 1, "temperature": 0.2, "projector_ema": 0.0, "head_lr": 1e-3,

@@ -106,7 +106,8 @@ def test_zero_stages_and_accumulation(job, tmp_path, alone):
     log, folders = tmp_path / "log", {zero: tmp_path / f"zero{zero}" for zero in (1, 2, 3)}
     jobs = []
     for zero, folder in folders.items():
-        jobs += stages(job, folder, alone, zero_stage=zero)
+        mae, head, tune = stages(job, folder, alone, zero_stage=zero)
+        jobs += [mae, head, tune] if zero == 3 else [mae, tune]
     # In bfloat16, too: DeepSpeed's own linear layer would add the bias to what is rounded.
     rounded = [job(f"bf16-{zero}", "mae", precision="bf16", zero_stage=zero) for zero in (1, 3)]
     parts = job("parts", "mae", accumulation=4)
@@ -114,7 +115,7 @@ def test_zero_stages_and_accumulation(job, tmp_path, alone):
     assert run(2, *jobs, log=log) == ["done"] * len(jobs)
     assert "untested optimizer" not in log.read_text()
     for folder in folders.values():
-        for name in ("mae", "head", "ct"):
+        for name in sorted(path.name for path in folder.iterdir()):
             ours, theirs = (metrics(f / name) for f in (alone, folder))
             assert len(ours) == 10
             for key, tolerance in (("loss", TOLERANCE), ("grad_norm", 1e-3)):
