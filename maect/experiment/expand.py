@@ -284,7 +284,7 @@ def matching(pattern: str, runs: Mapping[str, Run]) -> list[str]:
 
 def may_be_scored(name: str, runs: Mapping[str, Run]) -> bool:
     """Return whether a name is that of a run which an evaluation would have trained."""
-    return "." in name and name.split(".")[0] in runs
+    return any(name.startswith(f"{run}.") for run in runs)
 
 
 def lines(

@@ -143,10 +143,12 @@ def compares(experiment: Experiment) -> bool:
     return bool(experiment.spec.compare_with_paper and tables(experiment))
 
 
-def _several(experiment: Experiment) -> bool:
-    """Return whether other data sets than the first are evaluated."""
+def _lists_numbers(experiment: Experiment) -> bool:
+    """Return whether all numbers are listed: of several data sets, or of no table and no figure."""
     first = experiment.default_dataset
-    return any(experiment.dataset_of(name) != first for _, name in experiment.evaluations)
+    several = any(experiment.dataset_of(name) != first for _, name in experiment.evaluations)
+    shown = several or not (tables(experiment) or figures(experiment))
+    return shown and bool(_measures(experiment))
 
 
 def _measures(experiment: Experiment) -> dict[str, dict[str, str]]:
@@ -294,7 +296,7 @@ def report_config(experiment: Experiment) -> configs.ReportConfig:
     given: dict[str, Any] = {}
     if compares(experiment):
         given["claims"] = experiment.root / "claims.csv"
-    if _several(experiment):
+    if _lists_numbers(experiment):
         given["datasets"] = experiment.root / "datasets.csv"
     if left := explored(experiment):
         given |= {"images": experiment.root / "images.html", "explored": left[-1]}
@@ -377,7 +379,7 @@ PAGES = {
         Page(
             "datasets", "Data sets", "maect.report.pages:make_datasets",
             configs.DatasetsConfig,
-            lambda e: ["datasets"] if _several(e) else [], _datasets_config, _datasets_inputs,
+            lambda e: ["datasets"] if _lists_numbers(e) else [], _datasets_config, _datasets_inputs,
             endings=("md", "csv"),
         ),
         Page(

@@ -516,6 +516,41 @@ def test_lines_without_an_evaluation_that_is_asked_for_are_left_out(tmp_path):
         load(wrong, protocols="umap")
 
 
+def test_a_line_of_a_run_whose_name_has_a_dot_is_left_out(tmp_path):
+    """It is a fine-tuning's, and nobody asks for that."""
+    asked = [
+        {"runs": ["mae_0.75"], "protocols": ["fine_tune", "knn"]},
+        {"runs": ["mae_0.75.fine_tune.seed0"], "protocols": ["knn"]},
+    ]
+    runs = {"mae_0.75": TINY["runs"]["mae_tiny"]}
+    rows = {"low_shot": ["mae_0.75", "mae_0.75.fine_tune.seed0"]}
+    less = load(write(tmp_path, runs=runs, evaluate=asked, tables=rows), protocols="knn")
+    assert [row.runs for row in less.rows("low_shot")] == [("mae_0.75",)]
+
+
+def test_a_report_without_tables_and_figures_lists_what_is_evaluated(tmp_path):
+    found = load(write(tmp_path, storage=str(tmp_path)))
+    listed = tmp_path / "datasets.csv"
+    assert pages.report_inputs(found) == [listed] and pages.report_config(found).datasets == listed
+    evaluated = {f"{run}/{name}" for run, name in found.evaluations}
+    reads = pages.PAGES["datasets"].inputs(found, "datasets")
+    assert {f"{path.parent.name}/{path.stem}" for path in reads} == evaluated
+    shown = load(write(tmp_path, tables=["low_shot"]))
+    assert shown.root / "datasets.csv" not in pages.report_inputs(shown)
+
+
+def test_errors_of_claims_are_of_the_split_that_was_tested(tmp_path):
+    splits = {name: {"images": f"/images/{name}"} for name in ("train", "val", "test")}
+    tested = {name: {"test_split": "test"} for name in ("knn", "linear_probe")}
+    file = write(
+        tmp_path, datasets={"mine": {"splits": splits}}, protocols=tested, tables=["low_shot"]
+    )
+    found = load(file)
+    index = found.shards("mine", "test") / "index.json"
+    assert pages.claims_config(found, "claims").images["val"] == index.absolute()
+    assert pages.report_config(found).tested == index.absolute()
+
+
 def test_a_figure_of_one_seed_reads_the_first_only(tmp_path):
     asked = [{"runs": ["mae_tiny", "ct_*"], "protocols": ["knn", "umap", "clustering"]}]
     figures = ["umap", "training_curves", "knn_compute"]
@@ -754,10 +789,11 @@ def test_an_entry_names_the_data_sets_that_it_evaluates(tmp_path):
     """Those of the first keep names and contents; another's read its features and shards."""
     datasets = {"mine": DATASET, "other": DATASET | {"resize": 20}, "unused": DATASET}
     asked = ["knn", "linear_probe", "fine_tune", "clustering", "retrieval"]
+    shown = {"datasets": datasets, "tables": ["clustering"]}
     entry = {"runs": ["mae_tiny"], "protocols": asked}
-    before = load(write(tmp_path, datasets=datasets, evaluate=[entry]))
+    before = load(write(tmp_path, **shown, evaluate=[entry]))
     both = entry | {"datasets": ["mine", "other"]}
-    experiment = load(write(tmp_path, datasets=datasets, evaluate=[both]))
+    experiment = load(write(tmp_path, **shown, evaluate=[both]))
     of_other = tuple((run, f"{name}.on.other") for run, name in before.evaluations)
     assert experiment.evaluations == (*before.evaluations, *of_other)
     for pair in before.evaluations:
