@@ -47,10 +47,12 @@ class Archive(ImageSource):
                 members = tar_members(file, 0, str(self.path))
         # What macOS and hidden files leave behind in archives is no part of the images.
         hidden = re.compile(r"(^|/)(\.(?!/)|__MACOSX)")
-        members = [one for one in sorted(members) if not hidden.search(one[0])]
+        members = sorted(members, key=_plain_name)
+        members = [one for one in members if not hidden.search(one[0])]
         images = [one for one in members if is_image(one[0])]
-        shared = _shared_folder([name for name, *_ in images])
-        below = [name[len(shared) :] for name, *_ in images]
+        names = [_plain_name(one) for one in images]
+        shared = _shared_folder(names)
+        below = [name[len(shared) :] for name in names]
         loose = sum("/" not in name for name in below)
         sorted_in = 2 * loose < len(below)
         if loose and sorted_in:
@@ -179,6 +181,11 @@ def sample_key(name: str) -> str:
     """Return the key of a webdataset's sample: a member's name up to its first dot."""
     folder, slash, base = name.rpartition("/")
     return f"{folder}{slash}{base.partition('.')[0]}"
+
+
+def _plain_name(member: Member) -> str:
+    """Return a member's name: a.png, also where the archive calls it ./a.png."""
+    return os.path.normpath(member[0])
 
 
 def _shared_folder(names: list[str]) -> str:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
@@ -108,7 +109,11 @@ class ImageSource(Source):
         """List all images, in an order that only their names decide."""
 
     def listing(self) -> Listing:
-        """Return the listing of `list_images`, if it can be sharded."""
+        """Return the listing of `list_images`, made once, if it can be sharded."""
+        return self._listing
+
+    @cached_property
+    def _listing(self) -> Listing:
         if not is_there(self.path):
             raise UserError(f"{self.path}: no such file or folder; the images are expected there")
         listing = self.list_images()

@@ -259,6 +259,16 @@ def test_images_that_have_changed_since_are_said(run, photographs, tmp_path, cap
     assert "have changed" not in capsys.readouterr().err
 
 
+def test_images_are_listed_once(index, tmp_path, monkeypatch):
+    """To warn of changes, and for the page: a million files take minutes."""
+    kind = type(Vectors.read(index).source())
+    listed = []
+    plain = kind.list_images
+    monkeypatch.setattr(kind, "list_images", lambda self: listed.append(self) or plain(self))
+    assert main(["cluster", str(index), "--groups", "2", "--out", str(tmp_path / "groups")]) == 0
+    assert len(listed) == 1
+
+
 def test_the_page_has_a_coarser_and_a_finer_grouping(index, tmp_path):
     vectors = blobs((40, 40, 40, 40, 40))
     clusters = cluster(vectors.values)

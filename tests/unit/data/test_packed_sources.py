@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tarfile
 import zipfile
+from itertools import cycle
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,24 +21,29 @@ from maect.data.shards import shard
 from maect.data.sources import kind_of, open_source
 
 
-def pack(images: Path, path: Path, below: str = "") -> Path:
-    """A zip or tar of a folder's images."""
+def pack(images: Path, path: Path, *below: str) -> Path:
+    """A zip or tar of a folder's images, `below` in turn before their names."""
     files = sorted(images.rglob("*.jpg"))
-    named = [(f"{below}{file.relative_to(images)}", file.read_bytes()) for file in files]
+    starts = cycle(below or [""])
+    named = [(next(starts) + str(file.relative_to(images)), file.read_bytes()) for file in files]
     if path.suffix == ".tar":
         path.write_bytes(tar_of(named))
         return path
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in (*named, ("__MACOSX/c0/._x.jpg", b""), (f"{below}notes.txt", b"")):
+        for name, data in (*named, ("__MACOSX/c0/._x.jpg", b""), ("notes.txt", b"")):
             archive.writestr(name, data)
     return path
 
 
 @pytest.mark.parametrize(
-    ("name", "below"), [("a.zip", ""), ("a.zip", "birds/all/"), ("a.tar", "x/"), ("a.tar", "./")]
-)
+    ("name", "below"),
+    [
+        ("a.zip", [""]), ("a.zip", ["birds/all/"]), ("a.zip", ["", "./"]),
+        ("a.tar", ["x/"]), ("a.tar", ["", "./"]),
+    ],
+)  # fmt: skip
 def test_an_archive_gives_what_its_folder_would(name, below, images, index, tmp_path):
-    archive = pack(images, tmp_path / name, below)
+    archive = pack(images, tmp_path / name, *below)
     assert kind_of(archive) == "archive"
     shard(archive, tmp_path / "train", "archive", 2, threads=2)
     made = open_index(tmp_path / "train")
