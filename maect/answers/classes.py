@@ -41,7 +41,7 @@ class VectorClassifier:
         resize: shorter side of the images that the vectors are of, before the centre crop; none:
             that of the run (fine-tuning).
         reading: how the images were read whose vectors it was fitted to, as `--pixels` states it;
-            empty: as the encoder's data set says.
+            empty: unknown, and then as the encoder's data set says.
     """
 
     weight: NDArray[np.float64]
@@ -148,7 +148,7 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
         features = open_features(labelled)
         check_labelled(features)
         about = features.record
-        reading = {}
+        reading = about.get("reading", {})
         if not about.get("norm", True) or about.get("blocks", 1) > 1:
             raise UserError(
                 f"{labelled}: features before the final norm, and images get those after it here: "

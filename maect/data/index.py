@@ -67,9 +67,9 @@ class Index:
         return len(self.rows)
 
     @property
-    def pixels(self) -> Pixels:
-        """Return how the images were converted; the default of `Pixels` if they were not."""
-        return Pixels.model_validate(self.record.get("pixels", {}))
+    def reading(self) -> dict[str, Any]:
+        """Return how files of such images are read (`Pixels.reading`)."""
+        return Pixels.of_shards(self.record.get("options", {})).as_seen.reading
 
     @property
     def channels(self) -> int:

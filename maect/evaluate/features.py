@@ -232,6 +232,7 @@ def extract(
         "pooling": model.pooling,
         "image_size": model.settings.image_size,
         "resize": resize,
+        "reading": index.reading,
         "precision": precision,
         "norm": norm,
         "blocks": blocks,

@@ -4,6 +4,7 @@ Heads of all rates, and of all representations, are trained on one pass of the e
 weight for each representation, and torch's SGD on the sum of the heads' losses, which do not meet.
 """
 
+import json
 from typing import Any
 
 import numpy as np
@@ -227,7 +228,8 @@ class _Forms(Probe):
 
     def metadata(self) -> dict[str, str]:
         resize = self.task.job.resize or self.task.encoding.settings.default_resize
-        return super().metadata() | {"resize": str(resize)}
+        reading = json.dumps(self.task.train.reading)
+        return super().metadata() | {"resize": str(resize), "reading": reading}
 
     def _accuracies(self, name: str, part: str) -> list[float]:
         """Return each rate's accuracy in percent; also record those by ReaL's labels."""

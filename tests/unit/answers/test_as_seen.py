@@ -14,16 +14,19 @@ from PIL import Image, ImageOps
 
 import maect
 from maect.answers import duplicates
+from maect.answers.classes import fit_classifier
 from maect.answers.groups import thumbnail
 from maect.answers.vectors import Vectors
 from maect.cli import main
+from maect.core.context import Context
 from maect.data.convert import picture_of
 from maect.data.decode import resample
 from maect.data.image_facts import full_scale, merged, warning
 from maect.data.index import open_index
+from maect.data.shards import shard
 from maect.data.sources import open_source
 from maect.data.transforms import center_crops
-from maect.evaluate.features import Encoding
+from maect.evaluate.features import Encoding, extract
 from maect.evaluate.pictures import pictures
 from maect.recipes import Pixels
 from maect.tools.own_images import inspect_images
@@ -391,6 +394,18 @@ def test_the_reading_is_recorded_and_followed(run, tmp_path, encoded_images, cap
     encoded_images.clear()
     assert main(["predict", str(run), str(images), *kept]) == 0
     assert_close(encoded_images[0], crop(case.picture, 20, 16), 1)
+
+
+def test_a_classifier_of_features_reads_files_as_their_data_set_says(run, tmp_path):
+    """It may be another one than the encoder's."""
+    for number, kind in enumerate("ab"):
+        deep(12).folder(tmp_path / "images" / kind, 2 + number)
+    shard(tmp_path / "images", tmp_path / "train", "folder", 1, pixels=Pixels(range=(0, 4095)))
+    out = tmp_path / "train.safetensors"
+    encoder = run / "encoder.safetensors"
+    assert extract(Context(), encoder=encoder, shards=tmp_path / "train", out=out) == "done"
+    seen = maect.load(run, pixels=fit_classifier(out).reading).reading
+    assert seen == Pixels(range=(0, 4095)).as_seen
 
 
 def test_vectors_of_an_earlier_version_are_read_as_they_were_made(run, tmp_path, encoded_images):

@@ -1,5 +1,6 @@
 """The trained probe on shifted splits, and how far rotations and colours move it."""
 
+import json
 import shutil
 from dataclasses import replace
 from io import BytesIO
@@ -93,6 +94,12 @@ def test_only_the_classes_that_occur_take_part(probed, rank, monkeypatch):
     )
     with pytest.raises(UserError, match="val: images of one class"):
         Robustness(splits=("val",), **FULL).evaluate(rank, probed)
+
+
+def test_a_probe_says_how_files_like_its_images_are_read(probed):
+    texts = load_tensors(probed.path("probe"))[1]
+    read = {"orientation": "exif", "background": [255, 255, 255], "range": None}
+    assert json.loads(texts["reading"]) == read
 
 
 def test_what_does_not_belong_together_is_refused(probed, rank, tmp_path, images):
