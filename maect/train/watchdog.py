@@ -35,7 +35,7 @@ class StalledError(RankError):
 
 
 class Watchdog(Hook):
-    """Watches the steps of this rank, if there are others.
+    """Watches the steps of this rank.
 
     The first step, with its compilation and set-up, has no limit. A process that was suspended
     starts to count again.
@@ -52,8 +52,7 @@ class Watchdog(Hook):
         self._longest: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="maect-watchdog")
-        if context.world_size > 1:
-            self._thread.start()
+        self._thread.start()
 
     def begin(self, activity: str, step: int) -> None:
         """Note the current activity of this rank; `step` counts from 1. Cheap."""
@@ -67,8 +66,7 @@ class Watchdog(Hook):
     def close(self) -> None:
         """Watch no longer."""
         self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
 
     def _watch(self) -> None:
         while not self._closed.wait(self._tick):
@@ -93,5 +91,6 @@ class Watchdog(Hook):
         who = f"rank {self.context.rank} ({socket.gethostname()}, process {os.getpid()})"
         fault = f"{who} has been {activity} step {step} for {waited:.0f} s"
         if activity != READING:
-            fault += ": another rank is missing, or a device hangs"
+            missing = "another rank is missing, or " if self.context.world_size > 1 else ""
+            fault += f": {missing}a device hangs"
         self.context.fail(StalledError(fault))

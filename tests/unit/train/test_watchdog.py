@@ -1,6 +1,7 @@
 """A step that does not end ends the job, which goes on from its state; a slow one does not."""
 
 import re
+from queue import SimpleQueue
 
 import pytest
 from ranks import run
@@ -83,6 +84,20 @@ def test_deadlines(activity, ticks, steps, seconds, watched):
     if seconds is not None:
         assert rank.said[0].startswith("rank 1 (")
         assert f"has been {activity} step {steps} for {seconds} s" in rank.said[0]
+
+
+def test_a_rank_without_others_is_watched(monkeypatch):
+    said = SimpleQueue()
+    rank = Rank()
+    rank.world_size, rank.fail = 1, said.put
+    monkeypatch.setenv("MAECT_STALL_SECONDS", "0.01")
+    dog = Watchdog(rank)
+    for step in (1, 2):
+        dog.begin(READING, step)
+    dog.begin(COMPUTING, 2)
+    fault = said.get(timeout=60)
+    dog.close()
+    assert re.search(r"has been computing step 2 for \d+ s: a device hangs$", str(fault))
 
 
 def test_a_long_step_makes_the_limit_longer(watched):
