@@ -70,7 +70,8 @@ class Job:
         cpus: CPUs of each rank.
         gpus: whether it asks for GPUs.
         place: full path of the folder.
-        site: name of the machine or SLURM cluster that has it; None if SLURM did not say.
+        site: name of the machine or SLURM cluster that has it; None if SLURM did not say, and then
+            it was not submitted.
         state: "submitting" until the cluster has given an id, then "submitted", then "ended".
         id: SLURM job id, or the process id of rank 0.
         pids: process ids of all ranks of a local job.

@@ -38,7 +38,9 @@ MAY_RETURN = {"NODE_FAIL", "PREEMPTED"}  # SLURM puts such jobs back under the s
 OVER = {"COMPLETED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED"}
 OVER |= {"RECONFIG_FAIL"}
 BY_A_PERSON = {"CANCELLED", "DEADLINE"}
+NO_SITE = "scontrol does not say which cluster this is"
 TRANSIENT = (
+    NO_SITE,
     "Unable to contact slurm controller",
     "Socket timed out",
     "Connection refused",
@@ -83,6 +85,8 @@ class Slurm(Cluster):
             log.warning("SLURM_CLUSTERS=%s is ignored: jobs go to this machine's cluster", clusters)
         file = record.job_folder(folder, job.name) / "job.sh"
         write_text(file, script(folder, job.name, resources))
+        if job.site is None:
+            raise LaunchError(NO_SITE)
         words = ("sbatch", "--parsable", str(file))
         code, out, error = command(*words, timeout=SUBMISSION, env=environment(job.name, job.cpus))
         if code:
@@ -106,11 +110,10 @@ class Slurm(Cluster):
             return NO_ANSWER
         if known:
             return _notice(job, known["JobState"], known.get("Reason", ""))
-        if job.site is not None:
-            here = self.site()
-            if here is None:
-                return NO_ANSWER
-            check_site(job, here)
+        here = self.site()
+        if here is None:
+            return NO_ANSWER
+        check_site(job, here)
         if job.id is None:
             # The controller does not have it, so that submitting again runs nothing twice.
             return Notice("ended", "never submitted", grace=1.0)

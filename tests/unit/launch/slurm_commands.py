@@ -7,6 +7,7 @@ UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
 AWAY = "slurm_load_jobs error: Unable to contact slurm controller"
 SCRIPT = """#!/bin/sh
 echo "$0 $*" >> {folder}/asked
+[ "$2" = config ] && echo "ClusterName = here" && exit 0
 error=$(cat {folder}/{name}.fails 2> /dev/null) && {{ printf %s "$error" >&2; exit 1; }}
 cat {folder}/{name}.says 2> /dev/null
 exit 0

@@ -23,7 +23,7 @@ SLURM = {"cluster": "slurm", "cpus_per_task": 1}
 
 @pytest.fixture
 def job():
-    return Job("slurm", NAME, ranks=1, step=0, state="submitted", id="7")
+    return Job("slurm", NAME, ranks=1, step=0, site="here", state="submitted", id="7")
 
 
 @pytest.mark.parametrize(
@@ -249,6 +249,16 @@ def test_the_job_s_id_is_sbatch_s_own(tmp_path, commands, job, answer, monkeypat
     assert job.id == "41"
     assert "--parsable" in commands.asked("sbatch")[0]
     assert "SLURM_CLUSTERS=elsewhere is ignored" in caplog.text
+
+
+def test_nothing_is_submitted_to_a_cluster_that_nobody_could_name(tmp_path, commands, job):
+    """Another cluster's login node would not find the job, and start it a second time."""
+    (commands.folder / "scontrol").write_text(f"#!/bin/sh\necho {AWAY} >&2\nexit 1\n")
+    job.site = Slurm().site()
+    record.make_job_folder(tmp_path / "run", job.name)
+    with pytest.raises(LaunchError) as refused:
+        Slurm().submit(tmp_path / "run", job, Resources(**SLURM))
+    assert slurm.is_transient(str(refused.value)) and not commands.asked("sbatch")
 
 
 def test_a_job_of_other_settings_is_waited_for_until_slurm_cancels_it(run, commands):
