@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,10 @@ from PIL import Image
 
 from maect.answers.alike import BITS, Found, Pair, SearchedImages, find_pairs, linked_names
 from maect.answers.groups import SIDE, thumbnail
-from maect.answers.vectors import PROGRESS_SECONDS, Vectors, is_index, open_images, write_rows
+from maect.answers.vectors import Vectors, is_index, open_images, write_rows
 from maect.core.errors import UserError, counted, reason
 from maect.core.files import seek_record, write_json, write_text
+from maect.core.log import progress
 from maect.core.settings import validated
 from maect.data.config import reused_shards
 from maect.data.convert import decode
@@ -93,7 +93,7 @@ def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = No
         except (UnreadableError, OSError) as error:
             return reason(error)
 
-    said = time.monotonic()
+    report = progress(source.path, len(wanted))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for start in range(0, len(wanted), _AT_ONCE):
             part = wanted[start : start + _AT_ONCE]
@@ -103,9 +103,7 @@ def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = No
                 else:
                     found.append((entry, one))
                     facts = merged([facts, one.facts]) if one.facts else facts
-            if time.monotonic() - said > PROGRESS_SECONDS:
-                said = time.monotonic()
-                log.info("%s: %d of %d images", source.path, start + len(part), len(wanted))
+            report(start + len(part))
     if lost := warning(facts, pixels, option=True):
         log.warning("%s: %s", source.path, lost)
     shape = (len(found), BITS)

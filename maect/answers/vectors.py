@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
+from maect.core.log import progress
 from maect.core.settings import digest
 from maect.data.sources import kind_of, open_source
 from maect.data.sources.base import Entry, ImageSource, is_there, is_utf8
@@ -34,8 +34,6 @@ SUFFIX = ".parquet"
 """Suffix of files with vectors."""
 _CHECKSUM = b"maect.sha256"
 """Key of a parquet file's metadata."""
-PROGRESS_SECONDS = 10.0
-"""Seconds between messages of how far it is."""
 
 Array = NDArray[np.float32]
 
@@ -343,7 +341,6 @@ class Work:
         self.named = listing.class_names
         self.about = {**encoder.about, "images": str(images.resolve()), "kind": kind}
         self.known: dict[str, Array] = {}
-        self.said = time.monotonic()
 
     def reuse_vectors(self, out: Path) -> None:
         """Take over the vectors of a file as far as they are those of the same images.
@@ -382,6 +379,7 @@ class Work:
         Raises:
             UserError: none can be read.
         """
+        report = progress(self.path, len(self.entries))
         for start in range(0, len(self.entries), PART):
             entries = self.entries[start : start + PART]
             todo = [entry for entry in entries if entry.name not in self.known]
@@ -389,9 +387,7 @@ class Work:
             file = folder / f"{digest(self.about, facts)}.safetensors"
 
             def say(done: int, start: int = start) -> None:
-                if time.monotonic() - self.said > PROGRESS_SECONDS:
-                    self.said = time.monotonic()
-                    log.info("%s: %d of %d images", self.path, start + done, len(self.entries))
+                report(start + done)
 
             values, faults = self.encoder.kept(file, self.source, todo, self.batch_size, say)
             self.left_out |= {todo[number].name: why for number, why in faults.items()}

@@ -8,10 +8,13 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
+
+log = logging.getLogger(__name__)
 
 CONTROL = {n: f"\\x{n:02x}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"}
 """Characters that a terminal obeys, to be escaped: file names may contain them."""
@@ -19,6 +22,8 @@ CLOSED = {errno.EBADF, errno.EIO, errno.EPIPE}
 """Errors of a terminal or a pipe that is gone."""
 CLOCK = "%H:%M:%S"
 DATE = "%Y-%m-%d %H:%M:%S"
+PROGRESS_SECONDS = 10.0
+"""Seconds between messages of how far it is."""
 
 
 @contextmanager
@@ -53,6 +58,19 @@ def rank_log(rank: int) -> None:
     logging.getLogger().addHandler(_Stderr(logging.Formatter(form, DATE)))
     logging.getLogger("maect").setLevel(logging.INFO)
     logging.captureWarnings(True)
+
+
+def progress(where: object, total: int) -> Callable[[int], None]:
+    """Return a function to call with the number of images done, which logs it now and then."""
+    said = time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > PROGRESS_SECONDS:
+            said = time.monotonic()
+            log.info("%s: %d of %d images", where, done, total)
+
+    return report
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:

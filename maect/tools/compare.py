@@ -10,7 +10,6 @@ difference.
 
 import logging
 import os
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,9 @@ from threadpoolctl import threadpool_limits
 
 from maect import load
 from maect.answers.encoder import ImageEncoder
-from maect.answers.vectors import PART, PROGRESS_SECONDS
+from maect.answers.vectors import PART
 from maect.core.errors import UserError, counted
+from maect.core.log import progress
 from maect.core.settings import digest
 from maect.data.sources import open_source
 from maect.data.subsets import balanced_rows
@@ -314,7 +314,7 @@ def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
     """
     out = np.full((len(folder.contents), encoder.width), np.nan, np.float32)
     row = 0
-    said = time.monotonic()
+    report = progress(folder.name, len(folder.contents))
     for images in folder.parts:
         source = open_source(images.kind, images.folder, pixels=encoder.reading)
         source.listing()
@@ -327,9 +327,7 @@ def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
             for number, why in faults.items():
                 log.warning("%s: left out: %s", entries[number].name, why)
             row += len(entries)
-            if time.monotonic() - said > PROGRESS_SECONDS:
-                said = time.monotonic()
-                log.info("%s: %d of %d images", folder.name, row, len(folder.contents))
+            report(row)
     encoder.warn(folder.path)
     return out
 

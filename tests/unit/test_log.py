@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 
+from maect.core import log
 from maect.core.log import command_log
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -42,6 +43,15 @@ def test_a_command_s_messages_go_to_terminal_and_log(tmp_path):
     assert "of numpy" in kept[2]
     assert kept[-2:] == ["[T] warning: serious", "maect shard: no such folder"]
     assert not any("chatter" in line or "nobody" in line for line in kept)
+
+
+def test_progress_is_said_now_and_then(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    report = log.progress("photos", 3)
+    report(1)
+    monkeypatch.setattr(log, "PROGRESS_SECONDS", -1.0)
+    report(2)
+    assert caplog.messages == ["photos: 2 of 3 images"]
 
 
 def test_a_name_that_a_terminal_would_obey_is_shown():
