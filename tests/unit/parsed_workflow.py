@@ -53,6 +53,8 @@ def main(resources: str) -> None:
                 "log": list(map(str, rule.log)),
                 "benchmark": rule.benchmark and str(rule.benchmark),
                 "resources": sorted(rule.resources),
+                "priority": rule.priority,
+                "input": [] if rule.shellcmd else list(map(str, rule.input)),
             }
             for rule in workflow.rules
         }

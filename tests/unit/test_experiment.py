@@ -561,6 +561,19 @@ def test_a_figure_of_one_seed_reads_the_first_only(tmp_path):
     assert {path.stem for path in seeds["umap"]} == {"umap", "clustering", "index"}
 
 
+def test_what_figures_count_and_the_reports_commands_name(tmp_path):
+    """Classes of the images that are shown, labels of those that are learnt from."""
+    asked = [{"runs": ["mae_tiny", "ct_*"], "protocols": ["low_shot", "umap"]}]
+    more = {"figures": ["umap", "label_efficiency"], "compare_with_paper": False}
+    found = load(write(tmp_path, evaluate=asked, **more))
+    shown = {name: pages.shown_config(found, name, figure=True) for name in found.figures}
+    splits = {name: one.classes.parent.name for name, one in shown.items() if one.classes}
+    assert splits == {"umap": "val", "label_efficiency": "train"}
+    report = pages.report_config(found)
+    assert report.run is not None and report.run.name == "ct_aug_tiny"
+    assert report.folder == Path("/images/train")
+
+
 def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path):
     asked = [
         {"runs": ["mae_*"], "protocols": ["fine_tune", "knn"]},

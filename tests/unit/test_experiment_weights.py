@@ -1,6 +1,7 @@
 """Runs with `weights:`: public weights in an experiment."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.experiment import Experiment, load
+from maect.experiment.pipeline import is_forced
 from maect.experiment.resolve import run_config
 from maect.experiment.start import PendingJob, faults, missing_images, missing_weights, prepare
 from maect.records import RunRecord
@@ -120,6 +122,44 @@ def test_a_failed_import_leaves_what_was_imported_before(tmp_path):
     for _ in range(2):
         prepare(found, [job("import", True, run="ijepa")])
     assert encoder.read_text() == "weights" and not record.exists()
+
+
+@pytest.mark.parametrize(
+    ("rule", "stale"),
+    [
+        ("knn", "evaluations/ijepa/knn.json"),
+        ("features", "features/ijepa/mine-val.safetensors"),
+        ("write_shards", "shards/mine/val/index.json"),
+        ("write_shards", "shards/mine/val/parts/000001.json"),
+    ],
+)
+def test_what_a_forced_job_has_left_is_not_taken_for_its_result(tmp_path, rule, stale):
+    found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]})
+    file = found.root / stale
+    file.parent.mkdir(parents=True)
+    file.touch()
+    given = {"run": "ijepa", "evaluation": "knn", "dataset": "mine", "split": "val", "norm": ""}
+    for forced in (False, True):
+        assert file.exists()
+        prepare(found, [PendingJob(rule, given, [], file.with_suffix(".yaml"), forced)])
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "forced"),
+    [
+        ({"targets": ["r/knn.done"], "forcetargets": False}, False),
+        ({"targets": ["r/knn.done"], "forcetargets": True}, True),
+        ({"targets": ["r/umap.done"], "forcetargets": True}, False),
+        ({"forcerun": ["umap", "knn"]}, True),
+        ({"forcerun": ["r/knn.done"]}, True),
+        ({"forceall": True}, True),
+    ],
+)
+def test_which_jobs_the_words_of_a_command_force(words, forced):
+    given = {"forceall": False, "forcerun": [], "forcetargets": False, "targets": []} | words
+    job = SimpleNamespace(rule=SimpleNamespace(name="knn"), output=["r/knn.done"])
+    assert is_forced(SimpleNamespace(**given), job) is forced
 
 
 @pytest.mark.parametrize(

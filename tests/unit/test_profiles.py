@@ -15,6 +15,7 @@ from snakemake.resources import Resource
 
 from maect.core.errors import UserError
 from maect.core.resources import fixed_nodes, node_range, sbatch_options
+from maect.experiment import load
 from maect.experiment.profile import HERE, by_rule, find_profile, like_slurm
 from maect.recipes import load_encoder
 from maect.recipes.cost import relative_speed
@@ -199,6 +200,11 @@ def test_every_rule_with_a_command_has_a_log_and_a_benchmark():
     assert {"pretrain", "features", "table"} <= set(rules)
     for name, rule in rules.items():
         assert rule["log"] and rule["benchmark"], name
+        # A training is told more of its place, and begins before what does not wait for it.
+        is_training = name in TRAININGS
+        assert ("--stage-to=" in rule["command"]) == bool(rule["priority"]) == is_training, name
+    encoders = {Path(one).parent.name for one in parsed()["rules"]["encoders"]["input"]}
+    assert encoders == {name for name, run in load("digits").runs.items() if not run.scored_by}
 
 
 def made_of(job: dict[str, Any]) -> list[str]:
