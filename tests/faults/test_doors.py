@@ -178,6 +178,14 @@ def test_a_working_folder_that_everybody_may_write(tmp_path, monkeypatch, capsys
     owners.check_working_folder()
 
 
+def test_a_private_folder_is_our_own_and_no_link(tmp_path):
+    (tmp_path / "open").mkdir(mode=0o755)
+    assert owners.private_folder(tmp_path / "open").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to("open")
+    with pytest.raises(UserError, match="link: not a folder of yours"):
+        owners.private_folder(tmp_path / "link")
+
+
 def test_numba_is_not_configured_by_the_working_folder(tmp_path, monkeypatch):
     """`.numba_config.yaml` may name the folder from which compiled code is unpickled."""
     from maect.evaluate.pictures import embedded

@@ -22,6 +22,7 @@ from maect.records import (
     seedless,
     weights_checksum,
 )
+from maect.train.run_folder import WRITER_LOCK
 
 
 def test_a_failure_keeps_what_was_there(tmp_path):
@@ -39,11 +40,23 @@ def test_a_failure_keeps_what_was_there(tmp_path):
     [(0o000, 0o664, 0o775), (0o022, 0o644, 0o755), (0o007, 0o660, 0o770)],
 )
 def test_the_umask_counts_but_not_everybody_may_write(tmp_path, umask, file, folder):
-    code = "from maect.core.files import write_record; write_record('f/r.json', {})"
-    command = [sys.executable, "-P", "-c", f"import os; os.umask({umask}); {code}"]
+    code = """
+from pathlib import Path
+from maect.core.context import Context
+from maect.core.files import write_record
+from maect.launch.owner import lock_folder
+from maect.train.run_folder import RunLock
+write_record("f/r.json", {})
+RunLock(Path("f"), Context())
+lock_folder(Path("f")).__enter__()
+"""
+    command = [sys.executable, "-P", "-c", f"import os; os.umask({umask}){code}"]
     subprocess.run(command, cwd=tmp_path, check=True)
     assert (tmp_path / "f/r.json").stat().st_mode & 0o777 == file
     assert (tmp_path / "f").stat().st_mode & 0o777 == folder
+    # Whoever can open a lock can hold it: nobody but the group.
+    for lock in ("owner.lock", WRITER_LOCK):
+        assert (tmp_path / "f" / lock).stat().st_mode & 0o777 == file & 0o660
 
 
 def test_a_log_that_a_kill_cut_off(tmp_path):

@@ -58,6 +58,9 @@ def test_resources_in_numbers(monkeypatch):
     }  # fmt: skip
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
     assert Resources(devices=3).resolved().cpus_per_task == 2
+    # Time to save is a tenth of the limit, 20 to 300 seconds.
+    limits = [Resources(runtime=minutes).warning_seconds for minutes in (1, 5, 60)]
+    assert limits == [20, 30, 300]
 
 
 def test_progress_line():

@@ -66,10 +66,10 @@ def test_only_a_saved_step_is_progress(tmp_path, job):
     # Of a run with other settings it is none: the first job may queue itself again at its limit.
     for identity, step in (("before", 60), ("now", 0)):
         job.id = "7"
-        following = new_job(
-            tmp_path, Task("a:b", {}, identity), Resources(cluster="slurm", cpus_per_task=1), job
-        )
+        asked = Resources(cluster="slurm", devices=4, cpus_per_task=12)
+        following = new_job(tmp_path, Task("a:b", {}, identity), asked, job)
         assert (following.step, following.earlier) == (step, ["7"])
+        assert (following.ranks, following.cpus, following.gpus) == (4, 12, True)
 
 
 @pytest.mark.parametrize(

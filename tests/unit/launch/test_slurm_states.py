@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -305,6 +307,32 @@ def test_a_fault_of_a_node_ends_only_what_has_not_worked_elsewhere(tmp_path, job
         one.judge(job, ended)
     with pytest.raises(LaunchError, match=r"(?s)gave up after 3 attempts .*no GPU here"):
         one.judge(job, ended)
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "step", "again"),
+    [
+        (signal.SIGUSR2, "RUNNING", 0, True),
+        (signal.SIGUSR2, "RUNNING", 3, False),  # it has come no further
+        (signal.SIGUSR2, "COMPLETING", 0, False),
+        (signal.SIGTERM, "RUNNING", 0, False),  # it is being cancelled, or SLURM requeues it
+    ],
+)
+def test_a_job_at_its_limit_goes_back_into_the_queue(run, commands, number, state, step, again):
+    run.hold(2)
+    run.folder.mkdir()
+    count = {"folder": str(run.folder), "steps": 9, "gates": str(run.gates)}
+    record.write_job(run.folder, Job("slurm", NAME, 1, step, "counting:count", count, id="7"))
+    record.make_job_folder(run.folder, NAME)
+    commands.says("squeue", state)
+    commands.says("scontrol", "")
+    words = [sys.executable, "-P", "-m", "maect.launch.worker", str(run.folder), NAME, "0", "1"]
+    given = run.environment() | {"MAECT_JOB": NAME, "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(words, env=given, stderr=subprocess.DEVNULL) as worker:
+        run.reaches(2)
+        worker.send_signal(number)
+    assert worker.returncode == 0 and run.returned() == "requeue"
+    assert [line.endswith(" requeue 7") for line in commands.asked("scontrol")] == [True] * again
 
 
 LIMIT = (
