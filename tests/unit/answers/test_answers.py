@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 import maect
@@ -22,6 +23,7 @@ from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError
 from maect.evaluate.clustering import (
     GRAINS,
+    Clusters,
     choose_resolution,
     cluster,
     comparable,
@@ -280,6 +282,10 @@ def test_the_page_has_a_coarser_and_a_finer_grouping(index, tmp_path):
     numbers = re.findall(r'id="grain(\d+)"', page)
     assert [int(n) for n in numbers] == sorted({5, *(one.count for one in around(clusters))})
     assert len(numbers) > 1 and re.findall(r'id="grain(\d+)" checked', page) == ["5"]
+    # About half as many, and twice as many.
+    some = {n: Clusters(np.arange(n), np.zeros(n)) for n in (2, 4, 8, 10, 14)}
+    near = around(Clusters(np.arange(5), np.zeros(5), some))
+    assert [one.count for one in near] == [2, 10]
 
 
 def test_predict_by_what_was_fitted_and_kept(run, predicted, tmp_path, capsys):
@@ -302,6 +308,19 @@ def test_predict_by_what_was_fitted_and_kept(run, predicted, tmp_path, capsys):
     capsys.readouterr()
     assert main(["predict", str(other), *predict[2:]]) == 2
     assert "another encoder" in capsys.readouterr().err
+
+
+def test_labelled_vectors_are_fitted_as_scikit_learn_does(tmp_path):
+    """With the penalty of `low_shot`, on vectors that are centred and of length 1."""
+    values = np.random.default_rng(0).normal(size=(60, 6)).astype(np.float32)
+    labels, about = ["a", "b", "c"] * 20, {"encoder_sha256": "e", "resize": 16}
+    names = [str(n) for n in range(60)]
+    write_vectors(tmp_path / "v.parquet", [Vectors(names, values, labels, about)])
+    found = fit_classifier(tmp_path / "v.parquet").probabilities(values)
+    rows = values - values.mean(1, keepdims=True, dtype=float)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    model = LogisticRegression(C=1 / 0.00025, fit_intercept=False, tol=1e-9, max_iter=5000)
+    np.testing.assert_allclose(found, model.fit(rows, labels).predict_proba(rows), atol=1e-3)
 
 
 def test_only_features_behind_the_norm_are_fitted(tmp_path):

@@ -1,5 +1,7 @@
 """The block and pooling that `maect compare --blocks` recommends."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from evaluate.by_hand import blocks_of
@@ -7,7 +9,9 @@ from evaluate.by_hand import blocks_of
 from maect import load
 from maect.cli import main
 from maect.evaluate.features import Encoding
+from maect.evaluate.outcomes import held_out_for
 from maect.models.weights import load_encoder_weights
+from maect.tools import block_choice
 from maect.tools.block_choice import OUTPUT, choose, readings, recommend
 from maect.tools.compare import open_folder
 
@@ -24,6 +28,21 @@ def test_another_reading_must_be_distinguishably_better():
     assert best == OWN and gain.value == 0
     same = {("1", "cls"): rows < 100, OWN: rows < 100}
     assert choose(same, OWN)[0] == OWN
+
+
+def test_held_out_images_choose_and_test_images_score(run, folders, tmp_path, monkeypatch):
+    """Of the block that is chosen first, then of the encoder's own reading."""
+    folder, encoder = open_folder("split", folders / "split"), load(run)
+    # Of the true classes every reading gets all images right.
+    folder = replace(folder, labels=np.random.default_rng(0).permutation(folder.labels))
+    found = []
+    for best in (OWN, ("1", "cls")):
+        monkeypatch.setattr(block_choice, "choose", lambda right, own, best=best: (best, right))
+        found.append(recommend(encoder, folder, tmp_path))
+    own, other = found
+    held = held_out_for(folder.labels[~folder.test], folder.checksums[:75], 46).sum()
+    assert {len(right) for one in found for right in one.gain.values()} == {held}
+    assert own.test[0] == own.test[1] == other.test[1] != other.test[0]
 
 
 def test_columns_are_the_readings_that_they_are_called(run, folders, tmp_path):

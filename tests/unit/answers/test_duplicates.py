@@ -11,7 +11,8 @@ import pytest
 from PIL import Image, ImageEnhance, ImageOps
 from sklearn.datasets import load_digits
 
-from maect.answers.alike import NEAR, border, most_of
+from maect.answers import alike
+from maect.answers.alike import NEAR, border, most_of, near_rows, random_pairs
 from maect.answers.duplicates import perceptual_hash
 from maect.cli import main
 
@@ -121,6 +122,27 @@ def test_what_is_cut_is_said():
     rows = [(0, 1, 0.5), (0, 2, 0.9), (1, 2, 0.7), (0, 1, 0.8)]
     assert most_of(rows, 2) == ({(0, 2): 0.9, (0, 1): 0.8}, True)
     assert most_of(rows, 3) == ({(0, 2): 0.9, (0, 1): 0.8, (1, 2): 0.7}, False)
+
+
+def test_more_images_than_are_compared_at_once(monkeypatch):
+    """The same pairs, block by block; and random pairs where all would be too many."""
+    monkeypatch.setattr(alike, "_ROWS", 4)
+    monkeypatch.setattr(alike, "SAMPLED", 30)
+    rng = np.random.default_rng(0)
+    one, other = rng.normal(size=(11, 3)), rng.normal(size=(9, 3))
+    for within, against in ((True, one), (False, other)):
+        products = one @ against.T
+        expected = {
+            (i, j): pytest.approx(products[i, j])
+            for i, j in np.argwhere(products >= 0.5).tolist()
+            if i < j or not within
+        }
+        found = {(i, j): product for i, j, product in near_rows(one, against, 0.5, within)}
+        assert found == expected
+    i, j = random_pairs(12, 4)
+    assert (i.max(), j.max()) == (11, 3)
+    i, j = random_pairs(12)
+    assert len(i) > 15 and (i != j).all()
 
 
 @pytest.mark.parametrize("width", [2, 4, 16])

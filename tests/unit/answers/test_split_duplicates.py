@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.answers.alike import Found
-from maect.answers.duplicates import open_splits, search_splits
+from maect.answers.alike import Found, Pair
+from maect.answers.duplicates import _excluded, open_splits, search_splits
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_json
@@ -70,6 +70,16 @@ def test_pairs_across_splits(results, tmp_path):
     unit = [(part - together.mean(0)) / together.std(0) for part in every]
     unit = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in unit]
     assert len(across) == int((unit[0] @ unit[1].T >= found.similarity).sum())
+
+
+def test_of_two_splits_the_training_image_is_left_out():
+    """Also where its split comes last; without one of this name the first's."""
+    pairs = [
+        Pair(*names, *splits, "equal", None, 1.0)
+        for names, splits in (("ab", ("test", "train")), ("cd", ("one", "two")))
+    ]
+    left_out = _excluded(pairs)
+    assert (left_out["train"], left_out["test"], left_out["one"]) == ({"b"}, set(), {"c"})
 
 
 def test_the_command_writes_tables_and_a_page(results, capsys):
