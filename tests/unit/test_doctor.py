@@ -52,6 +52,8 @@ def test_what_the_ranks_saw():
     for number, rank in enumerate(seen["ranks"]):
         rank["devices"] = [f"device {number % 2}"]
     assert failures(judge(seen)) == []
+    seen["ranks"][3]["devices"] = ["device 0"]
+    assert "ok   1 GPUs a node: NVIDIA A100" in lines(judge(seen))  # of the poorest node
     seen["ranks"][3]["trained"] = 0.25
     assert failures(judge(seen)) == ["weights differ between ranks after a step"]
 

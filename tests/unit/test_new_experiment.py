@@ -29,7 +29,7 @@ from maect.launch.progress import rough
 from maect.tools.dry_run import jobs_to_run
 from maect.tools.new_experiment import evaluated, flow, new_experiment, outlook, without_training
 from maect.tools.own_images import choose_validation, find_splits, inspect_images
-from maect.tools.own_training import FEWEST_STEPS, HOUR, PROBES, average_for
+from maect.tools.own_training import FEWEST_STEPS, HOUR, PROBES, average_for, lengths
 from maect.tools.plan import Device, all_jobs, make_plan, tuned_part, wall
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +77,7 @@ def test_folders_of_classes_with_a_split(written):
     assert ct.encoder_ema == 0.99 and "hardly change" not in text
     # Of few steps the average spans the same part as the paper's.
     assert average_for(0.99, 50) == 0.95 and average_for(0.99, 10_000) == 0.99
+    assert lengths("tiny", 20_000) == {"mae": 1000, "head_min": 50, "ct_min": 100}
     assert "ct_aug_tiny" not in experiment.runs and "the images have no colours" in text
     assert "1,297 images to train on in 10 classes" in text and "resize: 16" in text
     assert {name for _, name in experiment.evaluations} >= {"knn", "low_shot", "clustering"}

@@ -9,6 +9,7 @@ from stamping import stamp_finished
 
 from maect.core.errors import UserError
 from maect.core.files import RUN, write_record
+from maect.evaluate import PROTOCOLS
 from maect.experiment import Experiment, load, resolve
 from maect.experiment.chosen_shards import note_own
 from maect.recipes import Pixels, load_encoder
@@ -119,6 +120,11 @@ def test_what_waits_for_what_through_features_and_other_evaluations(here):
     left = jobs_to_run([target], ["experiment=digits"], PROFILE)
     path = critical_path(make_plan(left, load("digits"), Device("A100")).jobs)
     assert [job.stage for job in path] == ["pretrain", "features", "clustering", "retrieval"]
+
+
+def test_a_table_that_is_asked_for_by_name_needs_its_own_evaluations_alone(here):
+    left = jobs_to_run([], ["experiment=digits", "tables=clustering", "figures="], PROFILE)
+    assert {job.rule for job in left} & PROTOCOLS.keys() == {"clustering"}
 
 
 @pytest.mark.parametrize(
@@ -291,6 +297,9 @@ def test_wall_limits_cut_a_training_into_pieces():
     assert long.pieces == 4  # what saving and starting take off each day
     assert long.wall == 3 * 86400 + 4 * START + 3 * REQUEUED
     assert long.node_hours == pytest.approx(72 + 4 * START / 3600)
+    # Of two nodes with four devices each for an hour.
+    _, row, *_ = lines(Plan([job("hour", 3600 - START, nodes=2)]))
+    assert row.split()[-2:] == ["8.0", "2.0"]
 
 
 def test_the_critical_path_is_the_longest_chain():
@@ -340,6 +349,9 @@ def test_operations_of_evaluations(here):
     (planned,) = plan_of(paper, device, "features", **of_base).jobs  # in TF32, as larger encoders
     work = 50_000 * encode_flops(paper.runs["mae_base"].encoder)
     assert planned.seconds == pytest.approx(work / device.rate / SPEEDS["tf32"])
+    of_base["norm"] = ".before_norm.last_4"
+    (concatenated,) = plan_of(paper, device, "features", **of_base).jobs
+    assert (planned.bytes, concatenated.bytes) == (50_000 * (4 * 768 + 8), 50_000 * (16 * 768 + 8))
     (planned,) = plan_of(experiment, device, "knn", run="mae_tiny", evaluation="knn").jobs
     # Ten minutes of 50,000 images.
     assert (planned.seconds, planned.source) == (pytest.approx(600 * 500 / 50_000 + 10), "assumed")

@@ -1,6 +1,7 @@
 """`maect tune`: which encoders it takes, what it writes, and what it says of made-up outcomes."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
 from maect.records import EvaluationRecord
 from maect.stages.imported import import_weights
+from maect.tools import tuning_result
 from maect.tools.new_experiment import write_all
 from maect.tools.plan import Device, PlannedJob
 from maect.tools.tuned_encoder import find_start
@@ -136,6 +138,26 @@ def test_classes_say_what_is_measured():
     assert evaluated({0: 30, 1: 4}, 34)[0] == [1, 2]
     assert evaluated({0: 30, 1: 30}, 60) == ([1, 2, 5], [])
     assert evaluated({0: 4, 1: 4}, 8)[0] == []  # fewer images than neighbours
+
+
+def test_labels_that_are_held_out_are_none_to_learn_from(continuation):
+    """Two training images are left of every digit."""
+    seen: Counter[int] = Counter()
+    held = set()
+    for entry in continuation.written.images.entries:
+        seen[entry.label] += 1
+        held |= {entry.name} if seen[entry.label] > 2 else set()
+    written = replace(continuation.written, held=held, counts={"train": 20, "val": len(held)})
+    given = replace(continuation, written=written)
+    assert "shots: [1, 2]" in given.text(given.first())
+
+
+def test_chances_of_a_table_are_corrected_for_their_number():
+    chances = {"knn_raw": 0.01, "low_shot_1_raw": 0.02, "agreement": 0.5}
+    found = {name: of(8, 3, 13, p) for name, p in chances.items()}
+    means = dict.fromkeys(chances, (50.0, 58.0))
+    rows = tuning_result._rows(tuning_result.Measured(found, means, {}, None))
+    assert [row["p"] for row in rows] == ["0.03", "0.04", "0.5"]
 
 
 class Timed:
