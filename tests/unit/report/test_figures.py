@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
@@ -22,9 +22,9 @@ from maect.core.files import read_record, write_record
 from maect.recipes import load_encoder
 from maect.records import RunRecord, entries, line_of
 from maect.report.configs import Row, ShownConfig
-from maect.report.figures import draw, save, styled
-from maect.report.figures.embedding import read_points
-from maect.report.figures.grids import WRONG, columns_of, fills, rows_of
+from maect.report.figures import COLORS, draw, grids, save, styled
+from maect.report.figures.embedding import read_points, umap
+from maect.report.figures.grids import columns_of, fills, rows_of
 from maect.report.figures.lines import (
     POINTS,
     by_block,
@@ -290,16 +290,39 @@ def test_nothing_to_draw_is_said(name, evaluations, out):
     assert not out[0].exists() and not out[1].exists()
 
 
-def test_wrong_retrievals_are_framed(results, out):
-    draw(shown("cluster_retrieval", results), *out)
-    assert WRONG in colors_in(out[1])  # k-means on pixels mixes some digits
-    for row in ROWS:
-        path = results / row.runs[0] / "retrieval.safetensors"
-        arrays = load_file(path)
-        same = np.broadcast_to(arrays["cluster_classes"][:, None], arrays["cluster_labels"].shape)
-        save_file(arrays | {"cluster_labels": np.ascontiguousarray(same)}, path)
-    draw(shown("cluster_retrieval", results), *out)
-    assert WRONG not in colors_in(out[1])
+def test_each_picture_of_another_class_is_framed_and_no_other(results):
+    lines = iter(grids.neighbor_retrieval(shown("neighbor_retrieval", results)).axes)
+    drawn = grids.cluster_retrieval(shown("cluster_retrieval", results))
+    runs = [load_file(results / row.runs[0] / "retrieval.safetensors") for row in ROWS]
+    for query in range(2):
+        for arrays in runs:
+            near = arrays["neighbor_labels"][query]
+            framed = [bool(next(lines).patches) for _ in range(1 + len(near))]
+            assert framed == [False, *(near != arrays["query_labels"][query])]
+    for ax, arrays in zip(drawn.axes, runs, strict=True):
+        wrong = arrays["cluster_labels"] != arrays["cluster_classes"][:, None]
+        # A picture has 8 pixels and a gap of one.
+        places = {(one.get_y() + 0.5, one.get_x() + 0.5) for one in ax.patches}
+        assert places == {(9 * row, 9 * rank) for row, rank in np.argwhere(wrong).tolist()}
+
+
+def test_a_confusion_is_in_percent_of_each_class(results):
+    drawn = grids.confusion(shown("confusion", results))
+    for ax, row in zip(drawn.axes, ROWS, strict=False):
+        counts = load_file(results / row.runs[0] / "clustering.safetensors")["confusion"]
+        percent = 100 * counts / counts.sum(1, keepdims=True)
+        np.testing.assert_allclose(ax.images[0].get_array(), percent)
+
+
+def test_points_have_the_colours_of_their_classes(evaluations):
+    points = np.random.default_rng(0).standard_normal((40, 2)).astype(np.float32)
+    labels = np.arange(40) // 20
+    (evaluations / "ct_tiny").mkdir()
+    save_file({"points": points, "labels": labels}, evaluations / "ct_tiny/umap.safetensors")
+    (drawn,) = umap(shown("umap", evaluations)).axes[0].collections
+    colors = [to_hex(color).upper() for color in drawn.get_facecolors()]
+    found = dict(zip(map(tuple, drawn.get_offsets().astype(np.float32)), colors, strict=True))
+    assert [found[tuple(point)] for point in points] == [COLORS[label] for label in labels]
 
 
 def test_damaged_results_are_named(results, out):
