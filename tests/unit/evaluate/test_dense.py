@@ -158,6 +158,13 @@ def test_of_equal_settings_the_first_is_chosen_and_a_killed_job_does_not_choose_
     assert scored(seed=1) == metrics and seen[3:] == [(2, choices), last]
 
 
+def test_features_are_standardised_by_the_patches_that_are_learnt_from(drawn, tmp_path):
+    job = job_of(drawn, tmp_path / "a.json")
+    parts = patch_classifiers.encode_splits(PatchKnn(), Rank(), job)
+    assert parts is not None and len(parts["held"].features) == 4
+    assert np.abs(parts["train"].rows().mean(0)).max() < 1e-4
+
+
 def test_shards_without_a_plan_are_joined_by_their_keys(drawn, tmp_path):
     names = ("val", "val_masks")
     for name in names:

@@ -9,10 +9,11 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import normalized_mutual_info_score
 
 from maect.core.errors import UserError
+from maect.evaluate import clustering
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.geometry import corrections, mean_and_covariance
 from maect.evaluate.low_shot import choose_samples
-from maect.evaluate.protocols.stored_features import Geometry, Knn, LowShot
+from maect.evaluate.protocols.stored_features import Clustering, Geometry, Knn, LowShot
 from maect.evaluate.store import open_features
 
 from .by_hand import scikit_knn
@@ -116,6 +117,9 @@ def test_every_measure_agrees(digits, rank):
         nmi = 100 * normalized_mutual_info_score(test.labels, clusters)
         assert nmi < 60 and metrics[f"nmi_{name}"] < 60
     assert metrics["knn_raw"] < 70 and metrics["knn_whitened_0"] == 100
+    rows = clustering.unit(test.values)
+    each = [clustering.one_run(rows, test.labels, seed, Clustering())[1]["nmi"] for seed in (0, 1)]
+    assert metrics["nmi_raw_std"] == pytest.approx(np.std(each, ddof=1)) and each[0] != each[1]
 
 
 def test_test_images_fit_nothing():
