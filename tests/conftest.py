@@ -73,20 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["MAECT_CI"] = "true"
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Workers begin at different files: each finds what pytest rewrote for the others."""
-    report = yield
-    worker = getattr(collector.config, "workerinput", None)
-    if worker and report.passed and isinstance(collector, pytest.Directory):
-        number = int(worker["workerid"].removeprefix("gw"))
-        first = len(report.result) * number // worker["workercount"]
-        report.result = report.result[first:] + report.result[:first]
-    return report
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ([not item.nodeid.startswith(first) for first in FIRST], item.path))
     for item in (item for item in items if item.nodeid.startswith(APART)):
