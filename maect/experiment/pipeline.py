@@ -20,6 +20,11 @@ from maect.experiment.pages import PAGES
 from maect.experiment.resolve import REPORT, WRITE_SHARDS
 from maect.stages import STAGES
 
+LEFT = ("*", "*/*", "*/*/*done", "shards/*/*/done")
+"""Stamps, pages and images that jobs leave in a results folder."""
+JUST_LATER = 1e-3
+"""Seconds by which an input that has changed is newer than all of them."""
+
 
 def fail(message: object) -> NoReturn:
     """Print one line on an error that the user can mend, without a traceback, and exit."""
@@ -61,17 +66,23 @@ class Asked:
 
     The input of a rule is its resolved file. Snakemake goes by times: where a stamp does
     not say what is asked for, or its resolved file has to be written first, the input is an empty
-    file that is newer than all stamps. So nothing is written before the first job starts: a dry
-    run, and a start that is refused, leave a results folder as it is. Shards that are gone have an
-    input that is older than all: they are made only if a job reads them.
+    file that is newer than all stamps, by the clock that dated them: a file server's may differ
+    from this machine's. So nothing is written before the first job starts: a dry run, and a start
+    that is refused, leave a results folder as it is. Shards that are gone have an input that is
+    older than all: they are made only if a job reads them.
     """
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
         self._files: dict[Path, Path] = {}
-        self._folder = TemporaryDirectory(prefix="maect-")
+        # Snakemake's own folder: /tmp may be emptied while jobs run for days.
+        place = Path(".snakemake").absolute()
+        place.mkdir(exist_ok=True)
+        self._folder = TemporaryDirectory(prefix="maect-", dir=place)
         self._newer = Path(self._folder.name, "settings-or-inputs-changed")
         self._newer.touch()
+        later = _newest(experiment.root) + JUST_LATER
+        os.utime(self._newer, (later, later))
         self._older = Path(self._folder.name, "settings")
         self._older.touch()
         os.utime(self._older, (0, 0))
@@ -105,6 +116,12 @@ class Asked:
             return resolve.shards_are_current(self.experiment, given["dataset"], given["split"])
         config = resolve.job_config(self.experiment, rule, given)
         return resolve.is_current(self.experiment, path, config)
+
+
+def _newest(root: Path) -> float:
+    """Return the time of the newest file that a job has left in a results folder; 0: none has."""
+    found = (path for pattern in LEFT for path in root.glob(pattern))
+    return max((path.lstat().st_mtime for path in found), default=0.0)
 
 
 def resolved_input(asked: Asked, rule: str, pattern: str) -> Callable[[Any], str]:

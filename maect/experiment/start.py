@@ -21,7 +21,7 @@ from maect.experiment.resolve import WRITE_SHARDS
 from maect.recipes import Pixels
 from maect.recipes.few_labels import OFFICIAL, FewLabels, checksum
 from maect.records import RunRecord, is_finished
-from maect.stages import STAGES
+from maect.stages import STAGES, Stage, Training
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _note_shards(experiment: Experiment, dataset: str, split: str) -> None:
 def _give_up(experiment: Experiment, job: PendingJob) -> None:
     """Remove the completion record of a forced job, so that it is made again."""
     if job.rule in STAGES:
-        RunRecord.path(experiment.folder(job.wildcards["run"])).unlink(missing_ok=True)
+        _give_up_training(experiment.folder(job.wildcards["run"]), STAGES[job.rule])
     elif job.rule == WRITE_SHARDS:
         own = experiment.own_shards(job.wildcards["dataset"], job.wildcards["split"])
         for path in [own / "index.json", *own.glob("parts/[0-9]*.json")]:
@@ -116,6 +116,19 @@ def _give_up(experiment: Experiment, job: PendingJob) -> None:
     elif job.config is not None and (job.rule in PROTOCOLS or job.rule == "features"):
         ending = ".json" if job.rule in PROTOCOLS else ".safetensors"
         job.config.with_suffix(ending).unlink(missing_ok=True)
+
+
+def _give_up_training(folder: Path, stage: type[Stage]) -> None:
+    """Remove a run's record, but keep it where `maect clean` has removed its states."""
+    goes_on = issubclass(stage, Training) and stage.keeps_state
+    if goes_on and is_finished(folder) and not any(folder.glob("state/step-*/state.json")):
+        print(
+            f"maect: {folder}: has no state to go on from, so it stays as it is; to train it from "
+            "the beginning, remove the folder",
+            file=sys.stderr,
+        )
+        return
+    RunRecord.path(folder).unlink(missing_ok=True)
 
 
 def _sharded(experiment: Experiment, jobs: Iterable[PendingJob]) -> list[tuple[str, str]]:

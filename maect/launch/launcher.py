@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from maect.core.errors import reason
 from maect.core.files import check_literal_path, make_folder, with_retries
 from maect.core.owners import refuse_public
 from maect.core.resources import Resources
@@ -320,7 +321,12 @@ class _Launch:
         if self.asked_at is None:
             self.asked_at = time.monotonic()
             job.stop = True
-            self.write(job)
+            try:
+                self.write(job)
+            except OSError as error:  # a full disk, on which it could not save either
+                how = "cancelled" if self.end(job) else "not cancelled: SLURM does not answer"
+                self.line.say(f"{job} cannot be asked to save ({reason(error)}): {how}")
+                raise SystemExit(130) from None
             self.line.say("asked the job to save and stop; interrupt again to cancel it at once")
             self.next_poll = 0.0  # it may have begun since
             return
@@ -346,7 +352,7 @@ class _Launch:
 
     def end(self, job: Job) -> bool:
         """End a job; return False if the cluster does not answer, or hides another user's jobs."""
-        return record.is_ours(self.folder) and self.clusters[job.cluster].end(self.folder, job)
+        return record.is_ours(self.folder, job) and self.clusters[job.cluster].end(self.folder, job)
 
     def completes(self, job: Job, notice: Notice) -> bool:
         """Return whether a job that has ended is complete after all."""

@@ -40,8 +40,9 @@ class Local(Cluster):
         words = [*python, "-P", "-u", "-m", "maect.launch.worker", str(folder), job.name]
         variables = environment(job.name, job.cpus)
         for rank in range(job.ranks):
-            with record.log(folder, job, rank).open("ab") as log:
-                try:
+            output = record.log(folder, job, rank)
+            try:
+                with output.open("ab") as log:
                     process = subprocess.Popen(
                         [*words, str(rank), str(job.ranks)],
                         env=variables,
@@ -50,9 +51,10 @@ class Local(Cluster):
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
                     )
-                except OSError as error:
-                    self.end(folder, job)
-                    raise LaunchError(f"{shlex.join(python)}: {error.strerror}") from None
+            except OSError as error:
+                self.end(folder, job)
+                what = output if error.filename == str(output) else shlex.join(python)
+                raise LaunchError(f"{what}: {error.strerror}") from None
             job.pids.append(process.pid)
         job.id = str(job.pids[0])
 

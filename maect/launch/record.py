@@ -235,18 +235,17 @@ def job_folder(folder: Path, name: str) -> Path:
 
 
 def make_job_folder(folder: Path, name: str) -> Path:
-    """Make a job's folder, in `jobs`, where only this user can look."""
-    make_folder(folder)
+    """Make a job's folder, where only this user can look; others may begin jobs beside it."""
     path = job_folder(folder, name)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    make_folder(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
-def is_ours(folder: Path) -> bool:
-    """Return whether this user can see the jobs of a folder; true if there was none."""
-    jobs = folder / "jobs"
-    return not jobs.exists() or os.access(jobs, os.R_OK, effective_ids=True)
+def is_ours(folder: Path, job: Job) -> bool:
+    """Return whether this user can see into a job's folder; true if there is none."""
+    own = job_folder(folder, job.name)
+    return not own.exists() or os.access(own, os.R_OK, effective_ids=True)
 
 
 def remove_job_folder(folder: Path, name: str) -> None:

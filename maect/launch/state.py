@@ -100,7 +100,7 @@ def notice_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> Notice
     if job.state == "ended":
         return Notice("ended", job.ending or "", final=job.ending == STOPPED)
     notice = clusters[job.cluster].poll(folder, job)
-    if notice.phase == "ended" and not record.is_ours(folder):
+    if notice.phase == "ended" and not record.is_ours(folder, job):
         return Notice("unknown", "only the user who started its job can see whether it runs")
     return notice
 

@@ -128,6 +128,7 @@ def train(
     *,
     config: str | Path,
     digest: str | None = None,
+    identity: str | None = None,
     computing: dict[str, Any] | None = None,
     **options: Any,
 ) -> "Verdict":
@@ -137,6 +138,7 @@ def train(
         context: this rank's.
         config: path of the file.
         digest: of the file when the job was submitted; it may have waited for days.
+        identity: of the run when the job was submitted, which hangs on its data and source, too.
         computing: replaces the file's; chosen to fit into the devices' memory (`Training.fitted`).
         **options: of `maect.train.trainer.train`.
 
@@ -154,7 +156,7 @@ def train(
         stage.check_computing(how)
     run = trainer.RunInputs(
         Path(config).absolute().parent, shards, stage, file.encoder, file.seed, file.source,
-        file.test, file.resize, how,
+        file.test, file.resize, how, identity,
     )  # fmt: skip
     with explain_out_of_memory(
         lambda said: _too_large(stage, how, file.encoder, context.world_size, said)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.launch.owner import lock_folder
+from maect.launch.record import read_job, verdict
 from maect.records import RunRecord, is_finished
 from maect.tools.plan_text import size_text
 from maect.train.run_folder import check_weights, remove_states
@@ -39,6 +40,9 @@ def _needed(run: Path) -> str:
     """Return why the states of a finished run must stay; empty if they need not."""
     if not is_finished(run):
         return "its training is not finished"
+    job = read_job(run)
+    if job is not None and job.state != "ended" and verdict(run, job) is None:
+        return f"{job} may still write it"
     try:
         files = RunRecord.of(run).files
         check_weights(run)
@@ -55,20 +59,22 @@ def clean(root: Path, remove: bool) -> None:
     """
     if not any(root.glob("runs/*")):
         raise UserError(f"{root}: no runs there; give a results folder such as results/digits")
+    freed = 0
     with lock_folder(root, patience=0):
-        found = list(states(root))
-        free = [state for state in found if not state.needed]
-        for state in found:
+        for state in states(root):
             note = f"  stays: {state.needed}" if state.needed else ""
             print(f"{size_text(state.bytes):>8}  {state.folder}{note}")
-            if remove and not state.needed:
+            if state.needed:
+                continue
+            freed += state.bytes
+            if remove:
                 remove_states(state.folder.parent)
                 if state.folder.exists():
                     raise UserError(f"{state.folder}: not removed; is it another user's?")
-    total = size_text(sum(state.bytes for state in free))
+    total = size_text(freed)
     if remove:
         print(f"{root}: {total} freed")
-    elif free:
+    elif freed:
         print(f"{root}: {total} can be freed: the same command with --remove")
     else:
         print(f"{root}: nothing can be freed")

@@ -163,11 +163,13 @@ def resolve(experiment: Name, /, *, config: Config = ()) -> None:
     """
     from maect.experiment import load
     from maect.experiment.resolve import files
+    from maect.launch.owner import lock_folder
 
     # The pipeline writes the same files when it starts.
     chosen = load(experiment, **changes_of(config))
     given = list(files(chosen))
-    written = sum(config.write(path) for path, config in given)
+    with lock_folder(chosen.root, patience=0):  # the jobs of a pipeline would read other settings
+        written = sum(config.write(path) for path, config in given)
     print(f"{chosen.root}: {len(given)} resolved files, {written} of them new or changed")
 
 

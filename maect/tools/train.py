@@ -119,8 +119,9 @@ def train(
         logger.warning("%s", change)
 
     arguments = arguments_of(
-        run, path, save_every_minutes=save_every_minutes, convert_world_size=convert_world_size,
-        stage_to=stage_to or None, computing=computing.model_dump(mode="json"),
+        run, path, identity=identity, save_every_minutes=save_every_minutes,
+        convert_world_size=convert_world_size, stage_to=stage_to or None,
+        computing=computing.model_dump(mode="json"),
     )  # fmt: skip
     task = Task("maect.stages.run:train", arguments, identity)
     with stamped(path, run):

@@ -85,6 +85,11 @@ class Attempt(Settings):
             computing=computing,
         )
 
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Return versions and revision, as `maect.train.run_folder.origin`."""
+        return {"versions": self.versions, "source_revision": self.revision}
+
     def differences(self, before: "Attempt") -> Iterator[str]:
         """Yield a sentence for each value that differs from the attempt before."""
         now, then = _flat(self), _flat(before)

@@ -177,6 +177,7 @@ class Saver:
     def _write(self, folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         if self._lock:
             self._lock.check()
+            remove_incomplete(self.folder, keep=folder)  # of a save that failed, on a full disk
         else:
             check_is_current(self.context)
         own = folder / f"rank-{self.rank:04d}.safetensors"
@@ -219,11 +220,11 @@ def complete_states(folder: Path) -> list[Path]:
     return [state for state in _states(folder) if is_complete(state)]
 
 
-def remove_incomplete(folder: Path) -> None:
-    """Delete the remains of an interrupted save; for rank 0, before anyone saves again."""
+def remove_incomplete(folder: Path, keep: Path | None = None) -> None:
+    """Delete the remains of interrupted saves, but for the state `keep`; for rank 0."""
     for state in _states(folder):
-        if not is_complete(state):
-            shutil.rmtree(state)
+        if state != keep and not is_complete(state):
+            shutil.rmtree(state, ignore_errors=True)
 
 
 def is_complete(state: Path) -> bool:

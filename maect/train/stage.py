@@ -431,6 +431,7 @@ class RunInputs:
         resize: shorter side of evaluated images before the centre crop; None: 256/224 of their
             size.
         computing: how it is computed.
+        submitted: identity of the run when its job was submitted; None: trained here and now.
     """
 
     folder: Path
@@ -442,6 +443,7 @@ class RunInputs:
     test: Path | None = None
     resize: int | None = None
     computing: Computing = PLAIN
+    submitted: str | None = None
 
     @property
     def description(self) -> dict[str, Any]:

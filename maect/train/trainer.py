@@ -33,7 +33,7 @@ from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.recipes import OnlineEvaluation
 from maect.records import RunRecord, entries, log_interval
-from maect.train.attempts import begin_attempt, compute_as_before, warn_people
+from maect.train.attempts import attempts, begin_attempt, compute_as_before, warn_people
 from maect.train.checkpoint import (
     Saver,
     StateReader,
@@ -170,6 +170,10 @@ def prepare(context: Context, run: RunInputs) -> Prepared | None:
     if context.rank == 0:
         weights = source_files(run.source)
         identity = stage.fingerprint(run.encoder, run.seed, split.digest, weights)
+        if run.submitted not in (None, identity):
+            raise UserError(
+                f"{folder}: its data or source changed since this job was submitted; start again"
+            )
         lock = RunLock(folder, context)  # before what another recipe has left is moved
         take_over_folder(folder, identity, run.description)
         remove_incomplete(folder / "state")
@@ -568,6 +572,7 @@ def _write_final_record(
     timing = [entry["timing"] for entry in entries(log)]
     speeds = sorted(t["images_per_second"] for t in timing if "images_per_second" in t)
     held = clock.device_seconds
+    trained = attempts(run.folder, reader.record["step"])
     record = {
         "run": run.folder.name,
         "fingerprint": prepared.identity,
@@ -583,7 +588,8 @@ def _write_final_record(
         "useful_part": min(1.0, clock.useful / held) if held else None,
         "images_per_second": speeds[len(speeds) // 2] if speeds else 0.0,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **origin(),
+        # The software that is installed by now may be newer.
+        **(trained[-1].origin if trained else origin()),
         "attempts": read_notes(run.folder).get("attempts", []),
         "losses": [loss / max(count, 1) for loss, count in reader.record["losses"]],
         "scores": reader.record.get("scores"),

@@ -48,7 +48,7 @@ class Watchdog(Hook):
         self._doing = (READING, 0, time.monotonic())
         self._ticked = time.monotonic()
         self._resumed = float("-inf")
-        self._began: float | None = None
+        self._taken: float | None = None  # seconds of the current step, without saves and scores
         self._longest: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="maect-watchdog")
@@ -57,10 +57,13 @@ class Watchdog(Hook):
     def begin(self, activity: str, step: int) -> None:
         """Note the current activity of this rank; `step` counts from 1. Cheap."""
         now = time.monotonic()
+        doing, _, since = self._doing
+        if self._taken is not None and doing in LIMITED:
+            self._taken += now - since
         if activity == READING:
-            if self._began is not None:
-                self._longest = max(self._longest or 0.0, now - self._began)
-            self._began = now
+            if self._taken is not None:
+                self._longest = max(self._longest or 0.0, self._taken)
+            self._taken = 0.0
         self._doing = (activity, step, now)
 
     def close(self) -> None:

@@ -8,9 +8,12 @@ import pytest
 from maect import cli
 from maect.core.errors import UserError
 from maect.core.files import RUN, sha256_file, write_record
+from maect.experiment import load
+from maect.experiment.start import PendingJob, prepare
+from maect.launch.record import Job, write_job
 from maect.records import RunRecord
 from maect.tools.clean import clean
-from maect.train.run_folder import replaced
+from maect.train.run_folder import remove_states, replaced
 
 
 def training(root: Path, name: str, finished: bool = True) -> Path:
@@ -72,6 +75,32 @@ def test_what_another_recipe_left_stays_unless_it_is_finished(tmp_path, capsys):
     assert "1 kB freed" in capsys.readouterr().out
     left = ["encoder.safetensors", "metrics.jsonl", RUN]
     assert sorted(path.name for path in aside.iterdir()) == left
+
+
+def test_the_states_of_a_job_that_may_run_stay(tmp_path, capsys):
+    """Its recipe changed: what is finished there is the other one's until the job begins."""
+    run = training(tmp_path, "mae")
+    job = Job("slurm", "maect-mae-1", 1, state="submitted", id="7")
+    write_job(run, job)
+    clean(tmp_path, remove=True)
+    assert "mae/state  stays: slurm job 7 may still write it" in capsys.readouterr().out
+    job.state = "ended"
+    write_job(run, job)
+    clean(tmp_path, remove=True)
+    assert not (run / "state").exists()
+
+
+def test_a_training_without_states_is_not_begun_anew_by_force(tmp_path, capsys):
+    found = load("digits", storage=str(tmp_path))
+    run = training(tmp_path, "mae_tiny")
+    forced = PendingJob("pretrain", {"run": "mae_tiny"}, [], None, forced=True)
+    remove_states(run)
+    prepare(found, [forced])
+    assert "mae_tiny: has no state to go on from" in capsys.readouterr().err
+    assert RunRecord.path(run).exists()
+    write_record(run / "state/step-000000002/state.json", {"step": 2})
+    prepare(found, [forced])
+    assert not RunRecord.path(run).exists()
 
 
 def test_a_folder_without_runs(tmp_path):

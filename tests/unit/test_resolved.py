@@ -16,6 +16,7 @@ from maect.data.shards import shard
 from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.experiment.load import load
 from maect.experiment.resolve import resize, run_config
+from maect.launch.owner import lock_folder
 from maect.recipes import OnlineEvaluation, load_encoder
 from maect.records import RunRecord
 from maect.stages import load_recipe
@@ -189,6 +190,14 @@ def test_a_job_is_what_was_submitted(tmp_path):
     with pytest.raises(UserError, match=r"config\.yaml: changed since this job was submitted"):
         train(None, config=run, digest=submitted.digest)  # type: ignore[arg-type]
     assert RunConfig.read(run, submitted=RunConfig.read(run).digest).settings.epochs == 3
+
+
+def test_settings_stay_while_a_pipeline_runs(tmp_path, capsys):
+    words = ["resolve", "digits", "--config", f"storage={tmp_path}"]
+    with lock_folder(tmp_path):
+        assert main(words) == 2
+    assert "belongs to" in capsys.readouterr().err and not [*tmp_path.glob("*/*/*.yaml")]
+    assert main(words) == 0 and [*tmp_path.glob("runs/*/config.yaml")]
 
 
 def test_what_a_command_refuses(tmp_path, capsys):

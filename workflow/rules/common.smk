@@ -135,9 +135,9 @@ def start():
     pipeline.check_jobs(experiment, jobs, profile)
     try:
         ownership.enter_context(lock_folder(Path(ROOT), patience=15))
-    except UserError as error:
+        starting.prepare(experiment, jobs)
+    except (UserError, OSError) as error:
         pipeline.fail(error)
-    starting.prepare(experiment, jobs)
     pipeline.end_quietly_at_ctrl_c(logger)
 
 

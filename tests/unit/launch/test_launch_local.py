@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -195,6 +196,18 @@ def test_interrupt_saves_stops_and_goes_on_later(run):
     finish(run.start(steps=60, save_every=1000))
     assert_undisturbed(run, 60)
     assert [start["step"] for start in run.starts()] == [0, 21]
+
+
+def test_an_interrupt_that_cannot_be_written_cancels(run):
+    """On a full disk the job could not save either."""
+    launcher = run.start(seconds=600)
+    wait_for(run.starts)
+    resource.prlimit(launcher.pid, resource.RLIMIT_FSIZE, (0, 0))
+    launcher.send_signal(signal.SIGINT)
+    words = finish(launcher)
+    assert launcher.returncode == 130
+    assert "cannot be asked to save (File too large): cancelled" in words
+    assert run.processes() == []
 
 
 def test_second_interrupt_cancels_at_once(run):

@@ -56,6 +56,13 @@ def test_another_format_is_refused(tmp_path, job, monkeypatch):
         read_job(tmp_path)
 
 
+def test_a_job_s_folder_is_its_user_s_alone_and_others_may_begin_jobs_beside_it(tmp_path):
+    path = make_job_folder(tmp_path, "job")
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert path.parent.stat().st_mode & 0o777 == tmp_path.joinpath("jobs").stat().st_mode & 0o777
+    assert path.parent.stat().st_mode & 0o077
+
+
 def test_only_a_saved_step_is_progress(tmp_path, job):
     make_job_folder(tmp_path, job.name)
     file = rank_file(tmp_path, job.name, 0)

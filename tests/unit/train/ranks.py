@@ -112,7 +112,7 @@ def _rank(rank, world_size, meeting, jobs, results, options):
 
 def train(
     context, *, folder, shards, stage, settings, encoder, seed, source, test=None, resize=None,
-    computing=(), stop_at=None, **options,
+    computing=(), stop_at=None, submitted=None, **options,
 ):  # fmt: skip
     """A training whose parts a test names one by one."""
     from maect.recipes import Encoder, OnlineEvaluation
@@ -127,7 +127,7 @@ def train(
     run = trainer.RunInputs(
         Path(folder), Path(shards), STAGES[stage].model_validate(settings),
         Encoder.model_validate(encoder), seed, source and Path(source), test and Path(test), resize,
-        Computing.model_validate(dict(computing)),
+        Computing.model_validate(dict(computing)), submitted,
     )  # fmt: skip
     return trainer.train(context, run, **options)
 

@@ -175,6 +175,29 @@ def test_a_save_waits_for_the_one_before_it_and_overtakes_nothing(tmp_path, monk
         assert reader.values("param", "x", 0, 3).tolist() == [value] * 3
 
 
+def test_what_a_rank_wrote_of_a_save_that_failed_fills_no_disk(tmp_path, monkeypatch):
+    """Rank 0 has given up, and freed space, before rank 1 writes its part."""
+    savers, real = two_savers(tmp_path), checkpoint.save_file
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def save(step, ranks):
+        for rank in ranks:
+            part = {f"param|{3 * rank}|x": torch.ones(3)}
+            savers[rank].save(step, part, {"fingerprint": "ours"})
+        for saver in savers:
+            saver.wait()
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    save(1, (0,))
+    monkeypatch.setattr(checkpoint, "save_file", real)
+    save(1, (1,))
+    assert (tmp_path / "state/step-000000001").exists()
+    save(2, (1, 0))
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-000000002"]
+
+
 def test_a_second_save_of_a_step_that_fails_spoils_nothing(tmp_path, monkeypatch):
     """Step 2 was spoilt: step 1 is saved once more, and the disk of rank 1 is full by then."""
     savers, real = two_savers(tmp_path), checkpoint.save_file

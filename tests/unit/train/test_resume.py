@@ -243,10 +243,13 @@ def test_refusals(job, whole):
         "is not finished": job("early", "head_min", "nowhere"),
         "head settings differ": other,
         "has width 16, this run has 32": wider,
+        "data or source changed since this job was submitted": job("changed", "mae")
+        | {"submitted": "another identity"},
     }
     refusing = [value | {"function": refused} for value in table.values()]
     for words, said in zip(table, alone(*refusing), strict=True):
         assert words in said
+    assert not Path(table[words]["folder"]).exists()  # nor is anything there set aside
 
 
 def with_a_flipped_bit(context, *, where, **job):
