@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from maect.core.errors import UserError
-from maect.core.stamps import stamped
+from maect.core.stamps import stamp_path, stamped
 from maect.evaluate.protocols.stored_features import Explore
 from maect.experiment.load import Experiment
 from maect.records import RunRecord
@@ -278,12 +278,14 @@ def shown_evaluations(experiment: Experiment) -> list[Path]:
 
 
 def report_inputs(experiment: Experiment) -> list[Path]:
-    """Return the files that the report shows."""
-    return [
+    """Return the files that the report shows; where nothing is evaluated, also all runs' stamps."""
+    shown = [
         page.outputs(experiment, name)[-1]
         for page in PAGES.values()
         for name in page.names(experiment)
     ]
+    runs = () if experiment.evaluations else experiment.runs
+    return shown + [stamp_path(experiment.folder(run) / "config.yaml") for run in runs]
 
 
 def report_config(experiment: Experiment) -> configs.ReportConfig:

@@ -561,6 +561,12 @@ def test_a_figure_of_one_seed_reads_the_first_only(tmp_path):
     assert {path.stem for path in seeds["umap"]} == {"umap", "clustering", "index"}
 
 
+def test_runs_that_nothing_evaluates_are_trained(tmp_path):
+    found = load(write(tmp_path, evaluate=[]))
+    stamps = [found.root / f"runs/{run}/done" for run in found.runs]
+    assert stamps and pages.report_inputs(found) == stamps
+
+
 def test_what_figures_count_and_the_reports_commands_name(tmp_path):
     """Classes of the images that are shown, labels of those that are learnt from."""
     asked = [{"runs": ["mae_tiny", "ct_*"], "protocols": ["low_shot", "umap"]}]
