@@ -10,13 +10,12 @@ needs it.
 """
 
 import argparse
+import itertools
 import os
-import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +25,23 @@ CORES = len(os.sched_getaffinity(0))
 Calls = dict[str, Callable[[], Any]]
 
 
-@dataclass(frozen=True)
-class Time:
-    """Seconds on the clock, and of the processor in this process."""
-
-    wall: float
-    cpu: float
-
-
-def medians(calls: Calls, rounds: int = 3) -> tuple[dict[str, Time], dict[str, Any]]:
-    """Median times of some calls that take turns, and each one's last result."""
-    walls: dict[str, list[float]] = {name: [] for name in calls}
-    cpus: dict[str, list[float]] = {name: [] for name in calls}
+def medians(calls: Calls, rounds: int = 3) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Median seconds of some calls that take turns, by the clock and of the processor; results."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     results = {}
     for _ in range(rounds):
         for name, call in calls.items():
             wall, cpu = time.perf_counter(), time.process_time()
             results[name] = call()
-            walls[name].append(time.perf_counter() - wall)
-            cpus[name].append(time.process_time() - cpu)
-    median = statistics.median
-    return {name: Time(median(walls[name]), median(cpus[name])) for name in calls}, results
+            times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    return {name: np.median(times[name], axis=0) for name in calls}, results
 
 
-def line(name: str, own: Time, to: tuple[Time, Time] | None = None, target: str = "") -> None:
-    """A name, its times, and the ratio of two others by the clock and by processor time."""
-    shown = f"{name:<58}{own.wall:9.2f} s{own.cpu:9.2f} s"
-    if to:
-        shown += f"{to[0].wall / to[1].wall:8.2f} x{to[0].cpu / to[1].cpu:8.2f} x"
+def line(name: str, own: Any, ratio: Any = None, target: str = "") -> None:
+    """A name, its times, and a ratio, by the clock and by processor time."""
+    shown = f"{name:<58}{own[0]:9.2f} s{own[1]:9.2f} s"
+    if ratio is not None:
+        shown += f"{ratio[0]:8.2f} x{ratio[1]:8.2f} x"
     print(f"{shown}  {target}".rstrip(), flush=True)
 
 
@@ -65,25 +53,18 @@ def blobs(n: int, width: int, classes: int, seed: int) -> tuple[np.ndarray, np.n
     return centers[labels] + rng.normal(size=(n, width)).astype(np.float32), labels
 
 
-def stored(folder: Path, rows: np.ndarray, labels: np.ndarray) -> Any:
-    """The rows as a features file, opened."""
-    from maect.evaluate.store import open_features, write_features
-
-    path, keys = folder / "features.safetensors", ["k"] * len(rows)
-    record = {"class_names": []}
-    width = rows.shape[1]
-    write_features(path, [rows], width=width, labels=labels, keys=keys, record=record)
-    return open_features(path)
-
-
 def knn(full: bool, folder: Path) -> None:
     """Ours and faiss's flat index."""
     from maect.evaluate.knn import nearest
+    from maect.evaluate.store import open_features, write_features
 
     n, q, width, k = (100_000, 50_000, 768, 20) if full else (20_000, 8_000, 768, 20)
     rows, labels = blobs(n, width, 1000, 0)
     queries, _ = blobs(q, width, 1000, 1)
-    train = stored(folder, rows, labels)
+    path = folder / "features.safetensors"
+    about = {"keys": ["k"] * n, "record": {"class_names": []}}
+    write_features(path, [rows], width=width, labels=labels, **about)
+    train = open_features(path)
     x, y = (part / np.linalg.norm(part, axis=1, keepdims=True) for part in (rows, queries))
 
     calls: Calls = {"maect": lambda: nearest(train.values, queries, k, threads=CORES)[1]}
@@ -97,12 +78,10 @@ def knn(full: bool, folder: Path) -> None:
     except ImportError:
         print("faiss is not compared: pip install faiss-cpu")
     times, found = medians(calls, 1 if full else 3)
-    for name, value in times.items():
-        what = f"k-NN, {q} x {n} x {width}, k {k}: maect" if name == "maect" else f"  {name}"
-        target = "" if name == "maect" else "target >= 1.00"
-        line(what, value, (value, times["maect"]), target)
-        if name != "maect":
-            print(f"    same neighbours: {100 * np.mean(found[name] == found['maect']):.3f} %")
+    line(f"k-NN, {q} x {n} x {width}, k {k}: maect", times["maect"])
+    for name in list(calls)[1:]:
+        line(f"  {name}", times[name], times[name] / times["maect"], "target >= 1.00")
+        print(f"    same neighbours: {100 * np.mean(found[name] == found['maect']):.3f} %")
 
 
 def logistic(full: bool, folder: Path) -> None:
@@ -131,23 +110,20 @@ def logistic(full: bool, folder: Path) -> None:
 
     target = objective(ours.fit(features, labels, classes, penalty)[0])
     # The fewest tens of iterations after which scikit-learn's objective is as low, to 1 in 1e4.
-    iterations = 10
-    while True:
+    for iterations in itertools.count(10, 10):
         model = sklearn(iterations)
         value = objective(model.coef_.T.astype(np.float64))
         if value <= target * 1.0001 or model.n_iter_.max() < iterations:
             break
-        iterations += 10
     print(f"  objective: maect {target:.6g}, scikit-learn after {iterations}: {value:.6g}")
     calls: Calls = {
         "maect": lambda: ours.fit(features, labels, classes, penalty),
-        "scikit-learn lbfgs": lambda: sklearn(iterations),
+        "scikit-learn": lambda: sklearn(iterations),
     }
     times, _ = medians(calls, 1 if full else 3)
     line(f"logistic regression, {len(labels)} x {classes} x {width}: maect", times["maect"])
-    for name in list(calls)[1:]:
-        target_of = "target >= 3" if "scikit" in name else ""
-        line(f"  {name}", times[name], (times[name], times["maect"]), target_of)
+    other = times["scikit-learn"]
+    line("  scikit-learn lbfgs", other, other / times["maect"], "target >= 3")
 
 
 def probe(full: bool, folder: Path) -> None:
@@ -177,7 +153,7 @@ def probe(full: bool, folder: Path) -> None:
     times, _ = medians(calls, 5)
     for name, value in times.items():
         target = "target <= 1.30" if name == "10" else ""
-        line(f"probe, {steps} steps of {size}: {name} rates", value, (value, times["1"]), target)
+        line(f"probe, {steps} steps of {size}: {name} rates", value, value / times["1"], target)
 
 
 def features(full: bool, folder: Path) -> None:
@@ -216,8 +192,8 @@ def features(full: bool, folder: Path) -> None:
     forward()
     times, _ = medians({"forward": forward, "extract": extracted})
     line(f"encoder alone, {count} images of 224 (ViT-S/16, {device})", times["forward"])
-    both = times["forward"], times["extract"]
-    line("  feature extraction (x: of its throughput)", both[1], both, "target >= 0.95")
+    share = times["forward"] / times["extract"]
+    line("  feature extraction (x: of its throughput)", times["extract"], share, "target >= 0.95")
 
 
 ALL = {f.__name__: f for f in (knn, logistic, probe, features)}

@@ -344,9 +344,8 @@ def correct(machine: Machine) -> None:
     with reported("restarts"):
         restarts(machine)
     join(machine)
-    for recipe in ("refine",):
-        with reported(f"inputs beside a step: {recipe}"):
-            beside(machine, recipe)
+    with reported("inputs beside a step: refine"):
+        beside(machine, "refine")
 
 
 def about(machine: Machine) -> None:
@@ -538,9 +537,8 @@ def stages(machine: Machine) -> None:
     with reported("profile"):
         profiled(machine, "ct_min", "large", 128, trace=False)
     speed(machine, "head_min", "large", 128, ["engine", "engine, plain", "loop, plain"])
-    speed(
-        machine, "fine_tune", "large", 64, ["engine", "engine, plain", "engine, compiled, graphs"]
-    )
+    tuned = ["engine", "engine, plain", "engine, compiled, graphs"]
+    speed(machine, "fine_tune", "large", 64, tuned)
     speed(machine, "refine", "large", 32, ["engine", "engine, plain"])
 
 
@@ -561,13 +559,9 @@ def features(machine: Machine) -> None:
     count = 16 if machine.small else 256
     shape = (count, 3, encoder.image_size, encoder.image_size)
     images, values = torch.randint(0, 256, shape, dtype=torch.uint8), {}
-    for name, precision, tf32 in (
-        ("fp32", "fp32", False),
-        ("tf32", "fp32", True),
-        ("bf16", "bf16", False),
-    ):
+    for name, precision in (("fp32", "fp32"), ("tf32", "fp32"), ("bf16", "bf16")):
         model = Encoding(file / "encoder.safetensors", machine.device, precision)  # type: ignore[arg-type]
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
         values[name] = count / machine.seconds(lambda m=model: m(images), 2)  # type: ignore[misc]
     torch.backends.cuda.matmul.allow_tf32 = False
     say("features: images a second", **values)
@@ -700,15 +694,10 @@ def quality(
 ) -> dict[str, float]:
     """Return k-NN, a linear classifier and clusters of the test images, in percent."""
     context = Context(cpus(), machine.cuda)
+    files = {split: encoder.parent / f"{split}.safetensors" for split in splits}
     for split, shards in splits.items():
-        extract(
-            context,
-            encoder=encoder,
-            shards=shards,
-            out=encoder.parent / f"{split}.safetensors",
-            resize=resize,
-        )
-    train, test = (open_features(encoder.parent / f"{split}.safetensors") for split in splits)
+        extract(context, encoder=encoder, shards=shards, out=files[split], resize=resize)
+    train, test = map(open_features, files.values())
     pair, scale = (min(KNN_K, train.n), KNN_TEMPERATURE), moments(train.values)
     found: dict[str, float] = {}
     for key, by in (("knn", None), ("knn_standardized", partial(standardize, scale=scale))):

@@ -22,6 +22,7 @@ from maect.data.order import Order
 SIZES = (10**4, 10**5, 1_281_167, 10**7)
 BATCH = 1024
 SECONDS, MEGABYTES = 1.0, 300.0
+KEYS = ("n", "open", "first_batch", "resume", "epoch", "peak_mb")
 
 
 def simulate(folder: Path, n: int) -> None:
@@ -74,18 +75,6 @@ def measure(folder: Path) -> dict[str, float | int | None]:
     }
 
 
-def curve(sizes: tuple[int, ...]) -> list[dict]:
-    """One measurement per size, each in a fresh process."""
-    lines = []
-    for n in sizes:
-        with tempfile.TemporaryDirectory() as name:
-            simulate(Path(name), n)
-            command = [sys.executable, __file__, "--measure", name]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-        lines.append(json.loads(done.stdout))
-    return lines
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
@@ -93,14 +82,16 @@ def main() -> int:
     if options.measure:
         print(json.dumps(measure(options.measure)))
         return 0
-    lines = curve(SIZES)
-    print(f"{'samples':>13}{'open':>9}{'first':>9}{'resume':>9}{'epoch':>9}{'peak MB':>9}")
-    for line in lines:
-        epoch = "" if line["epoch"] is None else f"{line['epoch']:.3f}"
-        print(f"{line['n']:>13,}{line['open']:>9.3f}{line['first_batch']:>9.3f}"
-              f"{line['resume']:>9.3f}{epoch:>9}{line['peak_mb']:>9}")  # fmt: skip
-    times = [line[key] or 0 for line in lines for key in ("open", "first_batch", "resume", "epoch")]
-    met = max(times) < SECONDS and max(line["peak_mb"] for line in lines) < MEGABYTES
+    print(*KEYS, sep=",")
+    met = True
+    for n in SIZES:
+        with tempfile.TemporaryDirectory() as name:
+            simulate(Path(name), n)
+            command = [sys.executable, __file__, "--measure", name]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+        line = json.loads(done.stdout)
+        print(*(line[key] for key in KEYS), sep=",", flush=True)
+        met &= max(line[key] or 0 for key in KEYS[1:-1]) < SECONDS and line["peak_mb"] < MEGABYTES
     print("all below 1 s and 300 MB" if met else "MISSED: 1 s and 300 MB")
     return 0 if met else 1
 

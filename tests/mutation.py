@@ -62,10 +62,11 @@ def run(module: str, entry: dict[str, Any], children: int, endings: str) -> dict
         (folder / "revision").write_text(_revision())  # that mutmut is about to copy
         (folder / "state").write_text(state)
     if not (folder / "done").exists():
-        statuses = _statuses(folder)
-        if not statuses:
-            _try(folder, children, [f"*__mutmut_*{digit}" for digit in endings])
-        elif left := _left(statuses, endings):
+        left = [f"*__mutmut_*{digit}" for digit in endings]
+        if statuses := _statuses(folder):  # of a run that was stopped
+            untried = [name for name, status in statuses.items() if status == UNTRIED]
+            left = [name for name in untried if name[-1] in endings]
+        if left:
             _try(folder, children, left)
         if ranks:
             _try_on_ranks(folder, children, entry)
@@ -83,12 +84,6 @@ def run(module: str, entry: dict[str, Any], children: int, endings: str) -> dict
             survivors.append(fault if status == "survived" else f"{fault} ({status})")
     revision = (folder / "revision").read_text()
     return {"revision": revision, "counts": counts, "survivors": survivors}
-
-
-def _left(statuses: dict[str, str], endings: str) -> list[str]:
-    """Return the mutants with these last digits that a stopped run has not tried."""
-    untried = [name for name, status in statuses.items() if status == UNTRIED]
-    return [name for name in untried if name[-1] in endings]
 
 
 def _listed(fault: str, entry: dict[str, Any]) -> str:

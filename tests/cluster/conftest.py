@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "unit" / "launch"))
+sys.path[:0] = [str(HERE.parent / "unit" / "launch"), str(HERE.parent / "end_to_end")]
 
 from slurm_cluster import Cluster, missing  # noqa: E402
 from slurm_run import SlurmRun  # noqa: E402

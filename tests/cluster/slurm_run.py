@@ -1,9 +1,6 @@
 """A run folder on the test cluster, and what must hold at its end."""
 
-import contextlib
-import errno
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 from counting import expected
@@ -55,34 +52,6 @@ class SlurmRun(Run):
         wait_for(is_over, seconds, what="for the launcher", pause=1.0)
         return finish(launcher)
 
-    @contextlib.contextmanager
-    def small_disk(self, size: str) -> Iterator[None]:
-        """The run folder has a file system of its own."""
-        self.folder.mkdir()
-        self.slurm.run(
-            "mount", "-t", "tmpfs", "-o", f"size={size},mode=755", "none", str(self.folder)
-        )
-        try:
-            yield
-        finally:
-            self.end()
-            self.slurm.run("umount", "--lazy", str(self.folder))
-
-    def fill_disk(self) -> Path:
-        """Leave no byte free; returns the file to delete."""
-        with open(self.folder / "filler", "wb", buffering=0) as filler:
-            try:
-                while True:
-                    filler.write(bytes(4096))
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
-        return self.folder / "filler"
-
-    def noted(self) -> set[str]:
-        """Job ids that `job.json` accounts for."""
-        job = self.read("job.json")
-        return {*job["earlier"], *([job["id"]] if job["id"] else [])}
-
     def undisturbed(self, steps: int) -> None:
         """The result of a run that was never disturbed; each job accounted for, nothing left."""
         assert self.read("done.json") == expected(steps)
@@ -93,7 +62,8 @@ class SlurmRun(Run):
     def settled(self) -> None:
         """Nothing is left behind, and each job is accounted for."""
         wait_for(lambda: not self.live() and not self.processes(), what="for all to be gone")
-        assert self.noted() == set(self.jobs()), "a job that job.json does not know"
+        job = self.job()
+        assert {job.id, *job.earlier} - {None} == set(self.jobs()), "job.json does not know one"
 
     def environment(self) -> dict[str, str]:
         return super().environment() | {"SLURM_CONF": str(self.slurm.conf)}

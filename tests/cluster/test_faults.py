@@ -6,13 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
-from counting import expected
 from launching import MAECT_RUN, finish, wait_for
-from slurm_run import USUAL, SlurmRun
+from slurm_run import USUAL
 
 from maect.launch import LaunchError, Resources, Task, launch
 
@@ -52,15 +50,12 @@ def test_refused_submission_is_reported_as_it_is(run):
     for change, words in (
         ({"slurm_account": ""}, "Invalid account"),
         ({"slurm_partition": "develbooster", "runtime": 180}, "time limit"),
-        ({"slurm_partition": "nowhere"}, "invalid partition"),
         ({"devices": 5}, "not available"),
         ({"slurm_extra": "--reservation=nowhere"}, "reservation is invalid"),
     ):
-        resources = Resources(**(USUAL | change)).resolved()
+        given = Resources(**(USUAL | change)).resolved()
         with pytest.raises(LaunchError, match=f"(?s)not accepted.*{words}"):
-            launch(
-                Task("counting:count"), run.folder, resources, is_done=lambda: False, describe="c"
-            )
+            launch(Task("counting:count"), run.folder, given, is_done=lambda: False, describe="c")
     assert run.live() == []
 
 
@@ -152,32 +147,3 @@ def test_a_driver_in_a_job_asks_to_save_before_its_time_limit(run, tmp_path):
     wait_for(lambda: "saved and stopped at step" in log.read_text(), 150, pause=0.5)
     wait_for(lambda: not run.live())
     assert run.saved() >= 20
-
-
-def test_a_copy_has_a_job_of_its_own(run, tmp_path):
-    """Started there with other settings while the original's job runs, which is left alone."""
-    first = run.start(steps=10**6, save_every=1000, identity="before")
-    run.reaches(10)
-    folder = tmp_path / f"copy{time.monotonic_ns()}"
-    copy = SlurmRun(folder, run.slurm)
-    copied = subprocess.run(["cp", "-a", run.folder, folder], capture_output=True, text=True)
-    assert all("tmp" in line for line in copied.stderr.splitlines()), copied.stderr
-    words = finish(copy.start(steps=20, identity="after"))
-    assert f"slurm job {run.job().id} is that of {run.folder}, and left alone" in words, words
-    assert copy.read("done.json") == expected(20) and len(copy.jobs()) == 1
-    (live,) = run.live()
-    run.reaches(run.step() + 5)
-    first.send_signal(signal.SIGINT)
-    assert "saved and stopped" in finish(first) and [*run.jobs()] == [live]
-
-
-def test_a_live_job_of_other_settings_is_cancelled(run):
-    """Before another one is submitted: what it would still save is of no use."""
-    launcher = run.start(steps=10**6, save_every=10**6, identity="before")
-    run.reaches(10)
-    run.kill(launcher)
-    (old,) = run.jobs()
-    words = run.wait(run.start(steps=50, identity="after"))
-    assert f"cancelled slurm job {old}: its settings have changed" in words, words
-    run.settled()
-    assert run.jobs()[old] == "CANCELLED" and run.job().earlier == [old]

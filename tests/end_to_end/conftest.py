@@ -1,9 +1,13 @@
 """The small pipeline, undisturbed; and no process of a test outlives it."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "launch"))
+
 from mini_pipeline import MINI, Pipeline
 
 

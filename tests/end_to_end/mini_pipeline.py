@@ -1,11 +1,10 @@
 """A pipeline small enough for a test, and helpers to run and to kill it."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,14 @@ MINI: dict[str, Any] = {
         "digits": {"kind": "digits", "resize": 16, "splits": {"train": {"shards": 2}, "val": {}}}
     },
     "runs": {
-        "mae_tiny": {"recipe": "mae", "size": "tiny", "set": {"epochs": 1}},
-        "head_min_tiny": {
-            "recipe": "head_min",
-            "size": "tiny",
-            "from": "mae_tiny",
-            "set": {"epochs": 1},
-        },
-        "ct_min_tiny": {
-            "recipe": "ct_min",
-            "size": "tiny",
-            "from": "head_min_tiny",
-            "set": {"epochs": 1},
-        },
+        "mae_tiny": {"recipe": "mae"},
+        "head_min_tiny": {"recipe": "head_min", "from": "mae_tiny"},
+        "ct_min_tiny": {"recipe": "ct_min", "from": "head_min_tiny"},
     },
     "evaluate": [{"runs": ["ct_min_tiny"], "protocols": ["knn"]}],
 }
-
+for told in MINI["runs"].values():
+    told |= {"size": "tiny", "set": {"epochs": 1}}
 
 # One rank a training: each more is five seconds of a core, and others test several.
 ONE_RANK = (("devices: auto", "devices: 1"),)
@@ -44,11 +34,12 @@ ONE_RANK = (("devices: auto", "devices: 1"),)
 
 @dataclass
 class Pipeline:
-    """One experiment in a folder of its own, with changes of the local profile's text."""
+    """One experiment in a folder of its own, with changes of the text of its profile."""
 
     folder: Path
     experiment: dict[str, Any]
     changes: Sequence[tuple[str, str]] = ONE_RANK
+    profile: Path = ROOT / "cluster_profiles/local"
 
     @property
     def results(self) -> Path:
@@ -56,39 +47,36 @@ class Pipeline:
 
     def command(self, *targets: str) -> list[str]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / "mini.yaml"
+        file, profile = self.folder / "mini.yaml", self.profile
         text = yaml.safe_dump(self.experiment | {"storage": str(self.results)}, sort_keys=False)
         if not file.exists() or file.read_text() != text:
             file.write_text(text)
-        profile = self.folder / "profile/config.yaml"
-        profile.parent.mkdir(exist_ok=True)
-        local = (ROOT / "cluster_profiles/local/config.yaml").read_text()
-        for before, after in self.changes:
-            assert before in local
-            local = local.replace(before, after)
-        profile.write_text(local)
+        if self.changes:
+            text = (profile / "config.yaml").read_text()
+            for before, after in self.changes:
+                assert before in text
+                text = text.replace(before, after)
+            profile = self.folder / "profile"
+            profile.mkdir(exist_ok=True)
+            (profile / "config.yaml").write_text(text)
         return [
             *(sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")),
-            *("--profile", str(profile.parent), "--directory", str(self.folder)),
+            *("--profile", str(profile), "--directory", str(self.folder)),
             *targets,
             *("--config", f"experiment={file}"),
         ]
 
     def start(self, *targets: str) -> "subprocess.Popen[str]":
-        log = open(self.folder / "snakemake.log", "a")  # noqa: SIM115
-        return subprocess.Popen(
-            self.command(*targets), stdout=log, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-            start_new_session=True,
-        )  # fmt: skip
+        words = self.command(*targets)
+        with open(self.folder / "snakemake.log", "a") as log:
+            return subprocess.Popen(
+                words, stdout=log, stderr=log, text=True, cwd=ROOT, start_new_session=True
+            )
 
-    def run(self, *targets: str, timeout: float = 550) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            self.command(*targets), capture_output=True, text=True, cwd=ROOT, timeout=timeout,
-            check=False,
-        )  # fmt: skip
-
-    def complete(self, *targets: str) -> str:
-        done = self.run(*targets)
+    def complete(self, *targets: str, timeout: float = 550) -> str:
+        done = subprocess.run(
+            self.command(*targets), capture_output=True, text=True, cwd=ROOT, timeout=timeout
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         return done.stdout + done.stderr
 
@@ -107,15 +95,5 @@ class Pipeline:
 
     def kill_everything(self) -> None:
         for process in self.processes():
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.Error:
-                continue
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Poll until `condition` holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.05)
+            with suppress(psutil.Error):
+                process.kill()

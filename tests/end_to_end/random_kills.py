@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -33,43 +34,38 @@ VICTIMS = ("rank", "launcher", "Snakemake", "everything")
 MOMENTS = ("step", "save", "step", "start", "save")
 OFTEN = (("save_every_minutes: \"'0.25'\"", "save_every_minutes: \"'0.005'\""),)
 """A state every 0.3 s, so that there is one when a kill comes."""
-TIMED = ("throughput", "status")
-"""Parts of names of what measures time, and is never the same."""
+LEFT_OUT = ("throughput", "status", "/state/", "/parts/", "/.")
+"""Parts of names of what measures time, and of what is not kept."""
+SAME = (".safetensors", ".tar", ".npy", ".npz", ".csv", ".md", ".txt")
+"""Endings of files whose bytes no clock has a part in."""
 
 
-# ---- what two pipelines have in common
-
-
-def content(pipeline: Pipeline) -> dict[str, Any]:
+def content(pipeline: Pipeline, below: str = "") -> dict[str, Any]:
     """Everything that a pipeline leaves and that no clock has a part in, by name."""
-    root, left = pipeline.results, {}
-    for path in sorted(root.rglob("*")):
-        name = str(path.relative_to(root))
-        parts = path.relative_to(root).parts
-        if not path.is_file() or any(word in name for word in TIMED):
+    left: dict[str, Any] = {}
+    for path in sorted((pipeline.results / below).rglob("*")):
+        name = str(path.relative_to(pipeline.results))
+        if not path.is_file() or any(word in f"/{name}" for word in LEFT_OUT):
             continue
-        if path.suffix in (".safetensors", ".tar", ".npy", ".npz", ".csv", ".md") or (
-            parts[0] == "shards" and path.suffix == ".txt"
-        ):
-            if "state" not in parts and "parts" not in parts and not path.name.startswith("."):
-                left[name] = path.read_bytes()
-            if path.name == "claims.csv":  # what a training cost is measured
-                lines = path.read_bytes().splitlines()
-                left[name] = [line for line in lines if b"cost." not in line]
-        elif path.name == "metrics.jsonl":
+        if path.name == "metrics.jsonl":
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             left[name] = [{k: v for k, v in line.items() if k != "timing"} for line in lines]
-        elif parts[0] == "evaluations" and path.suffix == ".json" and len(parts) == 3:
+        elif path.name == "claims.csv":  # what a training cost is measured
+            lines = path.read_bytes().splitlines()
+            left[name] = [line for line in lines if b"cost." not in line]
+        elif path.match("evaluations/*/*.json"):
             value = json.loads(path.read_text())
             left[name] = {key: value[key] for key in ("metrics", "settings")}
+        elif path.suffix in SAME:
+            left[name] = path.read_bytes()
+    assert left, f"{pipeline.results / below} is empty"
     return left
 
 
 def differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     """Names whose content is not the same."""
-    return sorted(
-        name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
-    )
+    names = first.keys() | second.keys()
+    return sorted(name for name in names if first.get(name) != second.get(name))
 
 
 # ---- one run that is killed
@@ -141,35 +137,30 @@ class KilledRun:
         if moment == "start":
             until = time.monotonic() + dice.uniform(0, 8)
             reached = self.waits_for(lambda: time.monotonic() >= until)
-        elif moment == "save":
-            reached = self.waits_for(lambda: self.steps() >= goal) and self.waits_for(
-                self.is_saving
-            )
         else:
             reached = self.waits_for(lambda: self.steps() >= goal)
+        if moment == "save":
+            reached = reached and self.waits_for(self.is_saving)
+        elif moment == "step":
             time.sleep(dice.uniform(0, 0.2))
         if not reached or not self.waits_for(lambda: bool(self.processes(victim))):
             return None
-        alive = self.processes(victim)
-        if not alive:
+        hit = self.processes(victim)
+        if not hit:
             return None
-        hit = alive if victim == "everything" else [dice.choice(alive)]
+        if victim != "everything":
+            hit = [dice.choice(hit)]
         for process in hit:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         if victim == "everything" and self.snakemake is not None:
             self.snakemake.wait()
             self.pipeline.kill_everything()  # what was being started at that moment
         self.failures = 0
         return {
-            "killed": victim,
-            "moment": moment,
-            "processes": len(hit),
-            "steps logged": self.steps(),
+            "killed": victim, "moment": moment, "processes": len(hit), "steps logged": self.steps(),
             "half-written state": self.half_written(),
-        }
+        }  # fmt: skip
 
 
 def kill_stage(
@@ -193,18 +184,10 @@ def kill_stage(
         rows.append({"stage": stage, **row})
         print(rows[-1], flush=True)
     attempt.waits_for(lambda: False)
-    found = differing(content_of(whole, run), content_of(broken, run))
+    found = differing(content(whole, f"runs/{run}"), content(broken, f"runs/{run}"))
     for row in rows:
         row["end"] = f"differs: {' '.join(found)}" if found else "same bits"
     return rows
-
-
-def content_of(pipeline: Pipeline, run: str) -> dict[str, Any]:
-    """Everything of one run that no clock has a part in."""
-    prefix = f"runs/{run}/"
-    found = {name: given for name, given in content(pipeline).items() if name.startswith(prefix)}
-    assert found, f"{pipeline.results / prefix} is empty"
-    return found
 
 
 def main() -> None:
@@ -220,13 +203,10 @@ def main() -> None:
     experiment = {key: digits[key] for key in ("datasets", "online_evaluation", "runs")}
     whole = Pipeline(folder / "whole", experiment)
     stamps = [str(whole.results / "runs" / run / "done") for run in STAGES.values()]
-    done = whole.run(*stamps, timeout=3600)
-    if done.returncode:
-        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    whole.complete(*stamps, timeout=3600)
     table = options.table or folder / "kills.csv"
-    rows: list[dict[str, Any]] = []
-    if table.exists():
-        rows = list(csv.DictReader(table.read_text().splitlines()))
+    text = table.read_text() if table.exists() else ""
+    rows: list[dict[str, Any]] = list(csv.DictReader(text.splitlines()))
     for stage in STAGES:
         while (struck := sum(row["stage"] == stage for row in rows)) < options.kills:
             rows += kill_stage(stage, whole, folder, options.kills - struck, struck)

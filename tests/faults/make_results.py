@@ -97,10 +97,8 @@ def make(_: Context, folder: Path) -> str:
             encoder = experiment.folder(run) / "encoder.safetensors"
             out = features_file(experiment, run, "digits", split)
             shards = experiment.shards("digits", split.split)
-            assert (
-                extract(Context(cpus=2), encoder=encoder, shards=shards, out=out, resize=16)
-                == "done"
-            )
+            given = {"encoder": encoder, "shards": shards, "out": out, "resize": 16}
+            assert extract(Context(cpus=2), **given) == "done"
     # What UMAP would need a minute to compile: two of the features.
     pictures.embedded = lambda rows, *_, **__: rows[:, :2].astype(np.float32)
     ordered = sorted(experiment.evaluations, key=lambda pair: pair[1] == "retrieval")

@@ -79,22 +79,18 @@ def edit(folder: str, **changes: Any) -> None:
     write_record(path, told | {"attempts": [first | changes]})
 
 
-def test_a_resume_with_other_threads(half, tmp_path):
-    """Audit 6: `--cpus 2` in place of 1 at the resume: it computes with one, as it began."""
-    said = resume(half, tmp_path / "log", cpus=2)
-    assert "1 thread a rank, as before, for the same bits, although 2 would do" in said
-    (only,) = read_record(Path(half["folder"]) / "recipe.json")["attempts"]
-    assert (only["step"], only["threads"]) == (0, 1)
+def test_another_revision_and_cpu_and_more_threads(half, tmp_path):
+    """Audit 6: real resumes say what was edited into the record, and keep both in the history.
 
-
-def test_another_revision_and_cpu(half, tmp_path):
-    """Audit 6: real resumes say what was edited into the record, and keep both in the history."""
+    With `--cpus 2` in place of 1 a resume computes with one thread, as it began.
+    """
     edit(half["folder"], revision="0f5cb94", instructions="VSX", device="a loom")
-    said = resume(half, tmp_path / "log")
+    said = resume(half, tmp_path / "log", cpus=2)
     for name, before in (("revision", "0f5cb94"), ("instructions", "VSX"), ("device", "a loom")):
         assert f"resumes with {name} " in said and f", it was {before}: " in said
+    assert "1 thread a rank, as before, for the same bits, although 2 would do" in said
     history = read_record(Path(half["folder"]) / "recipe.json")["attempts"]
-    assert [entry["step"] for entry in history] == [0, 3]
+    assert [(entry["step"], entry["threads"]) for entry in history] == [(0, 1), (3, 1)]
     assert history[1]["instructions"] == torch.backends.cpu.get_cpu_capability()
     assert run(1, half, log=tmp_path / "log") == ["done"]
     finished = read_record(RunRecord.path(Path(half["folder"])))

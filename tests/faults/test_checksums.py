@@ -13,7 +13,6 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import read_record, sha256_file, write_record
 from maect.data.shards import shard
-from maect.evaluate import EvaluationConfig
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.records import ImportedFile, RunRecord, entries
 from maect.stages.imported import is_another_file
@@ -78,16 +77,6 @@ def test_features_of_shards_that_were_made_again(pipeline):
     config = pipeline / "results/evaluations/ct_tiny/knn.yaml"
     with pytest.raises(UserError, match=r"digits-val\.safetensors: made of other images than"):
         evaluate(Context(cpus=2), config=config)
-
-
-def test_features_given_by_hand_are_the_users_choice(pipeline, tmp_path):
-    """Other features as `inputs.test`, from a folder that is no results folder."""
-    told = pipeline / "results/evaluations/ct_tiny/knn.yaml"
-    other = tmp_path / "other.safetensors"
-    shutil.copy(pipeline / "results/features/ct_tiny/digits-train.safetensors", other)
-    config = EvaluationConfig.read(told, [f"inputs.test={other}"])
-    config.write(tmp_path / "knn.yaml")
-    assert evaluate(Context(cpus=2), config=tmp_path / "knn.yaml") == "done"
 
 
 def test_a_log_that_was_cut_between_two_lines(pipeline):

@@ -71,21 +71,9 @@ def the_images(split: str) -> Reader:
         made = np.empty((1, 3, 16, 16), np.uint8)
         index.render(0, np.array([[0, 0, 16, 16, 16, 16, 0, 0]], np.int32), made)
         names = index.class_names, index.keys(), image_names(index), index.labels.tolist()
-        # Where the array is left out, with a warning, the images are decoded: the same.
-        array = None if pixels is None else pixels.tobytes()
-        return names, images, index.digest, index.channels, (array or whole_array(root, split))
+        return names, images, index.digest, index.channels, pixels is None or pixels.tobytes()
 
     return read
-
-
-_arrays: dict[str, bytes] = {}
-
-
-def whole_array(root: Path, split: str) -> bytes:
-    """What decoding gives, as it was before any damage."""
-    if split not in _arrays:
-        _arrays[split] = np.load(root / "shards" / STEM / split / "pixels.npy").tobytes()
-    return _arrays[split]
 
 
 def what_changed(root: Path, folder: Path) -> object:
@@ -321,7 +309,6 @@ def results(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(pristine, folder / "pipeline", symlinks=True)
     root = folder / "pipeline/results"
     IDENTITY[:] = [read_record(RunRecord.path(root / "runs" / RUN))["fingerprint"]]
-    whole_array(root, "train")
     for words in (
         ["embed", f"{root}/runs/{RUN}", VAL, "--kind", "folder", "--out", "{root}/vectors.parquet"],
         ["export", f"{root}/runs/{RUN}", "{root}/export", "--resize", "20"],

@@ -1,18 +1,15 @@
 """Hostile and odd input ends in a line: files, folders, words of commands, tables of images."""
 
 import os
-import subprocess
-import sys
-from itertools import product
-from pathlib import Path
+import tracemalloc
+from functools import partial
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_json, read_text, with_retries
+from maect.core.files import read_json, read_record, read_text, with_retries
 from maect.core.settings import SettingsFile
 from maect.core.yaml_files import parse_yaml
 from maect.data.sources.columns import Columns
@@ -20,9 +17,9 @@ from maect.evaluate.store import open_features, open_record
 from maect.experiment import load
 from maect.experiment.schema import expand_path
 from maect.models.weights import load_tensors
+from maect.records import entries
 from maect.tools.new_experiment import new_experiment
 
-ROOT = Path(__file__).parents[2]
 PLAIN = "datasets: {digits: {kind: digits, splits: {train: {}, val: {}}}}\n"
 
 
@@ -96,85 +93,46 @@ def test_json_that_is_nested_deeply(tmp_path):
         read_json(tmp_path / "x.json")
 
 
-READERS = {
-    "runs/ct_tiny/run.json": ("status {}", "page {}/tables/low_shot.yaml", "clean {}"),
-    "runs/ct_tiny/metrics.jsonl": ("status {}", "page {}/figures/training_curves.yaml"),
-    "evaluations/ct_tiny/umap.safetensors": ("page {}/figures/umap.yaml",),
-    "features/ct_tiny/digits-val.safetensors": ("duplicates {}/runs/ct_tiny --out {}/twice",),
-    "shards/digits/val/index.json": ("duplicates {}/runs/ct_tiny --out {}/twice",),
-}
-"""Commands that read a record."""
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("record", "make"), [*product(READERS, (os.mkfifo,)), ("runs/ct_tiny/run.json", os.mkdir)]
-)
-def test_something_else_in_place_of_a_record(pristine, tmp_path, record, make, capsys):
-    """A pipe or a folder: each command ends, in a line."""
-    results = linked(pristine / "results", tmp_path / "results")
-    (results / record).unlink()
-    make(results / record)
-    for command in READERS[record]:
-        status = main([word.format(results) for word in command.split()])
-        assert status in (0, 2), command
-        assert status == 0 or len(capsys.readouterr().err.strip().splitlines()) < 4
-
-
-def linked(results: Path, to: Path) -> Path:
-    """A copy of links to the files, those aside that commands write."""
-    for path in results.rglob("*"):
-        if path.is_dir():
-            (to / path.relative_to(results)).mkdir(parents=True, exist_ok=True)
-        elif not path.name.startswith("."):
-            (to / path.relative_to(results)).parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, to / path.relative_to(results))
-    return to
-
-
 @pytest.mark.timeout(60)
 def test_a_library_opens_no_pipe(tmp_path):
-    """safetensors would wait for somebody who writes; nobody waits for a loop of links."""
-    names = ("pipe", "loop", "device")
-    pipe, loop, device = (tmp_path / f"{name}.safetensors" for name in names)
+    """It would wait for somebody who writes; nobody waits for a loop of links or for a folder."""
+    names = ("pipe", "loop", "device", "folder")
+    pipe, loop, device, folder = paths = [tmp_path / f"{name}.safetensors" for name in names]
     os.mkfifo(pipe)
     loop.symlink_to(loop.name)
     device.symlink_to("/dev/zero")
-    for path in (pipe, loop, device):
-        for read in (open_record, load_tensors, open_features):
+    folder.mkdir()
+    for path in paths:
+        for read in (open_record, load_tensors, open_features, read_record):
             with pytest.raises(UserError):
                 read(path)
-        with pytest.raises(OSError):
-            with_retries(read_text, path)
-
-
-SIZE, COUNT = 256 << 10, 400
+        for read in (partial(with_retries, read_text), entries):
+            with pytest.raises(OSError):
+                read(path)
 
 
 def test_a_small_parquet_file_of_large_images(tmp_path):
     """A column of equal images: 100 MiB in a file of 260 kB, read in any order."""
-    image = os.urandom(SIZE)
-    table = pa.table({"image": pa.array([image] * COUNT, pa.binary())})
-    parquet.write_table(table, tmp_path / "t.parquet", row_group_size=COUNT)
-    assert (tmp_path / "t.parquet").stat().st_size < 2 * SIZE
-    code = f"""
-import tracemalloc, pyarrow
-from pathlib import Path
-from maect.data.sources.columns import Columns
-images = Columns(Path({str(tmp_path / "t.parquet")!r}))
-entries = images.listing().entries
-tracemalloc.start()
-images.read_ahead(entries[::-3], Path({str(tmp_path)!r}))
-assert len({{images.read(entry) for entry in entries[::-3]}}) == 1
-print(tracemalloc.get_traced_memory()[1], pyarrow.default_memory_pool().max_memory())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    python, arrow = map(int, done.stdout.split())
-    assert python < SIZE * COUNT / 10 and arrow < SIZE * COUNT / 2
-    assert [*tmp_path.iterdir()] == [tmp_path / "t.parquet"]
+    size, count = 256 << 10, 400
+    column = pa.array([os.urandom(size)] * count, pa.binary())
+    path = tmp_path / "t.parquet"
+    parquet.write_table(pa.table({"image": column}), path, row_group_size=count)
+    assert path.stat().st_size < 2 * size
+    del column
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        images = Columns(path)
+        chosen = images.listing().entries[::-3]
+        images.read_ahead(chosen, tmp_path)
+        assert len({images.read(entry) for entry in chosen}) == 1
+        assert tracemalloc.get_traced_memory()[1] < size * count / 10
+        assert 0 < pool.max_memory() < size * count / 2
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(before)
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_rows_of_tables_in_any_order(tmp_path):
