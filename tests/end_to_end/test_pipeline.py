@@ -141,6 +141,7 @@ def test_a_setting_is_changed_killed_and_set_back(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_ten_kills_at_random_moments(tmp_path):
     """SIGKILL of everything, from the first import to the last evaluation."""
     longer = copy.deepcopy(MINI)

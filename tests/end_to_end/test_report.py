@@ -186,7 +186,7 @@ def test_the_report_in_a_browser(report, dark, width):
         )
         top = "return document.querySelector('h1').getBoundingClientRect().top"
         assert 0 <= browser.script(top) < 300
-        assert "Tuning with minimal augmentation raises k-NN" in text and "iBOT" not in text
+        assert "Tuning with minimal augmentation raises k-NN" in text
         words = browser.script("return [...document.querySelectorAll('abbr')].map(e => e.title)")
         assert any("before tuning" in word for word in words)
         # Nothing is to the left or the right of what can be seen without scrolling sideways.
