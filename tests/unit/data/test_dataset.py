@@ -14,13 +14,21 @@ from torch.utils.data import DataLoader
 
 import maect
 from maect.core.errors import UserError
-from maect.data import dataset as dataset_module
-from maect.data.index import open_index
+from maect.data.index import Index, open_index
 from maect.data.loader import train_batches
 from maect.data.subsets import class_view
 from maect.recipes import View
 
 PAGE = Path(__file__).parents[3] / "docs/data.md"
+
+
+def trained(index: Index, batch: int, **given: Any) -> list[list[int]]:
+    """Ids of the batches of a training."""
+    batches = train_batches(
+        index, global_batch=batch, rank=0, world_size=1, start_step=0, threads=1,
+        views=[View(crop_scale=(0.2, 1.0))], image_size=8, **given,
+    )  # fmt: skip
+    return [batch.ids.tolist() for batch in batches]
 
 
 def ids_of(loader: DataLoader[Any]) -> list[list[int]]:
@@ -51,11 +59,7 @@ def test_order_is_that_of_a_training(shards, monkeypatch):
     """On ranks, over the end of an epoch, from a step on, and in another process."""
     dataset = maect.shards(shards, image="tensor", transform=_corner)
     given: dict[str, Any] = {"seed": 7, "steps": 6}
-    trained = train_batches(
-        dataset.index, global_batch=10, rank=0, world_size=1, start_step=0, threads=1,
-        views=[View(crop_scale=(0.2, 1.0))], image_size=8, **given,
-    )  # fmt: skip
-    whole = [batch.ids.tolist() for batch in trained]
+    whole = trained(dataset.index, 10, **given)
 
     def loaded(workers: int = 0, **options: Any) -> list[list[int]]:
         loader = DataLoader(
@@ -69,13 +73,12 @@ def test_order_is_that_of_a_training(shards, monkeypatch):
 
     assert loaded() == whole
     assert loaded(workers=1, start_step=4) == whole[4:]
-    flat = list(chain(*whole))
-    assert sorted(flat[:24]) == list(range(24))
+    assert sorted([*chain(*whole)][:24]) == list(range(24))
     parts = [loaded(rank=rank, world_size=2) for rank in range(2)]
     assert [a + b for a, b in zip(*parts, strict=True)] == whole
     assert loaded(rank=1, world_size=2, start_step=3) == parts[1][3:]
     with monkeypatch.context() as patch:
-        patch.setattr(dataset_module, "rank_and_size", lambda: (1, 2))  # torch.distributed's
+        patch.setattr("maect.data.dataset.rank_and_size", lambda: (1, 2))
         assert loaded() == parts[1]
     with pytest.raises(UserError, match="batch_size 10 is not a multiple of 3 ranks"):
         dataset.batch_sampler(10, **given, world_size=3)
@@ -96,6 +99,7 @@ def test_a_view(shards, tmp_path):
     sampler = dataset.batch_sampler(16, seed=0, steps=1)
     (batch,) = ids_of(DataLoader(sized, batch_sampler=sampler))
     assert set(batch) == ids and max(ids) > 15
+    assert trained(dataset.index, 16, seed=0, steps=1) == [batch]
 
 
 def test_the_page_works_word_for_word(shards, tmp_path, monkeypatch):

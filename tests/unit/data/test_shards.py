@@ -252,8 +252,6 @@ def test_unreadable_images_can_be_left_out(tmp_path):
 
 NAMES = [f"c{label}/00{number}.jpg" for label in range(2) for number in range(2)]
 """Images of the folder that the refusals below begin with."""
-
-
 BANDS = Pixels(channels=5, mean=(0.5,) * 5, std=(0.5,) * 5)
 
 

@@ -13,8 +13,6 @@ from maect.models.weights import load_any_encoder, load_encoder_weights
 from maect.recipes import Pixels, load_encoder
 from maect.stages.imported import Import, import_weights
 
-CPU = torch.device("cpu")
-
 
 def imported(folder):
     checkpoint, weights = plain_vit.capi()
@@ -61,7 +59,7 @@ def test_what_needs_a_plain_vit_refuses_capi_in_one_line(tmp_path, capsys):
     with pytest.raises(UserError, match="capi, which is no plain ViT"):
         load_encoder_weights(tmp_path / "run/encoder.safetensors")
     with pytest.raises(UserError, match=r"has no \[CLS\] token"):
-        Encoding(tmp_path / "run/encoder.safetensors", CPU, pooling="cls")
+        Encoding(tmp_path / "run/encoder.safetensors", torch.device("cpu"), pooling="cls")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "capi, which is no plain ViT" in capsys.readouterr().err
 

@@ -216,11 +216,13 @@ def test_only_an_oracle_is_wrong_at_will():
 def test_lookup_and_loss_are_float32_in_mixed_precision(precision, monkeypatch):
     """Their products in bfloat16, as in the authors' autocast, are a setting."""
     seen = []
+
+    def noted(real):
+        return lambda x, *rest: seen.append(x) or real(x, *rest)
+
     monkeypatch.setattr("maect.models.kernels.bfloat16_on", lambda kind: kind)
-    for module, name in ((heads, "topk_nn"), (F, "cross_entropy")):
-        real = getattr(module, name)
-        noted = lambda x, *rest, real=real: seen.append(x) or real(x, *rest)  # noqa: E731
-        monkeypatch.setattr(module, name, noted)
+    monkeypatch.setattr(heads, "topk_nn", noted(topk_nn))
+    monkeypatch.setattr(F, "cross_entropy", noted(F.cross_entropy))
     head = head_of(precision=precision).float()
     features, ids, labels, numbers = batch()
     with torch.autocast("cpu", torch.bfloat16):
