@@ -15,11 +15,12 @@ from PIL import Image, ImageOps
 import maect
 from maect.answers import duplicates
 from maect.answers.classes import fit_classifier
+from maect.answers.encoder import ImageEncoder
 from maect.answers.groups import thumbnail
 from maect.answers.vectors import Vectors
 from maect.cli import main
 from maect.core.context import Context
-from maect.data.convert import picture_of
+from maect.data.convert import decode, picture_of
 from maect.data.decode import resample
 from maect.data.image_facts import full_scale, merged, warning
 from maect.data.index import open_index
@@ -60,11 +61,6 @@ class Case:
     def option(self) -> list[str]:
         """The option of the commands that read files."""
         return ["--pixels", self.stated] if self.stated else []
-
-    @property
-    def for_shards(self) -> list[str]:
-        """The option of sharding, which reads as the paper does where nothing is stated."""
-        return ["--pixels", f"{SEEN} {self.stated}".strip()]
 
 
 def scene() -> Image.Image:
@@ -143,6 +139,11 @@ def assert_close(made: Picture, expected: Picture, tolerance: int) -> None:
     assert abs(made.astype(int) - expected).max() <= tolerance
 
 
+def assert_seen(encoder: ImageEncoder, case: Case) -> None:
+    expected = crop(case.picture, encoder.resize, encoder.image_size)
+    assert_close(encoder.see(case.data).pixels, expected, 2 * case.tolerance)
+
+
 @pytest.fixture
 def encoded_images(monkeypatch: pytest.MonkeyPatch) -> list[Picture]:
     """All images that encoders are given, uint8 [3, S, S]."""
@@ -175,6 +176,10 @@ def compare(case: Case, run: Path, root: Path, _: Files) -> list[str]:
     return [*words, "--out", str(root / "c"), "--threads", "1"]
 
 
+def find_duplicates(case: Case, run: Path, root: Path, _: Files) -> list[str]:
+    return ["duplicates", str(case.folder(root / "i", 2)), "--out", str(root / "d")]
+
+
 ENCODING = (embed, search, predict, compare)
 
 
@@ -205,7 +210,7 @@ def test_python_and_pages_see_the_same(name, run, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_duplicates_compare_what_a_person_sees(name, tmp_path, monkeypatch):
+def test_duplicates_compare_what_a_person_sees(name, run, fitted, tmp_path, monkeypatch):
     case, hashed = CASES[name](), list[Picture]()
     own = duplicates.perceptual_hash
 
@@ -214,8 +219,7 @@ def test_duplicates_compare_what_a_person_sees(name, tmp_path, monkeypatch):
         return own(image)
 
     monkeypatch.setattr(duplicates, "perceptual_hash", spied)
-    images = case.folder(tmp_path / "i", 2)
-    assert main(["duplicates", str(images), "--out", str(tmp_path / "d"), *case.option]) == 0
+    assert main([*find_duplicates(case, run, tmp_path, fitted), *case.option]) == 0
     # The other image may be read before it.
     (seen, *_) = [picture for picture in hashed if picture.shape == case.picture.shape]
     assert_close(seen, case.picture, case.tolerance)
@@ -225,8 +229,8 @@ def test_duplicates_compare_what_a_person_sees(name, tmp_path, monkeypatch):
 def test_shards_have_what_a_person_sees(name, tmp_path):
     """And what reads them: training, features, `duplicates`, and people's own code."""
     case, out = CASES[name](), tmp_path / "shards"
-    images = case.folder(tmp_path / "i")
-    assert main(["shard", str(images), str(out), "--kind", "unlabelled", *case.for_shards]) == 0
+    words = ["shard", str(case.folder(tmp_path / "i")), str(out), "--kind", "unlabelled"]
+    assert main([*words, "--pixels", f"{SEEN} {case.stated}".strip()]) == 0
     index = open_index(out)
     assert warning(index.record, Pixels.of_shards(index.record["options"])) is None
     expected = crop(case.picture, 20, 16)
@@ -248,38 +252,25 @@ def test_new_experiments_read_what_a_person_sees(name, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [10, 12, 14])
-@pytest.mark.parametrize("command", ENCODING, ids=lambda command: command.__name__)
+@pytest.mark.parametrize("command", [*ENCODING, find_duplicates], ids=lambda one: one.__name__)
 def test_a_missing_range_is_proposed(command, bits, run, fitted, tmp_path, caplog):
+    """Also by a resumed comparison, though what was read before is not read again."""
     case = deep(bits)
-    assert main(command(case, run, tmp_path, fitted)) == 0
-    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert said.endswith(f"state the range: --pixels {case.stated}")
-    assert f"the values go from 0 to {255 << (bits - 8)}, and 65535 is white" in said
+    words = command(case, run, tmp_path, fitted)
+    for _ in range(2 if command is compare else 1):
+        caplog.clear()
+        assert main(words) == 0
+        (said,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+        assert said.endswith(f"state the range: --pixels {case.stated}")
+        assert f"the values go from 0 to {255 << (bits - 8)}, and 65535 is white" in said
 
 
-@pytest.mark.parametrize("bits", [10, 12, 14])
-def test_sharding_and_duplicates_propose_it_too(bits, tmp_path, caplog):
-    case = deep(bits)
-    images = case.folder(tmp_path / "i", 2)
-    assert main(["duplicates", str(images), "--out", str(tmp_path / "d")]) == 0
-    assert f"state the range: --pixels {case.stated}" in caplog.text
-    assert main(["shard", str(images), str(tmp_path / "s"), "--kind", "unlabelled"]) == 0
-    hint = f"state the range: in the data set: pixels: {{range: [0, {(1 << bits) - 1}]}}"
-    assert hint in caplog.text
-
-
-def test_dark_images_among_bright_ones_are_counted(run, tmp_path, caplog):
+def test_dark_images_among_bright_ones_are_counted_over_parts():
     """Together their values go up to white."""
-    images = tmp_path / "i"
-    images.mkdir()
-    for bits in (10, 12, 14, 16):
-        (images / f"{bits}.png").write_bytes(deep(bits).data)
-    assert main(["embed", str(run), str(images), "--out", str(tmp_path / "v.parquet")]) == 0
-    assert "3 of 4 images of more than 8 bits have no value above half of 65535" in caplog.text
-    assert "--pixels range=0,4095 for 12 bits" in caplog.text
-
-
-def test_dark_images_are_counted_over_parts():
+    facts = [decode(deep(bits).data, Pixels()).facts for bits in (10, 12, 14, 16)]
+    said = warning(merged(facts), Pixels(), option=True)
+    assert "3 of 4 images of more than 8 bits have no value above half of 65535" in said
+    assert "--pixels range=0,4095 for 12 bits" in said
     dark = {"deep": {"images": 2, "values": [0, 4095], "levels": "ff"}}
     bright = {"deep": {"images": 3, "values": [0, 65535], "levels": "ff"}}
     part = merged([dark, bright])
@@ -298,27 +289,16 @@ def test_what_is_proposed_fits_the_values():
     assert full_scale(-200, 900) == (-200, 900) and full_scale(0.1, 0.7) == (0.1, 0.7)
 
 
-def test_shards_of_turned_images_say_so(tmp_path, caplog):
-    """As torchvision does, whose numbers are the paper's, but not in silence."""
-    case = turned()
-    images = case.folder(tmp_path / "i")
-    assert main(["shard", str(images), str(tmp_path / "s"), "--kind", "unlabelled"]) == 0
-    record = open_index(tmp_path / "s").record
+def test_shards_of_turned_or_deep_images_say_so(tmp_path, caplog):
+    """Sharding reads as torchvision does, whose numbers are the paper's, but not in silence."""
+    hints = {f"bits{bits}": f"pixels: {{range: [0, {2**bits - 1}]}}" for bits in (10, 12, 14)}
+    for name, hint in (hints | {"rotated": "pixels: {orientation: exif}"}).items():
+        images, out = CASES[name]().folder(tmp_path / name), tmp_path / f"{name}-shards"
+        assert main(["shard", str(images), str(out), "--kind", "unlabelled"]) == 0
+        assert hint in caplog.text
+    record = open_index(out).record
     assert record["unturned"] == 1 and "pixels" not in record
     assert "1 image is not turned as EXIF says" in caplog.text
-    assert "pixels: {orientation: exif}" in caplog.text
-
-
-def test_a_resumed_command_repeats_the_warning(run, tmp_path, caplog):
-    """What was read before is not read again."""
-    words = compare(deep(12), run, tmp_path, (tmp_path, tmp_path))
-    for _ in range(2):
-        assert main(words) == 0
-        assert caplog.text.count("state the range: --pixels range=0,4095") == 1
-        caplog.clear()
-
-
-# --- Encoders of all kinds --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -331,25 +311,16 @@ def every_encoder(run: Path, tiny: str) -> dict[str, str]:
 
 def test_encoders_of_all_kinds_read_alike(every_encoder):
     for kind, folder in every_encoder.items():
-        encoder = maect.load(folder)
-        for name in ("plain", "rotated", "grey", "cmyk", "bits16"):
-            case = CASES[name]()
-            stated = kind == "trained" and name == "bits16"
-            picture = np.full_like(case.picture, 255) if stated else case.picture
-            expected = crop(picture, encoder.resize, encoder.image_size)
-            made = encoder.see(case.data).pixels
-            if not stated:  # brighter than the range of its data set
-                assert_close(made, expected, 2 * case.tolerance)
-        black = transparent().picture.copy()
-        black[:, 30:] = 0
-        shown = black if kind == "trained" else transparent().picture
-        expected = crop(shown, encoder.resize, encoder.image_size)
-        assert_close(encoder.see(transparent().data).pixels, expected, 1)
-        twelve = crop(deep(12).picture, encoder.resize, encoder.image_size)
-        if kind != "trained":  # whose data set states the range
+        encoder, clear = maect.load(folder), transparent()
+        if kind == "trained":  # its data set states a black background and the range of 12 bits
+            clear.picture[:, 30:] = 0
+            assert_seen(encoder, deep(12))
+        else:
             assert encoder.see(deep(12).data).pixels.max() < 20
-            encoder = maect.load(folder, pixels={"range": (0, 4095)})
-        assert_close(encoder.see(deep(12).data).pixels, twelve, 1)
+            assert_seen(maect.load(folder, pixels={"range": (0, 4095)}), deep(12))
+            assert_seen(encoder, deep(16))
+        for case in (clear, *(CASES[name]() for name in ("plain", "rotated", "grey", "cmyk"))):
+            assert_seen(encoder, case)
 
 
 def test_a_comparison_reads_deep_images_by_one_range(
@@ -364,9 +335,6 @@ def test_a_comparison_reads_deep_images_by_one_range(
     assert_close(encoded_images[0], crop(deep(12).picture, 20, 16), 1)
     assert "reads images of more than 8 bits by the range 0 to 4095" in caplog.text
     assert "by another background" in caplog.text and "--pixels background=" in caplog.text
-
-
-# --- What is recorded -------------------------------------------------------------------------
 
 
 def test_the_reading_is_recorded_and_followed(run, tmp_path, encoded_images, capsys):
@@ -430,7 +398,7 @@ def test_an_import_keeps_the_range(every_encoder):
     assert main([*words, "--pixels", "range=0,4095"]) == 0
     encoder = maect.load("deep")
     assert encoder.reading.range == (0, 4095)
-    assert_close(encoder.see(deep(12).data).pixels, crop(deep(12).picture, encoder.resize, 64), 1)
+    assert_seen(encoder, deep(12))
 
 
 @pytest.mark.parametrize(
@@ -439,8 +407,6 @@ def test_an_import_keeps_the_range(every_encoder):
         ("range", "write KEY=VALUE, such as range=0,4095"),
         ("range=9,2", "range: 9.0 is not below 2.0"),
         ("rnage=0,1", "unknown key 'rnage'; did you mean 'range'"),
-        ("orientation=up", "orientation: Input should be 'stored' or 'exif'"),
-        ("background=0,0,300", "background.2: Input should be less than or equal to 255"),
         ("channels=1", "channels belongs to the encoder"),
         ('{"range": [0', "--pixels"),
     ],

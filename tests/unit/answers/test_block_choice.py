@@ -8,7 +8,7 @@ from evaluate.by_hand import blocks_of
 
 from maect import load
 from maect.cli import main
-from maect.evaluate.features import Encoding
+from maect.evaluate.features import Encoding, LastBlocks
 from maect.evaluate.outcomes import held_out_for
 from maect.models.weights import load_encoder_weights
 from maect.tools import block_choice
@@ -52,14 +52,13 @@ def test_columns_are_the_readings_that_they_are_called(run, folders, tmp_path):
     assert found is not None and len(found.scores) == len(readings(["cls", "mean"], found.blocks))
     module, settings, _ = load_encoder_weights(run / "encoder.safetensors")
     assert found.blocks == settings.depth
-    images = torch.randint(0, 256, (2, 3, settings.image_size, settings.image_size))
-    from maect.evaluate.features import LastBlocks
-
+    shape = (2, 3, settings.image_size, settings.image_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8)
     every = LastBlocks(run / "encoder.safetensors", torch.device("cpu"), "fp32", 10**9)
-    columns = every(images.to(torch.uint8)).unflatten(1, (-1, settings.width))
+    columns = every(images).unflatten(1, (-1, settings.width))
     names = readings(every.poolings, every.blocks)
     plain = Encoding(run / "encoder.safetensors", torch.device("cpu"))
-    blocks = blocks_of(module, plain._ready(images.to(torch.uint8)))
+    blocks = blocks_of(module, plain._ready(images))
     with torch.no_grad():
         last = module.norm(blocks[-1])
     expected = {(OUTPUT, "cls"): last[:, 0]}

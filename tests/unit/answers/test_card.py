@@ -17,8 +17,6 @@ from maect.records import RunRecord
 from maect.stages import FineTune, Import, load_recipe
 from maect.stages.run import RunConfig
 
-SPLITS = (("train", "train"), ("test", "val"))
-
 
 @pytest.fixture
 def root(run: Path, photographs: Path, tmp_path: Path) -> Path:
@@ -31,23 +29,30 @@ def root(run: Path, photographs: Path, tmp_path: Path) -> Path:
         ("mae", "pretrain", "mae", None, 17),
         ("ct", "tune", "ct_min", tmp_path / "runs/mae", 5),
     ):
+        made = {"run": name, "stage": stage, "recipe": recipe, "source": source}
         settings = load_recipe(recipe, "tiny", {"epochs": epochs})
-        config = RunConfig(
-            run=name, stage=stage, recipe=recipe, source=source, settings=settings, **told
-        )
+        config = RunConfig(**made, settings=settings, **told)
         config.write(tmp_path / "runs" / name / "config.yaml")
-    knn = {
-        "metrics": {"knn": 93.512, "knn_best": 95.0, "sweep": [1.5], "k": 3},
-        "settings": {"test_split": "val"},
-        "provenance": {"test_data": "knn_best is chosen on it"},
-    }
-    write_record(tmp_path / "evaluations/ct/knn.json", knn)
     # On other images than those that it was trained on.
-    given = {name: tmp_path / f"features/ct/owls-{split}.safetensors" for name, split in SPLITS}
-    told = {"evaluation": "knn", "protocol": "knn", "run": tmp_path / "runs/ct", "inputs": given}
-    config = EvaluationConfig(**told, settings=load_evaluation("knn", "tiny")[1])
-    config.write(tmp_path / "evaluations/ct/knn.yaml")
+    splits = {"train": "train", "test": "val"}.items()
+    given = {name: tmp_path / f"features/ct/owls-{split}.safetensors" for name, split in splits}
+    knn = {"knn": 93.512, "knn_best": 95.0, "sweep": [1.5], "k": 3}
+    write_result(tmp_path, "knn", knn, given, test_data="knn_best is chosen on it")
     return tmp_path
+
+
+def write_result(
+    root: Path, name: str, metrics: dict[str, Any], inputs: dict[str, Path] | None = None,
+    settings: Any = None, **provenance: str,
+) -> None:  # fmt: skip
+    """Write a result of the run `ct`; with inputs also the file that it was computed from."""
+    run, out = root / "runs/ct", root / "evaluations/ct"
+    result = {"metrics": metrics, "settings": {"test_split": "val"}, "provenance": provenance}
+    write_record(out / f"{name}.json", result)
+    if inputs is not None:
+        settings = settings or load_evaluation(name, "tiny")[1]
+        told = {"evaluation": name, "protocol": name, "run": run, "inputs": inputs}
+        EvaluationConfig(**told, settings=settings).write(out / f"{name}.yaml")
 
 
 def test_the_card_says_data_training_results_and_licence(root):
@@ -87,8 +92,11 @@ def test_the_card_says_with_labels_if_any_stage_read_them(root, origin, tuning, 
     for run, change in changes.items():
         file = root / "runs" / run / "config.yaml"
         RunConfig.read(file).model_copy(update=change).write(file)
+    shutil.rmtree(root / "shards")  # results may have been freed of them
     assert main(["export", str(root / "runs/ct"), str(root / "hub")]) == 0
     card = (root / "hub/README.md").read_text(encoding="utf-8")
+    assert "license" not in yaml.safe_load(card.split("---")[1]) and "None is stated." in card
+    assert "- `birds`, split `train`" in card.splitlines()
     said = words.removeprefix("trained")
     assert f"without a classifier{words and ', '}{words}: 4 blocks" in card
     assert f"The encoder learnt{said} from them." in card
@@ -106,8 +114,7 @@ def test_the_hub_reads_the_card(root):
         "fine_tune": {"fine_tune": 97.0},  # of encoders that were trained from this one
     }  # fmt: skip
     for name, metrics in scores.items():
-        told = {"settings": {"test_split": "val"}, "provenance": {}}
-        write_record(root / f"evaluations/ct/{name}.json", {"metrics": metrics} | told)
+        write_result(root, name, metrics)
     words = ["--repository", "me/birds", "--base-model", "facebook/vit-mae-base"]
     assert main(["publish", str(root / "runs/ct"), str(root / "hub"), *words]) == 0
     data = ModelCard.load(root / "hub/README.md").data
@@ -123,41 +130,24 @@ def test_the_hub_reads_the_card(root):
     assert clusters.metric_type != "accuracy" == found["Linear probe accuracy (%)"].metric_type
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--licence", "cc-by-4"], "did you mean 'cc-by-4.0'"),
-        (["--repository", "birds"], "birds: not a name of a repository"),
-        (["--base-model", "a/b/c"], "a/b/c: not a name of a repository"),
-    ],
-)
-def test_what_the_hub_would_not_take_is_refused(root, words, said, capsys):
-    repository = [] if "--repository" in words else ["--repository", "me/birds"]
-    assert main(["publish", str(root / "runs/ct"), str(root / "hub"), *words, *repository]) == 2
-    assert said in capsys.readouterr().err and not (root / "hub").exists()
-
-
-def test_an_unsaid_licence_is_said_to_be_none(root):
-    shutil.rmtree(root / "shards")  # results may have been freed of them
-    out = root / "hub"
-    assert main(["export", str(root / "runs/ct"), str(out)]) == 0
-    card = (out / "README.md").read_text(encoding="utf-8")
-    assert "license" not in yaml.safe_load(card.split("---")[1])
-    assert "None is stated." in card
-    assert "- `birds`, split `train`" in card.splitlines()
+def test_what_the_hub_would_not_take_is_refused(root, capsys):
+    for repository, *words, said in (
+        ("me/birds", "--licence", "cc-by-4", "did you mean 'cc-by-4.0'"),
+        ("birds", "birds: not a name of a repository"),
+        ("me/birds", "--base-model", "a/b/c", "a/b/c: not a name of a repository"),
+    ):
+        command = ["publish", str(root / "runs/ct"), str(root / "hub"), "--repository", repository]
+        assert main([*command, *words]) == 2
+        assert said in capsys.readouterr().err and not (root / "hub").exists()
 
 
 def test_each_number_is_of_its_own_split_or_of_no_images(root):
     """A shifted test set has its own, and a speed has none."""
     evaluations = root / "evaluations/ct"
-    for name, metrics in (("robustness", {"fog": 33.25}), ("throughput", {"flash_gain": 21.5})):
-        settings = load_evaluation(name, "tiny", {"splits": ["fog"]} if "fog" in metrics else {})[1]
-        given = {"probe": evaluations / "linear_probe.safetensors", "fog": root / "shards/owls/fog"}
-        inputs = {key: given[key] for key in settings.inputs()}
-        told = {"evaluation": name, "protocol": name, "run": root / "runs/ct", "inputs": inputs}
-        EvaluationConfig(**told, settings=settings).write(evaluations / f"{name}.yaml")
-        about = {"settings": settings.model_dump(mode="json"), "provenance": {}}
-        write_record(evaluations / f"{name}.json", {"metrics": metrics} | about)
+    settings = load_evaluation("robustness", "tiny", {"splits": ["fog"]})[1]
+    given = {"probe": evaluations / "linear_probe.safetensors", "fog": root / "shards/owls/fog"}
+    write_result(root, "robustness", {"fog": 33.25}, given, settings)
+    write_result(root, "throughput", {"flash_gain": 21.5}, {})
     found = {one.metric_value: one.dataset_split for one in results_of(root / "runs/ct")}
     assert found == {93.51: "val", 33.25: "fog"}
 

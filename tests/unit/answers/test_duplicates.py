@@ -1,12 +1,12 @@
 """Copies of photographs, equal and changed, among others; and images sorted into folders."""
 
-import csv
 import json
 import os
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image, ImageEnhance, ImageOps
 from sklearn.datasets import load_digits
@@ -62,8 +62,7 @@ def test_copies_come_first_and_what_cannot_be_read_is_named(folder, tmp_path, ca
         ("02.png", "mirrored.jpg", "near"),
     }
     assert all(pair["bits"] <= NEAR for pair in near)
-    with open(tmp_path / "pairs.csv", newline="") as file:
-        assert [row["b"] for row in csv.DictReader(file)] == [pair["b"] for pair in pairs]
+    assert pd.read_csv(tmp_path / "pairs.csv")["b"].tolist() == [pair["b"] for pair in pairs]
     assert (tmp_path / "index.html").read_text().count("data:image/jpeg;base64,/9j/") == 8
 
 
@@ -78,13 +77,15 @@ def test_links_are_named_and_are_no_copies(tmp_path, capsys):
     shutil.copy(images / "z/0.png", images / "copy.png")
     (images / "y").symlink_to("z")  # a folder, too
     shutil.copy(images / "z/0.png", images / "a-copy.png")  # before the file behind the link
+    (images / "c-link.png").symlink_to("copy.png")  # which would break without it
     assert main(["duplicates", str(images), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
-    assert "2 pairs of equal files, 0 pairs of near-duplicates, 5 links, 0 images left" in said
+    assert "2 pairs of equal files, 0 pairs of near-duplicates, 6 links, 0 images left" in said
     pairs = json.loads((tmp_path / "out/pairs.json").read_text())
     links = {(pair["a"], pair["b"], pair["kind"]) for pair in pairs if "link" in pair["kind"]}
     assert links == {
         ("b-hard.png", "a-link.png", "symbolic link"),
+        ("copy.png", "c-link.png", "symbolic link"),
         ("b-hard.png", "y/0.png", "symbolic link"),
         ("b-hard.png", "z/0.png", "hard link"),
         ("z/1.png", "y/1.png", "symbolic link"),
@@ -92,25 +93,21 @@ def test_links_are_named_and_are_no_copies(tmp_path, capsys):
     }
     exact = [(pair["a"], pair["b"]) for pair in pairs if pair["kind"] == "equal"]
     assert exact == [("b-hard.png", "a-copy.png"), ("b-hard.png", "copy.png")]
-    assert (tmp_path / "out/copies.txt").read_text() == "a-copy.png\ncopy.png\n"
+    assert (tmp_path / "out/copies.txt").read_text() == "a-copy.png\n"
     page = (tmp_path / "out/index.html").read_text()
     assert "Never delete both files of a pair" in page
-    assert "<code>copies.txt</code> (2 images)" in page
-
-
-def digits(root: Path, count: int) -> Path:
-    root.mkdir()
-    for number, image in enumerate(load_digits().images[:count]):
-        Image.fromarray((image * 15.9).astype(np.uint8)).save(root / f"{number:03d}.png")
-    return root
+    assert "<code>copies.txt</code> (1 images)" in page
 
 
 def test_the_border_comes_from_the_images(tmp_path):
     """Digits by different hands differ in few bits of their hashes, and are no duplicates."""
-    images, out = digits(tmp_path / "digits", 300), tmp_path / "out"
-    for number in range(5):
-        with Image.open(images / f"{number:03d}.png") as image:
-            ImageEnhance.Brightness(image).enhance(0.95).save(images / f"dark-{number}.png")
+    images, out = tmp_path / "digits", tmp_path / "out"
+    images.mkdir()
+    for number, values in enumerate(load_digits().images[:300]):
+        digit = Image.fromarray((values * 15.9).astype(np.uint8))
+        digit.save(images / f"{number:03d}.png")
+        if number < 5:
+            ImageEnhance.Brightness(digit).enhance(0.95).save(images / f"dark-{number}.png")
     assert main(["duplicates", str(images), "--out", str(out)]) == 0
     pairs = json.loads((out / "pairs.json").read_text())
     planted = {(f"{number:03d}.png", f"dark-{number}.png") for number in range(5)}
@@ -176,30 +173,22 @@ def test_a_hash_is_of_what_is_seen():
 
 
 def test_images_are_sorted_into_folders_and_stay(photographs, tmp_path, capsys):
+    """By a table as a spreadsheet saves it."""
     names = sorted(str(p.relative_to(photographs)) for p in photographs.rglob("No*"))
     table = tmp_path / "clusters.csv"
-    groups = [str(i % 11) if i else "" for i in range(len(names))]
-    lines = [f"{name},{group},0.5" for name, group in zip(names, groups, strict=True)]
-    table.write_text("\n".join(["file,cluster,distance", *lines]))
+    groups = {name: f"Käfer {i % 11}" if i else "" for i, name in enumerate(names)}
+    lines = [f"{name},{group},0.5\r\n" for name, group in groups.items()]
+    table.write_text("".join(["file,cluster,distance\r\n", *lines]), encoding="utf-8-sig")
     for link in (False, True):
         out = tmp_path / f"sorted{link}"
         assert main(["sort", str(table), str(photographs), str(out), *["--link"] * link]) == 0
-        for name, group in zip(names, groups, strict=True):
+        for name, group in groups.items():
             file = out / (group or "none") / name
-            assert (
-                file.is_symlink() == link and file.read_bytes() == (photographs / name).read_bytes()
-            )
+            assert file.is_symlink() == link
+            assert file.read_bytes() == (photographs / name).read_bytes()
     assert "sortedTrue/none" in capsys.readouterr().out
     assert main(["sort", str(table), str(photographs), str(out)]) == 2
     assert "not empty" in capsys.readouterr().err
-
-
-def test_a_table_that_a_spreadsheet_saved(tmp_path):
-    photograph(0, 20, 20).save(tmp_path / "a.png")
-    (tmp_path / "t.csv").write_text("file,class\r\na.png,Käfer\r\n", encoding="utf-8-sig")
-    words = [str(tmp_path / "t.csv"), str(tmp_path), str(tmp_path.with_name("sorted"))]
-    assert main(["sort", *words]) == 0
-    assert (tmp_path.with_name("sorted") / "Käfer/a.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +198,6 @@ def test_a_table_that_a_spreadsheet_saved(tmp_path):
         ("file,class\n../a.png,x", "is not the name of a file below"),
         ("file,class\na.png,x/../../y", "cannot be the name of a folder"),
         ("file,class\ngone.png,x", "no such file"),
-        ("file,class\n[a].png,x", "no such file"),
         ("file;class\na.png;x", "commas between them"),
         ("class,file\nx", "'' is not the name of a file"),
         ("file,class\na.png,x\na.png,y", "has 'a.png' 2 times"),

@@ -25,13 +25,6 @@ def vectors(run: Path, photographs: Path) -> NDArray[np.float32]:
     return maect.load(run).encode(files_of(photographs))
 
 
-@pytest.fixture(scope="module")
-def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("hub") / "ct"
-    assert main(["export", str(run), str(out)]) == 0
-    return out
-
-
 @pytest.mark.usefixtures("at_once")
 def test_vectors_are_the_bits_of_the_features_file(run, photographs, vectors, tmp_path, caplog):
     shards, out = tmp_path / "shards", tmp_path / "ct.safetensors"
@@ -55,7 +48,12 @@ def test_vectors_are_the_bits_of_the_features_file(run, photographs, vectors, tm
     assert f"{run}: name the shards with --shards" in caplog.text
 
 
-def test_an_exported_folder_is_not_imported(exported, tmp_path, caplog):
+def test_an_export_is_the_same_and_not_imported(run, photographs, vectors, tmp_path, caplog):
+    exported = tmp_path / "ct"
+    assert main(["export", str(run), str(exported)]) == 0
+    encoder = maect.load(exported)
+    assert (encoder.resize, encoder.pooling) == (20, "mean")
+    np.testing.assert_array_equal(encoder.encode(files_of(photographs)), vectors)
     for weights in (exported, exported / "model.safetensors"):
         assert main(["import", str(weights), str(tmp_path / "back")]) == 2
     assert caplog.text.count(f"{exported}: written by `maect export`") == 2
@@ -63,8 +61,8 @@ def test_an_exported_folder_is_not_imported(exported, tmp_path, caplog):
 
 
 @pytest.mark.usefixtures("at_once")
-def test_features_of_another_resize_are_extracted_again(run, photographs, tmp_path, caplog):
-    shards = tmp_path / "shards"
+def test_features_of_a_resize_replace_nothing_else(run, photographs, tmp_path, caplog):
+    shards, experiment = tmp_path / "shards", tmp_path / "birds.yaml"
     assert main(["shard", str(photographs), str(shards), "--kind", "unlabelled"]) == 0
     bare = tmp_path / "bare"  # which says nothing of the resizing of images
     bare.mkdir()
@@ -75,26 +73,22 @@ def test_features_of_another_resize_are_extracted_again(run, photographs, tmp_pa
         out = tmp_path / f"{made}.safetensors"
         assert main([*words, str(out), *stated]) == 0
         assert open_features(out).record["resize"] == made
-    before, resolved = out.read_bytes(), out.with_suffix(".yaml")
-    assert main([*words, str(out), "--resize", "20"]) == 2
-    assert f"{resolved}: exists and says something else; choose another --out" in caplog.text
-    assert out.read_bytes() == before
+    resolved = out.with_suffix(".yaml")
+    experiment.write_text("runs: {}\n")
+    copy = Path(shutil.copy(run / "encoder.safetensors", tmp_path))
+    kept = {path: path.read_bytes() for path in (out, resolved, experiment, copy)}
+    for file, said in (
+        (out, f"{resolved}: exists and says something else; choose another --out"),
+        (experiment.with_suffix(".safetensors"), f"{experiment}: exists"),
+        (copy, f"{copy}: exists"),
+    ):
+        assert main([*words, str(file), "--resize", "20"]) == 2
+        assert said in caplog.text
+    assert kept == {path: path.read_bytes() for path in kept}
+    assert not copy.with_suffix(".yaml").exists()
     resolved.write_text(resolved.read_text().replace("resize: 18", "resize: 20"))
     assert main(["features", str(resolved)]) == 0
     assert open_features(out).record["resize"] == 20
-
-
-@pytest.mark.usefixtures("at_once")
-def test_features_leave_files_of_others_alone(run, photographs, tmp_path, caplog):
-    shards, experiment = tmp_path / "shards", tmp_path / "birds.yaml"
-    assert main(["shard", str(photographs), str(shards), "--kind", "unlabelled"]) == 0
-    experiment.write_text("runs: {}\n")
-    copy = shutil.copy(run / "encoder.safetensors", tmp_path)
-    for name, said in (("birds", experiment), ("encoder", copy)):
-        out = tmp_path / f"{name}.safetensors"
-        assert main(["features", str(run), "--shards", str(shards), "--out", str(out)]) == 2
-        assert f"{said}: exists" in caplog.text
-    assert experiment.read_text() == "runs: {}\n" and not (tmp_path / "encoder.yaml").exists()
 
 
 def test_other_batches_and_other_forms_of_an_image(run, photographs, vectors):
@@ -109,27 +103,17 @@ def test_other_batches_and_other_forms_of_an_image(run, photographs, vectors):
     assert encoder.encode([]).shape == (0, encoder.width)
 
 
-def test_an_exported_folder_is_the_same_encoder(exported, photographs, vectors):
-    encoder = maect.load(exported)
-    assert (encoder.resize, encoder.pooling) == (20, "mean")
-    np.testing.assert_array_equal(encoder.encode(files_of(photographs)), vectors)
-
-
 def test_what_cannot_be_encoded_is_named(run, photographs, tmp_path):
-    encoder, broken = maect.load(run), tmp_path / "broken.jpg"
+    broken = tmp_path / "broken.jpg"
     broken.write_bytes(files_of(photographs)[0].read_bytes()[:200])
-    with pytest.raises(UserError, match=r"broken\.jpg: .*truncated"):
-        encoder.encode([broken])
-    with pytest.raises(UserError, match=r"gone\.jpg: No such file"):
-        encoder.encode([tmp_path / "gone.jpg"])
-    with pytest.raises(UserError, match=r"image 0: values of type float64 .*--pixels range"):
-        encoder.encode([np.zeros((4, 4))])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="give a list"):
-        encoder.encode(str(broken))
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"precision": "fp16"}, "precision 'fp16': features are computed in fp32 and bf16"),
-        ({"pixels": {"mean": (0.5,) * 3}}, "pixels: mean belongs to the encoder"),
+    refused: list[tuple[dict[str, Any], Any, str]] = [
+        ({}, [broken], r"broken\.jpg: .*truncated"),
+        ({}, [tmp_path / "gone.jpg"], r"gone\.jpg: No such file"),
+        ({}, [np.zeros((4, 4))], r"image 0: values of type float64 .*--pixels range"),
+        ({}, str(broken), "give a list"),
+        ({"precision": "fp16"}, [], "precision 'fp16': features are computed in fp32 and bf16"),
+        ({"pixels": {"mean": (0.5,) * 3}}, [], "pixels: mean belongs to the encoder"),
     ]
-    for options, words in refused:
-        with pytest.raises(UserError, match=words):
-            maect.load(run, **options)
+    for options, images, words in refused:
+        with pytest.raises((UserError, TypeError), match=words):
+            maect.load(run, **options).encode(images)

@@ -9,7 +9,6 @@ from typing import Any
 import nbformat
 import pytest
 import torch
-from PIL import Image
 
 import maect
 from maect.cli import main
@@ -24,7 +23,10 @@ from maect.records import line_of
 from maect.report.configs import Row
 from maect.report.tables import build_table, write_table
 
-BOOKS = Path(__file__).parents[3] / "docs/notebooks"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "answers.md"
+TUTORIAL = DOCS / "tutorials/groups.md"
+ELSEWHERE = ("fiftyone", "lancedb")
 
 
 def execute(name: str, skip: tuple[str, ...] = (), **parameters: Any) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def execute(name: str, skip: tuple[str, ...] = (), **parameters: Any) -> dict[st
         assert program == "maect" and main(words) == 0, line
 
     names: dict[str, Any] = {"shell": shell}
-    book = nbformat.read(BOOKS / f"{name}.ipynb", as_version=4)
+    book = nbformat.read(DOCS / f"notebooks/{name}.ipynb", as_version=4)
     nbformat.validate(book)
     for cell in book.cells:
         tags = cell.metadata.get("tags", [])
@@ -123,10 +125,17 @@ def test_tune_on_my_images(skip, tmp_path, monkeypatch):
     assert (tmp_path / "results/mine/report.html").exists() == ("long" not in skip)
 
 
-DOCS = Path(__file__).parents[3] / "docs"
-PAGE = DOCS / "answers.md"
-TUTORIAL = DOCS / "tutorials/groups.md"
-ELSEWHERE = ("fiftyone", "lancedb")
+def follow(page: Path, names: dict[str, Any]) -> int:
+    """Run the commands and the Python of a page in their order; return how many commands."""
+    blocks = re.compile(r"^    maect (?P<command>.*)$|^```python\n(?P<code>[^`]*)^```", re.M)
+    commands = 0
+    for block in blocks.finditer(page.read_text(encoding="utf-8")):
+        if block["command"]:
+            commands += 1
+            assert main(shlex.split(block["command"], comments=True)) == 0, block["command"]
+        elif not any(name in block["code"] for name in ELSEWHERE):
+            exec(block["code"], names)
+    return commands
 
 
 def test_the_page_works_word_for_word(run, photographs, tmp_path, monkeypatch):
@@ -148,37 +157,20 @@ def test_the_page_works_word_for_word(run, photographs, tmp_path, monkeypatch):
     texts = {"encoder_sha256": encoder.sha256, "resize": str(encoder.resize)}
     save_tensors(left, probe, {"class_names": '["a", "b"]', **texts})
     names: dict[str, Any] = {}
-    for command, code in _blocks(PAGE.read_text(encoding="utf-8")):
-        if command:
-            assert main(shlex.split(command, comments=True)) == 0, command
-        elif not any(name in code for name in ELSEWHERE):
-            exec(code, names)
+    follow(PAGE, names)
     assert names["vectors"].shape == (32, encoder.width)
     for name in ("birds-clusters/index.html", "classes.csv", "birds.safetensors"):
         assert (tmp_path / name).exists()
 
 
-def test_the_tutorial_on_groups_works_word_for_word(run, photographs, tmp_path, monkeypatch):
+def test_the_tutorial_works_word_for_word(run, photographs, folders, tmp_path, monkeypatch):
     monkeypatch.setattr("maect.data.retrieve.retrieve", lambda what, out: [out / what])
     for name in ("dinov2_small", "siglip2_base"):
         shutil.copytree(run, tmp_path / "weights" / name)
-    for name in ("birds", "labelled"):
-        shutil.copytree(photographs, tmp_path / name)
+    shutil.copytree(photographs, tmp_path / "birds")
+    shutil.copytree(folders / "whole", tmp_path / "labelled")
     shutil.copy(next(photographs.glob("*/*.jpg")), tmp_path / "birds/a.jpg")
-    for file in (tmp_path / "labelled").glob("*/*.*"):  # compare needs 40 images
-        if file.suffix in (".jpg", ".png"):
-            with Image.open(file) as image:
-                image.convert("RGB").rotate(180).save(file.with_name(f"{file.stem}-turned.png"))
     monkeypatch.chdir(tmp_path)
-    commands = [command for command, _ in _blocks(TUTORIAL.read_text(encoding="utf-8")) if command]
-    assert len(commands) == 10
-    for command in commands:
-        assert main(shlex.split(command, comments=True)) == 0, command
+    assert follow(TUTORIAL, {}) == 10
     for name in ("groups/index.html", "sorted", "twice/copies.txt", "compared/index.html"):
         assert (tmp_path / name).exists()
-
-
-def _blocks(text: str) -> list[tuple[str, str]]:
-    """Commands and Python, in the order of the page."""
-    found = re.finditer(r"^    maect (?P<command>.*)$|^```python\n(?P<code>[^`]*)^```", text, re.M)
-    return [(match["command"] or "", match["code"] or "") for match in found]

@@ -70,82 +70,74 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "PART", 8)
 
 
-class Counting:
-    """Counts the images that an encoder is given."""
+def counting(run: Path, most: int = 10**9, **options: Any) -> Any:
+    """Load an encoder that counts the images `seen`, and is interrupted by more than `most`."""
+    encoder: Any = load(run, **options)
+    inner, encoder.seen = encoder.readable, 0
 
-    def __init__(self, encoder: Any, most: int = 10**9) -> None:
-        self.images, inner = 0, encoder.readable
+    def readable(read: Any, n: int, *args: Any, **options: Any) -> Any:
+        encoder.seen += n
+        if encoder.seen > most:
+            raise KeyboardInterrupt
+        return inner(read, n, *args, **options)
 
-        def readable(read: Any, n: int, *args: Any, **options: Any) -> Any:
-            self.images += n
-            if self.images > most:
-                raise KeyboardInterrupt
-            return inner(read, n, *args, **options)
-
-        encoder.readable = readable
+    encoder.readable = readable
+    return encoder
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_an_interrupted_embed_goes_on(run, photographs, tmp_path):
     whole, out = tmp_path / "whole.parquet", tmp_path / "x.parquet"
     embed_into(whole, load(run), photographs)
-    encoder = load(run)
-    Counting(encoder, most=20)
     with pytest.raises(KeyboardInterrupt):
-        embed_into(out, encoder, photographs)
+        embed_into(out, counting(run, most=20), photographs)
     assert not out.exists()
-    encoder = load(run)
-    counted = Counting(encoder)
+    encoder = counting(run)
     made = embed_into(out, encoder, photographs)
-    assert (counted.images, made.images, made.kept) == (30 - 16, 30, 0)
+    assert (encoder.seen, made.images, made.kept) == (30 - 16, 30, 0)
     assert out.read_bytes() == whole.read_bytes()
     assert not out.with_name(f".{out.name}.parts").exists()
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_only_new_and_changed_images_are_computed(run, photographs, tmp_path):
-    images, out = tmp_path / "images", tmp_path / "x.parquet"
-    shutil.copytree(photographs, images)
+    images, out = shutil.copytree(photographs, tmp_path / "images"), tmp_path / "x.parquet"
     files = sorted(images.rglob("No*"))
-    (tmp_path / "later").mkdir()
     for file in files[:5]:
-        shutil.move(file, tmp_path / "later")
+        file.unlink()
     embed_into(out, load(run), images)
 
     for file in files[:5]:
-        shutil.move(tmp_path / "later" / file.name, file)
+        shutil.copy(photographs / file.relative_to(images), file)
     shutil.copy(files[5], tmp_path / "other")  # another picture, of the same time
     shutil.copystat(files[6], tmp_path / "other")
     (tmp_path / "other").replace(files[6])
     files[7].unlink()
     files[8].write_text("broken")
-    encoder = load(run)
-    counted = Counting(encoder)
+    encoder = counting(run)
     made = embed_into(out, encoder, images)
-    assert (counted.images, made.images, made.kept, len(made.left_out)) == (5 + 2, 28, 22, 1)
+    assert (encoder.seen, made.images, made.kept, len(made.left_out)) == (5 + 2, 28, 22, 1)
     whole = tmp_path / "whole.parquet"
     left_out = embed_into(whole, load(run), images).left_out
     expected, found = Vectors.read(whole), Vectors.read(out)
     assert found.files == expected.files and np.array_equal(found.values, expected.values)
     assert made.left_out == left_out and found.about == expected.about
-    counted.images = 0
-    assert embed_into(out, encoder, images).kept == 28 and counted.images == 1  # the broken one
+    encoder.seen = 0
+    assert embed_into(out, encoder, images).kept == 28 and encoder.seen == 1  # the broken one
 
-    encoder = load(run, resize=24)
-    counted = Counting(encoder)
+    encoder = counting(run, resize=24)
     with pytest.raises(UserError, match=r"x\.parquet: made with resize 20, .* 24: .*--afresh"):
         embed_into(out, encoder, images)
-    assert counted.images == 0
+    assert encoder.seen == 0
     embed_into(out, encoder, images, afresh=True)
-    assert counted.images == 29  # otherwise resized: all of them
+    assert encoder.seen == 29  # otherwise resized: all of them
 
 
 def test_an_image_that_becomes_readable_is_computed(run, tmp_path, monkeypatch):
     """As the message asks: `pip install pydicom`, and the same command again."""
-    images, out = tmp_path / "images", tmp_path / "x.parquet"
-    images.mkdir()
-    photograph(0, 30, 30).save(images / "a.png")
-    encoder = load(run)
+    out, encoder = tmp_path / "x.parquet", load(run)
+    (tmp_path / "images").mkdir()
+    photograph(0, 30, 30).save(tmp_path / "images/a.png")
 
     def without_a_package(*image: Any) -> Any:
         raise UnreadableError("DICOM needs the package pydicom: uv pip install pydicom")
@@ -154,49 +146,43 @@ def test_an_image_that_becomes_readable_is_computed(run, tmp_path, monkeypatch):
         patched.setattr("maect.answers.encoder.decode", without_a_package)
         for _ in range(2):
             with pytest.raises(UserError, match=r"none of 1 images .*uv pip install pydicom"):
-                embed_into(out, encoder, images)
-    assert embed_into(out, encoder, images).images == 1
+                embed_into(out, encoder, tmp_path / "images")
+    assert embed_into(out, encoder, tmp_path / "images").images == 1
 
 
 def test_images_of_an_archive_are_not_those_that_lie_beside_it(run, tmp_path):
     archive, out = tmp_path / "birds.zip", tmp_path / "x.parquet"
     for name in ("1.png", "2.png"):
         photograph(int(name[0]), 30, 30).save(tmp_path / name)
-
-    def pack(first: int) -> None:
+    for first in ("1.png", "2.png"):
         with zipfile.ZipFile(archive, "w") as zipped:
-            zipped.write(tmp_path / f"{first}.png", "1.png")
+            zipped.write(tmp_path / first, "1.png")
             zipped.write(tmp_path / "2.png", "2.png")
-
-    pack(1)
-    embed_into(out, load(run), archive)
-    pack(2)
-    assert embed_into(out, load(run), archive).kept == 0
+        assert embed_into(out, load(run), archive).kept == 0
     one, two = Vectors.read(out).values
     assert np.array_equal(one, two)
 
 
 def test_a_table_that_is_read_is_not_written(run, photographs, tmp_path, capsys):
-    shutil.copytree(photographs, tmp_path / "images")
-    table, kept = tmp_path / "images/mine.csv", tmp_path / "kept.safetensors"
-    text = "".join(f"{p.relative_to(table.parent)},{p.parent.name}\n"
-                   for p in sorted(table.parent.rglob("No*")))  # fmt: skip
-    table.write_text(f"path,label\n{text}")
-    labelled = tmp_path / "l.parquet"
+    images, kept = shutil.copytree(photographs, tmp_path / "images"), tmp_path / "kept.safetensors"
+    table, labelled, out = images / "mine.csv", tmp_path / "l.parquet", tmp_path / "p.csv"
+    rows = [f"{p.relative_to(images)},{p.parent.name}\n" for p in sorted(images.rglob("No*"))]
+    table.write_text("".join(["path,label\n", *rows]))
     assert main(["embed", str(run), str(table), "--out", str(labelled)]) == 0
     fit = ["predict", str(run), str(table), "--labelled", str(labelled), "--classifier"]
-    kept.write_bytes((run / "encoder.safetensors").read_bytes())
-    for words, fault in (
-        ([*fit, str(tmp_path / "c.safetensors"), "--out", str(table)], "mine.csv: is read"),
-        ([*fit, str(labelled), "--out", str(tmp_path / "p.csv")], "was not fitted by --labelled"),
-        ([*fit, str(kept), "--out", str(tmp_path / "p.csv")], "was not fitted by --labelled"),
+    shutil.copy(run / "encoder.safetensors", kept)
+    before = [path.read_bytes() for path in (table, labelled, kept)]
+    for classifier, written, fault in (
+        (tmp_path / "c.safetensors", table, "mine.csv: is read"),
+        (labelled, out, "was not fitted by --labelled"),
+        (kept, out, "was not fitted by --labelled"),
     ):
-        before = [path.read_bytes() for path in (table, labelled, kept)]
-        assert main(words) == 2 and fault in capsys.readouterr().err
+        assert main([*fit, str(classifier), "--out", str(written)]) == 2
+        assert fault in capsys.readouterr().err
         assert [path.read_bytes() for path in (table, labelled, kept)] == before
     kept.unlink()
     for _ in range(2):  # its own is made again
-        assert main([*fit, str(kept), "--out", str(tmp_path / "p.csv")]) == 0
+        assert main([*fit, str(kept), "--out", str(out)]) == 0
     assert not (tmp_path / ".p.csv.parts").exists()
 
 
@@ -206,9 +192,8 @@ def test_an_interrupted_predict_goes_on(run, predicted, monkeypatch):
     whole = out.read_bytes()
     out.unlink()
     for most, status in ((20, 130), (14, 0)):
+        encoder = counting(run, most)
         with monkeypatch.context() as patch:
-            encoder = load(run)
-            Counting(encoder, most)
             patch.setattr("maect.load", lambda *_, encoder=encoder, **__: encoder)
             assert main(predict) == status
     assert out.read_bytes() == whole

@@ -1,11 +1,11 @@
 """A fine-tuned run's classes, and the folder of a hub repository, read by timm and transformers."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import timm
 import torch
@@ -27,22 +27,16 @@ def tuned(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run as a fine-tuned one, with a classifier and a result."""
     root = tmp_path_factory.mktemp("tuned")
     folder = shutil.copytree(run, root / "runs/ct.fine_tune.seed0")
-    generator = torch.Generator().manual_seed(0)
-    width = maect.load(run).width
-    head = {
-        "weight": torch.randn(3, width, generator=generator),
-        "bias": torch.randn(3, generator=generator),
-    }
+    generator, width = torch.Generator().manual_seed(0), maect.load(run).width
+    shapes = {"weight": (3, width), "bias": (3,)}
+    head = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_tensors(folder / "head.safetensors", head, {"classes": json.dumps(CLASSES)})
     record = read_record(RunRecord.path(folder)) | {"stage": "fine_tune", "run": folder.name}
     record["sha256"]["head.safetensors"] = sha256_file(folder / "head.safetensors")
     write_record(RunRecord.path(folder), record)
     (root / "evaluations" / folder.name).mkdir(parents=True)
-    result = {
-        "metrics": {"knn": 91.25, "knn_best": 95.5, "k": 3},
-        "settings": {"test_split": "val"},
-        "provenance": {},
-    }
+    metrics = {"knn": 91.25, "knn_best": 95.5, "k": 3}
+    result = {"metrics": metrics, "settings": {"test_split": "val"}, "provenance": {}}
     write_record(root / "evaluations" / folder.name / "knn.json", result)
     return folder
 
@@ -100,17 +94,13 @@ def test_the_folder_of_a_repository(tuned, photographs, tmp_path, monkeypatch):
 def test_classes_by_the_head_of_a_fine_tuned_run(tuned, photographs, tmp_path, capsys):
     out = tmp_path / "classes.csv"
     assert main(["predict", str(tuned), str(photographs), "--out", str(out)]) == 0
-    with open(out, encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    head = load_file(tuned / "head.safetensors")
-    vectors = torch.from_numpy(maect.load(tuned).encode([photographs / r["file"] for r in rows]))
+    frame, head = pd.read_csv(out), load_file(tuned / "head.safetensors")
+    vectors = torch.from_numpy(maect.load(tuned).encode([photographs / f for f in frame["file"]]))
     probable = (vectors @ head["weight"].T + head["bias"]).softmax(1).max(1)
-    assert [row["class"] for row in rows] == [CLASSES[n] for n in probable.indices]
-    found = [float(row["probability"]) for row in rows]
-    np.testing.assert_allclose(found, probable.values, atol=1e-3)
+    assert frame["class"].tolist() == [CLASSES[n] for n in probable.indices]
+    np.testing.assert_allclose(frame["probability"], probable.values, atol=1e-3)
     damaged = shutil.copytree(tuned, tmp_path / "runs/damaged")
-    (damaged / "head.safetensors").write_bytes(
-        (tuned / "head.safetensors").read_bytes()[:-1] + b"x"
-    )
+    left = damaged / "head.safetensors"
+    left.write_bytes(left.read_bytes()[:-1] + b"x")
     assert main(["predict", str(damaged), str(photographs), "--out", str(out)]) == 2
     assert "head.safetensors: damaged" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A rank of our own, feature files, and a few real digits as shards with a small encoder."""
+"""A rank of our own, feature files, and shards of digits and of shapes with small encoders."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,20 +65,12 @@ RECORD = {
 }  # fmt: skip
 
 
-def store(
-    path: Path,
-    features: Any,
-    labels: Any,
-    keys: list[str] | None = None,
-    contents: Any = None,
-    **record: Any,
-):
+def store(path: Path, features: Any, labels: Any, keys: Any = None, **record: Any) -> Path:
     features = np.asarray(features, np.float32)
     write_features(
         path, [features[:3], features[3:]], width=features.shape[1],
         labels=np.asarray(labels, np.int64),
         keys=keys or [f"c/{i:04d}" for i in range(len(features))], record={**RECORD, **record},
-        contents=contents,
     )  # fmt: skip
     return path
 
@@ -165,6 +157,19 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def extracted(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Features of both splits by the encoder of that run."""
+    from maect.evaluate.features import extract
+
+    root, encoder = tmp_path_factory.mktemp("extracted"), images / "runs/mae/encoder.safetensors"
+    out = {split: root / f"{split}.safetensors" for split in ("train", "val")}
+    for split, path in out.items():
+        shards = images / "shards" / split
+        assert extract(Rank(), encoder=encoder, shards=shards, out=path, resize=16) == "done"
+    return out
+
+
+@pytest.fixture(scope="session")
 def imagenet_val(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shards `val` again, of images that are called as ImageNet's are."""
     from maect.data.shards import shard
@@ -176,3 +181,30 @@ def imagenet_val(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         copy.write_bytes(path.read_bytes())
     shard(root / "images", root / "val", "folder", 2)
     return root / "val"
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of 40 and 20 shapes with masks, and an encoder whose patch tokens keep colours."""
+    from PIL import Image
+
+    from maect.data.bundled import draw
+    from maect.data.shards import shard
+
+    root = tmp_path_factory.mktemp("shapes")
+    for split, numbers in {"train": range(40), "val": range(40, 60)}.items():
+        for folder, place in ((split, 0), (f"{split}_masks", 1)):
+            (root / "images" / folder).mkdir(parents=True)
+            for number in numbers:
+                path = root / "images" / folder / f"{number:04d}.png"
+                Image.fromarray(draw(number)[place]).save(path)
+            kind = "masks" if place else "unlabelled"
+            shard(root / "images" / folder, root / "shards" / folder, kind, 1)
+    write_run(root, image_size=32, width=32, depth=2)
+    return root
+
+
+def masked_job(drawn: Path, out: Path) -> EvaluationJob:
+    names = ("train", "test", "train_masks", "test_masks")
+    inputs = {name: drawn / "shards" / name.replace("test", "val") for name in names}
+    return EvaluationJob(drawn / "runs" / "mae", out, inputs)

@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from maect.data.index import WIDTH, open_index
 from maect.data.shards import shard
 from maect.data.transforms import normalize
 from maect.evaluate import dense, patch_classifiers
-from maect.evaluate.base import EvaluationJob
 from maect.evaluate.dense import MaskSplit, miou
 from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import Encoding
@@ -27,7 +27,6 @@ from maect.evaluate.knn import nearest
 from maect.evaluate.patch_classifiers import (
     Patches,
     choose_and_score,
-    most_frequent,
     predict_by_neighbours,
     predict_by_regression,
     training_patches,
@@ -36,31 +35,7 @@ from maect.evaluate.patch_linear import picture
 from maect.evaluate.protocols.probes import PatchKnn, PatchLogistic
 from maect.recipes import Pixels
 
-from .conftest import Rank, resolved, write_run
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
-    """Shards of 40 and 20 shapes with masks, and an encoder whose patch tokens keep colours."""
-    root = tmp_path_factory.mktemp("shapes")
-    for split, numbers in {"train": range(40), "val": range(40, 60)}.items():
-        for folder, place in ((split, 0), (f"{split}_masks", 1)):
-            (root / "images" / folder).mkdir(parents=True)
-            for number in numbers:
-                path = root / "images" / folder / f"{number:04d}.png"
-                Image.fromarray(draw(number)[place]).save(path)
-            kind = "masks" if place else "unlabelled"
-            shard(root / "images" / folder, root / "shards" / folder, kind, 1)
-    write_run(root, image_size=32, width=32, depth=2)
-    return root
-
-
-def job_of(drawn, out):
-    shards = drawn / "shards"
-    names = {"train": "train", "test": "val"}
-    inputs = {name: shards / split for name, split in names.items()}
-    inputs |= {f"{name}_masks": shards / f"{split}_masks" for name, split in names.items()}
-    return EvaluationJob(drawn / "runs" / "mae", out, inputs)
+from .conftest import Rank, masked_job, resolved
 
 
 @pytest.mark.parametrize("ignore", [(0, 255), (255,), ()])
@@ -110,11 +85,6 @@ def test_regression_gives_every_pixel_the_class_of_its_patch():
     assert (predicted == labels.reshape(-1, 1)).all()
 
 
-def test_most_frequent_of_several_is_the_smallest():
-    rows = np.array([[3, 3, 2, 2], [7, 7, 7, 0], [255, 255, 9, 1]], np.uint8)
-    assert most_frequent(rows).tolist() == [2, 7, 255]
-
-
 def test_ignored_patches_teach_nothing():
     features = np.arange(8, dtype=np.float32).reshape(1, 4, 2)
     classes = np.array([[[0, 0], [1, 1], [255, 255], [2, 0]]], np.uint8)
@@ -144,7 +114,7 @@ def test_of_equal_settings_the_first_is_chosen_and_a_killed_job_does_not_choose_
         return [np.array([[1], [2 if one["k"] > 1 else 1]], np.uint8) for one in some]
 
     def scored(seed=0):
-        job = job_of(drawn, tmp_path / "fixed.json")
+        job = masked_job(drawn, tmp_path / "fixed.json")
         return choose_and_score(PatchKnn(seed=seed), Rank(), job, choices, predict)
 
     with pytest.raises(MemoryError):
@@ -159,30 +129,21 @@ def test_of_equal_settings_the_first_is_chosen_and_a_killed_job_does_not_choose_
 
 
 def test_features_are_standardised_by_the_patches_that_are_learnt_from(drawn, tmp_path):
-    job = job_of(drawn, tmp_path / "a.json")
+    job = masked_job(drawn, tmp_path / "a.json")
     parts = patch_classifiers.encode_splits(PatchKnn(), Rank(), job)
     assert parts is not None and len(parts["held"].features) == 4
     assert np.abs(parts["train"].rows().mean(0)).max() < 1e-4
 
 
-def test_shards_without_a_plan_are_joined_by_their_keys(drawn, tmp_path):
-    names = ("val", "val_masks")
-    for name in names:
-        shutil.copytree(drawn / "shards" / name, tmp_path / name)
-        (tmp_path / name / "plan.json").unlink()
-    planned, bare = (
-        MaskSplit(*(open_index(folder / name) for name in names))
-        for folder in (drawn / "shards", tmp_path)
-    )
-    assert bare.rows == planned.rows
-
-
-def test_patches_lie_where_their_pixels_do(drawn):
-    """Of an encoder of patches alone: the mean colour of a patch and its class belong together."""
-    from maect.data.index import open_index
-
+def test_patches_lie_where_their_pixels_do(drawn, tmp_path):
+    """Also in shards that have no plan, whose keys are names."""
     images, masks = (open_index(drawn / "shards" / name) for name in ("val", "val_masks"))
     split = MaskSplit(images, masks)
+    for name in ("val", "val_masks"):
+        shutil.copytree(drawn / "shards" / name, tmp_path / name)
+        (tmp_path / name / "plan.json").unlink()
+    bare = MaskSplit(open_index(tmp_path / "val"), open_index(tmp_path / "val_masks"))
+    assert bare.rows == split.rows
     cells = split.patches(32, 64, 2)
     for number in range(images.n):
         mask = draw(int(images.key(number)))[1]
@@ -217,10 +178,10 @@ def test_patch_tokens_are_the_encoders_of_whole_images(drawn, monkeypatch):
     ids=lambda p: p.name,
 )
 def test_an_untrained_encoder_is_better_than_background_alone(drawn, tmp_path, protocol):
-    job = job_of(drawn, tmp_path / f"{protocol.name}.json")
+    name = protocol.name
+    job = masked_job(drawn, tmp_path / f"{name}.json")
     assert evaluate(Rank(), config=resolved(job, protocol)) == "done"
     metrics = read_record(job.out)["metrics"]
-    name = protocol.name
     truth = np.stack([draw(number)[1] for number in range(40, 60)])
     assert metrics[name] > miou(truth, np.ones_like(truth), ())[0]
     assert metrics[f"{name}_accuracy"] > 70
@@ -236,7 +197,6 @@ def test_masks_that_do_not_fit_are_refused(drawn, tmp_path):
         MaskSplit(images, open_index(drawn / "shards" / "train_masks"))
     folder = tmp_path / "masks"
     shutil.copytree(drawn / "images" / "val_masks", folder)
-    Image.new("L", (31, 32)).save(folder / "0041.png")
     Image.new("RGB", (32, 32)).save(folder / "0042.png")
     palette = Image.fromarray(draw(43)[1], "P")
     palette.putpalette([*range(48)])
@@ -248,14 +208,12 @@ def test_masks_that_do_not_fit_are_refused(drawn, tmp_path):
         grey += struct.pack(">I", zlib.crc32(name + part))
     (folder / "0044.png").write_bytes(grey)
     shard(folder, tmp_path / "shards", "masks", 1)
-    masks = open_index(tmp_path / "shards")
-    with pytest.raises(UserError, match="'0041' is not of the image's size"):
-        MaskSplit(images, masks)
-    (folder / "0041.png").unlink()
-    shutil.copy(drawn / "images" / "val_masks" / "0041.png", folder / "0041.png")
-    shard(folder, tmp_path / "again", "masks", 1)
-    split = MaskSplit(images, open_index(tmp_path / "again"))
+    masks, sides = open_index(tmp_path / "shards"), images.rows.copy()
     rows = [int(images.key(i)) for i in range(images.n)]
+    sides[rows.index(41), WIDTH] += 1
+    with pytest.raises(UserError, match="'0041' is not of the image's size"):
+        MaskSplit(replace(images, rows=sides), masks)
+    split = MaskSplit(images, masks)
     for number, depth in ((42, "the mode RGB"), (44, "4-bit grey")):
         with pytest.raises(UserError, match=f"'00{number}' has pixels of {depth}"):
             split.read(rows.index(number))

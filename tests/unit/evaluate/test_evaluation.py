@@ -27,16 +27,21 @@ def finished_run(images: Path, folder: Path) -> tuple[Path, str]:
     return run, checksum
 
 
-def test_tensors_of_a_job_that_was_stopped_are_not_those_of_the_result_beside_them(
-    images, tmp_path, rank
-):
+def test_tensors_beside_a_result_are_those_of_its_job(images, tmp_path, rank):
+    """Not of one that was superseded, nor of one that was stopped between the two."""
     run, checksum = finished_run(images, tmp_path)
-    test = store(tmp_path / "test.safetensors", *blobs(60, 12, 6, 0), encoder_sha256=checksum)
-    config = resolved(EvaluationJob(run, tmp_path / "c.json", {"test": test}), Clustering(runs=2))
+    test = store(tmp_path / "val.safetensors", *blobs(90, 12, 6, 1), encoder_sha256=checksum)
+    job = EvaluationJob(run, tmp_path / "clustering.json", {"test": test})
+    config = resolved(job, Clustering(runs=5))
     evaluate(rank, config=config)
+    left = job.out.with_suffix(".safetensors")
+    made = left.read_bytes()
+    with pytest.raises(SupersededError, match="another job"):
+        evaluate(Rank(current=False), config=resolved(job, Clustering(runs=1)))
+    assert left.read_bytes() == made
+    resolved(job, Clustering(runs=5))
     assert Completion(config).is_there()
-    left = tmp_path / "c.safetensors"
-    left.write_bytes(left.read_bytes() + b"0")
+    left.write_bytes(made + b"0")
     assert not Completion(config).is_there()
 
 
@@ -58,13 +63,8 @@ def test_other_ranks_leave_it_to_the_first(job):
 
 
 def test_a_result_is_of_its_encoder_settings_and_inputs(images, tmp_path, rank):
-    run, checksum = finished_run(images, tmp_path)
-    features = {"encoder_sha256": checksum}
-    paths = {
-        split: store(tmp_path / f"{split}.safetensors", *blobs(60, 12, 6, seed), **features)
-        for seed, split in enumerate(("train", "test"))
-    }
-    job = EvaluationJob(run, tmp_path / "knn.json", paths)
+    features = {"encoder_sha256": finished_run(images, tmp_path)[1]}
+    job = features_job(tmp_path, blobs(60, 12, 6, 0), blobs(60, 12, 6, 1), **features)
     config = resolved(job, Knn(k=5))
     asked = Completion(config)
     with pytest.MonkeyPatch.context() as patch:
@@ -89,33 +89,22 @@ def test_a_result_is_of_its_encoder_settings_and_inputs(images, tmp_path, rank):
     assert Completion(resolved(job, Knn(k=5))).is_there()
 
 
-def test_a_superseded_job_leaves_the_tensors_of_its_successor(tmp_path, rank):
-    """They were replaced before it was asked who is current: the successor's result was damaged."""
-    test = store(tmp_path / "val.safetensors", *blobs(90, 12, 6, 1))
-    job = EvaluationJob(tmp_path / "run", tmp_path / "clustering.json", {"test": test})
-    before = resolved(job, Clustering(runs=1)).read_text(encoding="utf-8")
-    config = resolved(job, Clustering(runs=5))
-    evaluate(rank, config=config)
-    left = job.out.with_suffix(".safetensors").read_bytes()
-    config.write_text(before, encoding="utf-8")
-    with pytest.raises(SupersededError, match="another job"):
-        evaluate(Rank(current=False), config=config)
-    assert job.out.with_suffix(".safetensors").read_bytes() == left
-
-
 def test_a_damaged_encoder_is_no_result(images, tmp_path, rank):
     run, _ = finished_run(images, tmp_path)
     encoder = run / "encoder.safetensors"
     data = bytearray(encoder.read_bytes())
     data[-1] ^= 1
     encoder.write_bytes(data)
-    shards = images / "shards" / "val"
+    shards, out = images / "shards/val", tmp_path / "val.safetensors"
     job = EvaluationJob(run, tmp_path / "linear_probe.json", {"train": shards, "test": shards})
-    with pytest.raises(UserError, match=r"run/encoder\.safetensors: damaged"):
-        evaluate(rank, config=resolved(job, LinearProbe()))
-    with pytest.raises(UserError, match=r"run/encoder\.safetensors: damaged"):
-        extract(rank, encoder=encoder, shards=shards, out=tmp_path / "val.safetensors")
-    assert not job.out.exists() and not (tmp_path / "val.safetensors").exists()
+    config = resolved(job, LinearProbe())
+    for refused in (
+        lambda: evaluate(rank, config=config),
+        lambda: extract(rank, encoder=encoder, shards=shards, out=out),
+    ):
+        with pytest.raises(UserError, match=r"run/encoder\.safetensors: damaged"):
+            refused()
+    assert not job.out.exists() and not out.exists()
 
 
 def test_features_of_another_encoder_leave_what_was_there(job, rank, monkeypatch):
@@ -129,16 +118,16 @@ def test_features_of_another_encoder_leave_what_was_there(job, rank, monkeypatch
     (job.run / "encoder.safetensors").unlink()
     missing = job.path("test").with_name("none.safetensors")
     monkeypatch.undo()
-    with pytest.raises(UserError, match=r"none\.safetensors: no such features file; make it with"):
-        evaluate(rank, config=resolved(given(job, test=missing), Clustering()))
     both = blobs(60, 12, 6, 0), blobs(60, 12, 6, 0)
     raw = features_job(missing.parent / "raw", *both, norm=False, blocks=1)
-    blocks = Knn(norm=False, blocks=4)
-    with pytest.raises(UserError, match=r"train\.safetensors: made of 1 blocks, not 4"):
-        evaluate(rank, config=resolved(given(job, **raw.inputs), blocks))
     other = store(missing.with_name("o.safetensors"), *blobs(9, 12, 6, 1), encoder_sha256="f" * 64)
-    with pytest.raises(UserError, match=r"o\.safetensors: encoder_sha256 differs; extract"):
-        evaluate(rank, config=resolved(given(job, test=other), Knn()))
+    for inputs, protocol, message in (
+        ({"test": missing}, Clustering(), r"none\.safetensors: no such features file; make it"),
+        (raw.inputs, Knn(norm=False, blocks=4), r"train\.safetensors: made of 1 blocks, not 4"),
+        ({"test": other}, Knn(), r"o\.safetensors: encoder_sha256 differs; extract"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate(rank, config=resolved(given(job, **inputs), protocol))
 
 
 def test_every_protocol_is_declared():

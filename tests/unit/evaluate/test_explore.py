@@ -13,23 +13,18 @@ from safetensors.numpy import load_file
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.features import extract
 from maect.evaluate.pictures import ATLAS_BYTES, atlas, common_classes
 from maect.evaluate.protocols.stored_features import Explore, Umap, columns_of
 from maect.evaluate.store import open_features
 
-from .conftest import Rank, blobs, store
+from .conftest import blobs, store
 
 
-@pytest.fixture(scope="module")
-def job(images: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
-    root, run = tmp_path_factory.mktemp("explored"), images / "runs/mae"
-    given = {}
-    for split in ("train", "val"):
-        shards, out = images / "shards" / split, root / f"{split}.safetensors"
-        extract(Rank(), encoder=run / "encoder.safetensors", shards=shards, out=out, resize=16)
-        given |= {f"features_{split}": out, f"images_{split}": shards}
-    return EvaluationJob(run, root / "explore.json", given)
+@pytest.fixture
+def job(images: Path, extracted: dict[str, Path], tmp_path: Path) -> EvaluationJob:
+    given = {f"features_{split}": path for split, path in extracted.items()}
+    given |= {f"images_{split}": images / "shards" / split for split in extracted}
+    return EvaluationJob(images / "runs/mae", tmp_path / "explore.json", given)
 
 
 def test_a_map_with_names_pictures_groups_and_look_alikes(job, rank):
@@ -68,8 +63,7 @@ def test_a_map_with_names_pictures_groups_and_look_alikes(job, rank):
     assert np.abs(shown - image).mean() < 6
 
 
-def test_other_numbers_of_groups_are_left_where_none_is_given(job, rank, tmp_path):
-    job = EvaluationJob(job.run, tmp_path / "explore.json", job.inputs)
+def test_other_numbers_of_groups_are_left_where_none_is_given(job, rank):
     metrics = Explore(splits=("train", "val"), images=60).evaluate(rank, job)
     explored = load_file(job.out.with_suffix(".safetensors"))
     counts = explored["grains"].tolist()

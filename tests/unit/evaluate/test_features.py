@@ -1,4 +1,5 @@
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,15 +27,18 @@ from .by_hand import all_images, blocks_of
 from .conftest import RECORD, Rank, blobs, store
 
 MEAN, STD = [0.5, 0.3, 0.4], [0.3, 0.2, 0.25]
+CPU = torch.device("cpu")
 
 
-def test_features_are_those_of_a_plain_loop(images, tmp_path, rank):
-    encoder, out = images / "runs" / "mae" / "encoder.safetensors", tmp_path / "a.safetensors"
-    shards = images / "shards" / "val"
-    assert extract(rank, encoder=encoder, shards=shards, out=out, resize=16) == "done"
-    found = open_features(out)
+@pytest.fixture
+def encoder(images: Path) -> Path:
+    return images / "runs/mae/encoder.safetensors"
+
+
+def test_features_are_those_of_a_plain_loop(images, encoder, extracted):
+    found = open_features(extracted["val"])
     module, _, _ = load_encoder_weights(encoder)
-    index = open_index(shards)
+    index = open_index(images / "shards/val")
     expected = []
     for key in index.keys():  # noqa: SIM118
         pixels = np.asarray(Image.open(images / "images" / "val" / f"{key}.png"), np.float32) / 255
@@ -47,15 +51,15 @@ def test_features_are_those_of_a_plain_loop(images, tmp_path, rank):
     assert found.record["pooling"] == "mean"
     assert found.record["index_digest"] == index.digest
     assert found.record["class_names"] == list(index.class_names)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+    assert {*extracted["val"].parent.iterdir()} == {*extracted.values()}
 
 
-def test_features_before_the_final_norm(images, tmp_path, rank):
-    encoder, shards = images / "runs" / "mae" / "encoder.safetensors", images / "shards" / "val"
-    files = [tmp_path / f"{name}.safetensors" for name in ("after", "before", "several")]
-    given = {"encoder": encoder, "shards": shards, "resize": 16}
-    for file, norm, blocks in zip(files, (True, False, False), (1, 1, 2), strict=True):
-        assert extract(rank, **given, out=file, norm=norm, blocks=blocks) == "done"
+def test_features_before_the_final_norm(images, encoder, extracted, tmp_path, rank):
+    shards = images / "shards/val"
+    files = [extracted["val"], tmp_path / "before.safetensors", tmp_path / "several.safetensors"]
+    given = {"encoder": encoder, "shards": shards, "resize": 16, "norm": False}
+    for blocks, file in enumerate(files[1:], 1):
+        assert extract(rank, **given, out=file, blocks=blocks) == "done"
     after, before, several = map(open_features, files)
     module, settings, _ = load_encoder_weights(encoder)
     pictures = all_images(open_index(shards))[0][:8]
@@ -70,12 +74,8 @@ def test_features_before_the_final_norm(images, tmp_path, rank):
     np.testing.assert_allclose(after.values[:8], expected[1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_restart_goes_on_with_the_same_bits(images, tmp_path, monkeypatch):
-    options = {
-        "encoder": images / "runs" / "mae" / "encoder.safetensors",
-        "shards": images / "shards" / "train",
-    }
-    assert extract(Rank(), out=tmp_path / "whole.safetensors", **options) == "done"
+def test_a_restart_goes_on_with_the_same_bits(images, encoder, extracted, tmp_path, monkeypatch):
+    options = {"encoder": encoder, "shards": images / "shards/train", "resize": 16}
     out = tmp_path / "a.safetensors"
     assert extract(Rank(patience=5), out=out, **options) == "requeue"
     parts = sorted((tmp_path / ".a.safetensors.parts").glob("*.safetensors"))
@@ -93,7 +93,7 @@ def test_a_restart_goes_on_with_the_same_bits(images, tmp_path, monkeypatch):
     assert extract(Rank(), out=out, **options) == "done"
     ranges = part_ranges(150)
     assert encoded == [ranges[1], *ranges[5:]]
-    assert out.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+    assert out.read_bytes() == extracted["train"].read_bytes()
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 1297, 1_281_167])
@@ -105,70 +105,50 @@ def test_parts_cover_every_row_once(n):
     assert len(ranges) >= min(n, 8)
 
 
-def test_an_encoder_that_diverged_is_named(images, tmp_path, rank):
-    module, settings, pooling = load_encoder_weights(
-        images / "runs" / "mae" / "encoder.safetensors"
-    )
-    module.blocks[1].mlp.fc1.weight.data[0, 0] = float("nan")
-    path = tmp_path / "encoder.safetensors"
-    save_encoder(path, module.state_dict(), settings, pooling)
-    with pytest.raises(UserError, match=r"features of sample 0 \(.*\) are not finite"):
-        extract(
-            rank, encoder=path, shards=images / "shards" / "val", out=tmp_path / "a.safetensors"
-        )
-    with pytest.raises(UserError, match="no such encoder"):
-        Encoding(tmp_path / "none.safetensors", torch.device("cpu"))
+PICTURES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-def test_representations(images):
+def test_representations(encoder):
     """Concatenated blocks and [CLS] with mean, against a walk through the blocks."""
-    path = images / "runs" / "mae" / "encoder.safetensors"
-    module, _, _ = load_encoder_weights(path)
-    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    outputs = blocks_of(module, x)
+    module, _, _ = load_encoder_weights(encoder)
+    outputs = blocks_of(module, PICTURES)
     with torch.inference_mode():
         outputs[-1] = module.norm(outputs[-1])
-    cpu = torch.device("cpu")
     for blocks in (1, 2, 3):
-        encoding = Encoding(path, cpu, blocks=blocks)
+        encoding = Encoding(encoder, CPU, blocks=blocks)
         expected = torch.cat([o[:, 1:].mean(1) for o in outputs[-blocks:]], 1)
-        torch.testing.assert_close(encoding(x), expected)
+        torch.testing.assert_close(encoding(PICTURES), expected)
         assert encoding.width == expected.shape[1] == 16 * blocks
-    both = Encoding(path, cpu, other_pooling=True)
+    both = Encoding(encoder, CPU, other_pooling=True)
     expected = torch.cat([outputs[-1][:, 1:].mean(1), outputs[-1][:, 0]], 1)
-    torch.testing.assert_close(both(x), expected)
-    every = Encoding(path, cpu, blocks=100, pooling="cls")
+    torch.testing.assert_close(both(PICTURES), expected)
+    every = Encoding(encoder, CPU, blocks=100, pooling="cls")
     assert every.blocks == 3 and every.width == 48
-    torch.testing.assert_close(every(x), torch.cat([o[:, 0] for o in outputs], 1))
+    torch.testing.assert_close(every(PICTURES), torch.cat([o[:, 0] for o in outputs], 1))
 
 
-def test_the_other_pooling_of_several_class_tokens_is_the_mean_of_patches(images, tmp_path):
+def test_the_other_pooling_of_several_class_tokens_is_the_mean_of_patches(encoder, tmp_path):
     """Pixio's: the mean of its [CLS] tokens stood beside the first of them."""
-    _, settings, _ = load_encoder_weights(images / "runs" / "mae" / "encoder.safetensors")
-    settings = settings.model_copy(update={"registers": 7})
-    path, cpu = tmp_path / "encoder.safetensors", torch.device("cpu")
+    settings = load_encoder_weights(encoder)[1].model_copy(update={"registers": 7})
+    path = tmp_path / "encoder.safetensors"
     save_encoder(path, build_encoder(settings).state_dict(), settings, "mean_cls")
-    encoding = Encoding(path, cpu, other_pooling=True)
-    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    tokens = encoding.output(x, "last").tokens.float()
+    encoding = Encoding(path, CPU, other_pooling=True)
+    tokens = encoding.output(PICTURES, "last").tokens.float()
     expected = torch.cat([tokens[:, :8].mean(1), tokens[:, 8:].mean(1)], 1)
-    torch.testing.assert_close(encoding(x), expected)
+    torch.testing.assert_close(encoding(PICTURES), expected)
     assert list(representations(encoding)) == ["concat_1", "concat_cls_mean", "concat_mean"]
 
 
-def test_norm_after_the_mean_is_of_the_last_block(images, tmp_path):
+def test_norm_after_the_mean_is_of_the_last_block(encoder, tmp_path):
     """A fine-tuned encoder: the means of earlier blocks are as they are, as without that norm."""
-    original = images / "runs" / "mae" / "encoder.safetensors"
-    module, settings, _ = load_encoder_weights(original)
+    module, settings, _ = load_encoder_weights(encoder)
     module.norm_after_pooling()
     torch.nn.init.normal_(module.fc_norm.weight, generator=torch.Generator().manual_seed(0))
     path = tmp_path / "encoder.safetensors"
     save_encoder(path, module.state_dict(), settings, "fc_norm")
-    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    cpu = torch.device("cpu")
-    plain, normed = (Encoding(file, cpu, blocks=3)(x) for file in (original, path))
+    plain, normed = (Encoding(file, CPU, blocks=3)(PICTURES) for file in (encoder, path))
     assert torch.equal(normed[:, :32], plain[:, :32])
-    assert torch.equal(normed[:, 32:], Encoding(path, cpu)(x))
+    assert torch.equal(normed[:, 32:], Encoding(path, CPU)(PICTURES))
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -186,44 +166,41 @@ def test_what_was_written_is_read(tmp_path):
     assert np.array_equal(load_file(path)["features"], features)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match="no such features file"):
-        open_features(tmp_path / "b.safetensors")
-    with pytest.raises(MissingFileError):
-        open_record(tmp_path / "b.safetensors")
-
-
-def test_too_few_rows_leave_no_file(tmp_path):
-    features, labels = blobs(10, 3, 2, 0)
-    with pytest.raises(ValueError, match="9 rows of features for 10 labels"):
-        write_features(
-            tmp_path / "a.safetensors", [features[:9]], width=3, labels=labels, keys=[],
-            record=RECORD,
-        )  # fmt: skip
-    assert not list(tmp_path.iterdir())
-
-
-def test_empty_or_unlabelled_is_named(tmp_path):
-    empty = store(tmp_path / "a.safetensors", np.ones((0, 3)), [])
-    with pytest.raises(UserError, match=r"a\.safetensors: holds no samples"):
-        open_features(empty)
+def test_what_cannot_be_extracted_written_or_read_is_named(images, encoder, tmp_path, rank):
+    module, settings, pooling = load_encoder_weights(encoder)
+    module.blocks[1].mlp.fc1.weight.data[0, 0] = float("nan")
+    diverged, none = tmp_path / "encoder.safetensors", tmp_path / "none.safetensors"
+    save_encoder(diverged, module.state_dict(), settings, pooling)
     features, labels = blobs(20, 3, 2, 0)
     labels[4] = -1
-    found = open_features(store(tmp_path / "b.safetensors", features, labels))
-    with pytest.raises(UserError, match="sample 4 has no label"):
-        check_labelled(found)
+    empty = store(tmp_path / "empty.safetensors", np.ones((0, 3)), [])
+    some = open_features(store(tmp_path / "some.safetensors", features, labels))
+    given = {"encoder": diverged, "shards": images / "shards/val", "out": none}
+    few = {"width": 3, "labels": labels, "keys": [], "record": RECORD}
+    for error, message, refused in (
+        (UserError, r"features of sample 0 \(.*\) are not finite", lambda: extract(rank, **given)),
+        (UserError, "no such encoder", lambda: Encoding(none, CPU)),
+        (ValueError, "19 rows of features for 20 labels",
+         lambda: write_features(none, [features[:19]], **few)),
+        (UserError, "no such features file", lambda: open_features(none)),
+        (MissingFileError, "none", lambda: open_record(none)),
+        (UserError, r"empty\.safetensors: holds no samples", lambda: open_features(empty)),
+        (UserError, "sample 4 has no label", lambda: check_labelled(some)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            refused()
+    assert not none.exists()
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("encoder_sha256", "f" * 64), ("pooling", "mean"), ("precision", "bf16"), ("norm", False),
-        ("blocks", 2), ("class_names", ["a", "b"]), ("image_size", 32), ("resize", 99),
-    ],
-)  # fmt: skip
-def test_features_of_two_encoders_do_not_mix(field, value, tmp_path):
+def test_features_of_two_encoders_do_not_mix(tmp_path):
     a = open_features(store(tmp_path / "a.safetensors", *blobs(20, 3, 2, 0), norm=True, blocks=1))
     check_same_encoder(a, a)
-    b = store(tmp_path / "b.safetensors", *blobs(20, 3, 2, 0), **(a.record | {field: value}))
-    with pytest.raises(UserError, match=f"{field} differs"):
-        check_same_encoder(a, open_features(b))
+    other = {
+        "encoder_sha256": "f" * 64, "pooling": "mean", "precision": "bf16", "norm": False,
+        "blocks": 2, "class_names": ["a", "b"], "image_size": 32, "resize": 99,
+    }  # fmt: skip
+    for field, value in other.items():
+        path = tmp_path / f"{field}.safetensors"
+        b = store(path, *blobs(20, 3, 2, 0), **a.record | {field: value})
+        with pytest.raises(UserError, match=f"{field} differs"):
+            check_same_encoder(a, open_features(b))

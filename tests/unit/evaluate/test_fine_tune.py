@@ -14,7 +14,6 @@ from maect.data.index import ID, Index, open_index
 from maect.data.subsets import class_view, fraction_rows, fraction_rows_of, subset_record
 from maect.evaluate.accuracy import FineTuned
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.features import extract
 from maect.evaluate.low_shot import as_split, choose_samples
 from maect.evaluate.protocols.encoders import Accuracy
 from maect.evaluate.protocols.stored_features import LowShot
@@ -33,19 +32,15 @@ def rows_of(split: Index, images: Index) -> list[int]:
     return np.flatnonzero(np.isin(split.rows[:, ID], images.rows[:, ID])).tolist()
 
 
-def test_the_images_are_those_of_logistic_regression(images, tmp_path, rank):
-    encoder, shards = images / "runs" / "mae" / "encoder.safetensors", images / "shards" / "train"
-    extract(rank, encoder=encoder, shards=shards, out=tmp_path / "train.safetensors", resize=16)
-    features, index = open_features(tmp_path / "train.safetensors"), open_index(shards)
+def test_the_images_are_those_of_logistic_regression(images, extracted, tmp_path):
+    features, index = open_features(extracted["train"]), open_index(images / "shards/train")
     plan = Accuracy(shots=(1, 2), seed=4, **FEW).trainings()
     assert list(plan)[::5] == ["1shot-split1", "2shot-split3"] and len(plan) == 6
     for number, (stage, seed) in enumerate(plan.values()):
         shots, split = 1 + number // 3, 1 + number % 3
         chosen = stage.training_images(index)
-        assert (
-            rows_of(index, chosen)
-            == choose_samples(features, shots, split, LowShot(seed=4)).tolist()
-        )
+        wanted = choose_samples(features, shots, split, LowShot(seed=4))
+        assert rows_of(index, chosen) == wanted.tolist()
         assert np.bincount(chosen.labels).tolist() == [shots] * 10 and seed == 4
     tenth = Accuracy(fraction=0.1, seed=4, seeds=2, **FEW).trainings()
     assert [seed for _, seed in tenth.values()] == [4, 5]
@@ -61,17 +56,6 @@ def test_the_images_are_those_of_logistic_regression(images, tmp_path, rank):
         official.model_copy(update={"fraction": 0.01}).training_images(index)
 
 
-def test_shots_need_images_of_every_class_that_the_split_names(images, tmp_path):
-    """A view names its own classes, so those that it leaves out are not missed."""
-    class_view(images / "shards" / "train", tmp_path / "view", ["3", "1"])
-    view, settings = open_index(tmp_path / "view"), FineTune(shots=2, **FEW | {"batch_size": 4})
-    assert np.bincount(settings.training_images(view).labels).tolist() == [2, 2]
-    whole = open_index(images / "shards" / "train")
-    without = replace(whole, rows=whole.rows[whole.labels != 7])
-    with pytest.raises(UserError, match=r"train: class 7: 0 samples, 2 wanted"):
-        settings.training_images(without)
-
-
 def test_fractions_of_every_class():
     labels = np.repeat([0, 1, 2, -1], [100, 37, 3, 20])
     tenth, half = fraction_rows(labels, 0.1, 7), fraction_rows(labels, 0.5, 7)
@@ -82,9 +66,16 @@ def test_fractions_of_every_class():
 
 
 def test_what_cannot_be_trained_on(images, tmp_path):
-    class_view(images / "shards" / "train", tmp_path / "one", ["3"])
-    whole, one = open_index(images / "shards" / "train"), open_index(tmp_path / "one")
+    """A view names its own classes, so those that it leaves out are not missed."""
+    whole = open_index(images / "shards" / "train")
+    without = replace(whole, rows=whole.rows[whole.labels != 7])
+    for names in (["3"], ["3", "1"]):
+        class_view(whole.directory, tmp_path / str(len(names)), names)
+    one, two = open_index(tmp_path / "1"), open_index(tmp_path / "2")
+    some = FineTune(shots=2, **FEW | {"batch_size": 4}).training_images(two)
+    assert np.bincount(some.labels).tolist() == [2, 2]
     for index, values, message in (
+        (without, {"shots": 2, **FEW}, r"train: class 7: 0 samples, 2 wanted"),
         (whole, {"shots": 1, "batch_size": 16}, "batch_size 16 is larger than its 10 labelled"),
         (whole, {"shots": 30, **FEW}, "30 wanted"),
         (whole, {"shots": 1, "held_out": 0.1, **FEW}, "held_out leaves no image of"),
@@ -118,11 +109,8 @@ def test_a_mean_and_what_it_is_the_mean_of(images, tmp_path, monkeypatch):
 
     monkeypatch.setattr("maect.evaluate.accuracy.FineTuned", Trained)
     inputs = {"test": images / "shards" / "val", "trained": [tmp_path / "a", tmp_path / "b"]}
-    job, settings = (
-        EvaluationJob(tmp_path, tmp_path / "x.json", inputs),
-        Accuracy(shots=(1,), splits=2, **FEW),
-    )
-    metrics = settings.evaluate(Rank(), job)
+    job = EvaluationJob(tmp_path, tmp_path / "x.json", inputs)
+    metrics = Accuracy(shots=(1,), splits=2, **FEW).evaluate(Rank(), job)
     assert metrics["low_shot_1_last_splits"] == [40.0, 41.0] and metrics["low_shot_1_last"] == 40.5
     assert metrics["low_shot_1_last_std"] == pytest.approx(0.5**0.5)
     assert metrics["low_shot_1"] == 70.0 and metrics["low_shot_1_splits"] == [70.0, 70.0]
@@ -132,6 +120,8 @@ def test_a_mean_and_what_it_is_the_mean_of(images, tmp_path, monkeypatch):
     metrics = Accuracy(seed=2, **FEW).evaluate(Rank(), alone)
     assert set(metrics) == {"fine_tune", "fine_tune_last", "losses", "accuracies"}
     assert list(metrics["losses"]) == ["fine_tune-seed2"]
+    with pytest.raises(UserError, match=r"x: asks for 2 fine-tuned runs, .* names 1"):
+        Accuracy(seeds=2, **FEW).evaluate(Rank(), alone)
 
 
 def test_only_the_runs_that_were_asked_for_are_scored(images, tmp_path):
@@ -147,15 +137,6 @@ def test_only_the_runs_that_were_asked_for_are_scored(images, tmp_path):
             FineTuned(tmp_path, other, seed, test, torch.device("cpu"))
     with pytest.raises(UserError, match="damaged"):
         FineTuned(tmp_path, stage, 0, test, torch.device("cpu"))
-
-
-def test_as_many_runs_as_are_asked_for(tmp_path):
-    job = EvaluationJob(
-        tmp_path / "run", tmp_path / "fine_tune.json", {"trained": [tmp_path / "a"]}
-    )
-    settings = Accuracy(seeds=2)
-    with pytest.raises(UserError, match=r"fine_tune: asks for 2 fine-tuned runs, .* names 1"):
-        settings.evaluate(Rank(), job)
 
 
 def test_twins_leave_out_a_part_of_every_class(images):

@@ -1,9 +1,6 @@
 """The real thing: two ranks, killed and restarted, end with the bits of ranks that were not."""
 
-import json
-import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from safetensors.torch import load_file
 
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_record, sha256_file, write_json, write_record
+from maect.core.files import read_record, sha256_file, write_record
 from maect.data.index import open_index
 from maect.evaluate.accuracy import FineTuned
 from maect.evaluate.base import EvaluationJob
@@ -31,9 +28,9 @@ sys.path.append(str(Path(__file__).parents[1] / "train"))
 import ranks
 from ranks import run
 
-from .by_hand import all_images, blocks_of
+from .by_hand import all_images, blocks_of, clear
 from .conftest import Rank, resolved
-from .margins import clear
+from .test_real import real_of, write
 
 ranks._server.set_forkserver_preload(
     [*ranks.PRELOAD, "maect.stages.classifier", "maect.evaluate.accuracy"]
@@ -98,24 +95,15 @@ def test_killed_and_restarted(images, tmp_path, whole):
     assert logged == read_record(RunRecord.path(theirs))["scores"]["accuracies"]
 
 
-def dies_before_its_states_are_removed(context: Any, **job: Any) -> Any:
-    """A training whose rank is killed when its record is written and its states are still there."""
-    from maect.train import trainer
-
-    trainer.remove_states = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
-    return ranks.train(context, **job)
-
-
 def test_a_finished_run_keeps_no_states_whenever_it_was_killed(images, tmp_path, whole):
-    job = trainings(images, tmp_path)["seed0"]
-    log, folder = tmp_path / "log", tmp_path / "seed0"
-    with pytest.raises(RuntimeError, match="no rank answered"):
-        run(1, job | {"function": dies_before_its_states_are_removed}, log=log)
+    """Here as between its record and the end of its states; the command starts no rank then."""
+    job, folder = trainings(images, tmp_path)["seed0"], tmp_path / "seed0"
+    shutil.copytree(whole / "seed0", folder)
     record, left = RunRecord.path(folder).read_bytes(), folder / "state"
-    assert list(left.iterdir())
-    assert run(1, job, log=log) == ["done"]
-    assert not left.exists() and not (whole / "seed0/state").exists()
-    # Nor does the command start any rank, where all is done.
+    assert not left.exists()
+    (left / "step-000000012").mkdir(parents=True)
+    assert run(1, job, log=tmp_path / "log") == ["done"]
+    assert not left.exists()
     (left / "step-000000012").mkdir(parents=True)
     source = shutil.copytree(job["source"], tmp_path / "mae")
     sums = {"encoder.safetensors": sha256_file(source / "encoder.safetensors")}
@@ -139,26 +127,14 @@ def test_one_rank_has_the_losses_of_two(images, tmp_path, whole):
     np.testing.assert_allclose(one, two, rtol=1e-4)
 
 
-def test_what_the_result_says(images, whole):
-    result = scored(images, whole)
-    metrics, subsets = result["metrics"], result["provenance"]["subsets"]
-    values = metrics["fine_tune_seeds"]
-    assert metrics["fine_tune"] == pytest.approx(np.mean(values))
-    assert metrics["fine_tune_std"] == pytest.approx(np.std(values, ddof=1))
-    assert list(subsets) == ["fine_tune-seed0", "fine_tune-seed1"]
-    assert [subset["images"] for subset in subsets.values()] == [150, 150]
-    first, second = metrics["losses"].values()
-    assert len(first) == len(second) and first != second
-    settings = {key: value for key, value in result["settings"].items() if key != "resize"}
-    assert Accuracy.model_validate(settings) == SETTINGS
-    json.dumps(result, allow_nan=False)
-
-
 def test_the_best_epoch_is_scored_and_the_last_beside_it(images, tmp_path, whole):
     """MIM-Refiner, finetune/run/mae_large16.yaml: `best_checkpoint_callback`, `every_n_epochs: 1`,
     `metric_key: accuracy1/test/main`."""
-    record = read_record(RunRecord.path(whole / "seed0"))
-    last = scored(images, whole)["metrics"]["fine_tune_last_seeds"][0]
+    record, result = read_record(RunRecord.path(whole / "seed0")), scored(images, whole)
+    assert [one["images"] for one in result["provenance"]["subsets"].values()] == [150, 150]
+    first, second = result["metrics"]["losses"].values()
+    assert len(first) == len(second) and first != second
+    last = result["metrics"]["fine_tune_last_seeds"][0]
     # Two ranks during the training, one here, from the exported weights.
     test = open_index(images / "shards" / "val")
     pictures, _ = all_images(test)
@@ -223,20 +199,18 @@ def test_learns_digits_and_stops_at_a_loss_that_is_not_finite(images, tmp_path):
 
 
 def test_the_last_epoch_is_scored_by_reals_labels(images, imagenet_val, tmp_path, whole):
-    index, settings = open_index(imagenet_val), SETTINGS.model_copy(update={"epoch": "last"})
-    keys = index.keys()
-    rows = sorted(zip(keys, index.labels.tolist(), strict=True), key=lambda row: row[0][-8:])
-    labels = [[label] if number % 2 else [] for number, (_, label) in enumerate(rows)]
-    write_json(tmp_path / "real.json", labels)
-    settings = settings.model_copy(update={"real_labels": str(tmp_path / "real.json")})
-    folders = {suffix: whole / suffix for suffix in settings.trainings()}
-    inputs = {"test": imagenet_val, "trained": list(folders.values())}
+    index = open_index(imagenet_val)
+    labels = [each if row % 2 else [] for row, each in enumerate(real_of(imagenet_val))]
+    real = {"real_labels": write(tmp_path / "real.json", labels).real_labels}
+    settings = SETTINGS.model_copy(update={"epoch": "last"} | real)
+    trained = [whole / suffix for suffix in settings.trainings()]
+    inputs = {"test": imagenet_val, "trained": trained}
     job = EvaluationJob(images / "runs" / "mae", tmp_path / "x.json", inputs, 16)
     metrics = settings.evaluate(Rank(), job)
     stage, seed = settings.trainings()["seed0"]
-    run = FineTuned(folders["seed0"], stage, seed, index, torch.device("cpu"))
+    run = FineTuned(trained[0], stage, seed, index, torch.device("cpu"))
     found = run.predicted(Rank(), index, 16)
-    odd = np.array([int(key[-8:]) % 2 == 0 for key in keys])
+    odd = np.array([int(key[-8:]) % 2 == 0 for key in index.keys()])  # noqa: SIM118
     expected = 100 * float((found == index.labels)[odd].mean())
     assert metrics["fine_tune_real_seeds"][0] == pytest.approx(expected)
     assert metrics["fine_tune_real"] == pytest.approx(np.mean(metrics["fine_tune_real_seeds"]))

@@ -4,26 +4,19 @@ from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
 from maect.evaluate import knn
-from maect.evaluate.base import EvaluationJob
 from maect.evaluate.outcomes import held_out_by_content, intervals
 from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.store import moments, open_features, standardize
 from maect.measures import vote
-from maect.tools.compare import measure_with_labels
 
-from .by_hand import scikit_knn
-from .conftest import blobs, features_job, given, store
-from .margins import clear
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TRAIN_ROWS": 70, "QUERIES": 16}.items():
-        monkeypatch.setattr(knn, name, value)
+from .by_hand import clear, scikit_knn
+from .conftest import blobs, features_job, given
 
 
 @pytest.mark.parametrize("standardized", [False, True])
-def test_agrees_with_scikit_learn(job, rank, small_blocks, standardized):
+def test_agrees_with_scikit_learn(job, rank, monkeypatch, standardized):
+    monkeypatch.setattr(knn, "TRAIN_ROWS", 70)
+    monkeypatch.setattr(knn, "QUERIES", 16)
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     metrics = Knn().evaluate(rank, job)
     x, y = train.values + 0, test.values + 0
@@ -79,31 +72,23 @@ def exact(train, queries, k: int):
 
 
 @pytest.mark.parametrize("k", [1, 17, 300])
-def test_neighbours_are_exact(job, small_blocks, k):
+def test_neighbours_are_exact_in_any_blocks_and_threads(job, monkeypatch, k):
     train, queries = (open_features(job.path(name)).values for name in ("train", "test"))
-    similarity, ids = knn.nearest(train, queries, k)
     expected, names = exact(train, queries, k)
-    np.testing.assert_allclose(similarity, expected, atol=1e-6)
+    whole = knn.nearest(train, queries, k)
+    assert all(map(np.array_equal, whole, knn.nearest(train, queries, k, threads=4)))
     if k < 300:
         clear(cosines(train, queries), 1e-6, chosen=k)
-        assert np.array_equal(ids, names)
-    # Of all of them some are equally near but for the last bits.
-    assert all(len(set(row)) == k for row in ids.tolist())
-    found = np.take_along_axis(cosines(train, queries), ids, 1)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
-def test_threads_and_blocks_do_not_matter(job, monkeypatch):
-    train, queries = (open_features(job.path(name)).values for name in ("train", "test"))
-    whole = knn.nearest(train, queries, 20)
-    clear(cosines(train, queries), 1e-6, chosen=20)
-    assert all(map(np.array_equal, whole, knn.nearest(train, queries, 20, threads=4)))
-    for rows, block in ((7, 64), (64, 7), (299, 1)):
+    for rows, block, threads in ((7, 64, 2), (64, 7, 2), (70, 16, 1), (299, 1, 2)):
         monkeypatch.setattr(knn, "TRAIN_ROWS", rows)
         monkeypatch.setattr(knn, "QUERIES", block)
-        similarity, ids = knn.nearest(train, queries, 20, threads=2)
-        assert np.array_equal(ids, whole[1])
-        np.testing.assert_allclose(similarity, whole[0], atol=1e-6)
+        similarity, ids = knn.nearest(train, queries, k, threads=threads)
+        np.testing.assert_allclose(similarity, expected, atol=1e-6)
+        # Of all of them some are equally near but for the last bits.
+        assert k == 300 or np.array_equal(ids, names)
+        assert all(len(set(row)) == k for row in ids.tolist())
+        found = np.take_along_axis(cosines(train, queries), ids, 1)
+        np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["equal", "copies", "zero", "collinear"])
@@ -121,15 +106,6 @@ def test_samples_that_are_equally_near(tmp_path, kind):
     similarity, ids = knn.nearest(rows, queries, 10)
     np.testing.assert_allclose(similarity, exact(rows, queries, 10)[0], atol=1e-6)
     assert all(len(set(row)) == 10 for row in ids.tolist())
-
-
-def test_moments_are_those_of_standard_scaler(job, monkeypatch):
-    monkeypatch.setattr("maect.evaluate.store._CHUNK", 70)
-    train = open_features(job.path("train"))
-    scaler = StandardScaler().fit(train.values.astype(np.float64))
-    mean, std = moments(train.values)
-    np.testing.assert_allclose(mean, scaler.mean_, rtol=1e-6)
-    np.testing.assert_allclose(std, scaler.scale_, rtol=1e-6)
 
 
 def test_constant_and_zero_features_are_defined(tmp_path, rank):
@@ -159,32 +135,6 @@ def test_votes_do_not_overflow():
     labels = np.array([[0, 1, 1], [2, 1, 1]])
     assert vote(similarity, labels, 1e-4).tolist() == [0, 1]
     assert vote(similarity, labels, 1e4).tolist() == [1, 1]
-
-
-def test_held_out_images_are_drawn_by_content_as_compare_does(tmp_path, rank):
-    """Names follow time: a tenth by name is one block. Equal images stay on one side."""
-    features, labels = blobs(400, 6, 4, 3)
-    contents = np.random.default_rng(0).integers(0, 2**32, 400, np.uint32)
-    contents[1::4] = contents[::4]  # every second image of each hundred twice
-    labels[1::4], features[1::4] = labels[::4], features[::4]
-    queries, others = blobs(90, 6, 4, 4)
-    train = store(tmp_path / "train.safetensors", features, labels, contents=contents)
-    test = store(tmp_path / "test.safetensors", queries, others)
-    file = open_features(train)
-    assert file.contents() == contents.tolist()
-    held = held_out_by_content(labels, file.contents())
-    assert np.array_equal(held[1::4], held[::4]) and 20 < held.sum() < 60
-    for label in range(4):
-        places = np.flatnonzero(held[labels == label])
-        assert places.max() > (labels == label).sum() / 2  # not the first of its class
-    job = EvaluationJob(tmp_path / "run", tmp_path / "out.json", {"train": train, "test": test})
-    metrics = Knn().evaluate(rank, job)
-    scores = measure_with_labels(features, labels, contents.tolist(), queries, others)
-    assert metrics["knn_held_out"] == pytest.approx(scores["knn_held_out"].value)
-    tried = {(r["k"], r["temperature"]): r for r in metrics["sweep"] if not r["standardized"]}
-    k, temperature = scores["knn_held_out"].chosen.removeprefix("k ").split(", T ")
-    best = max(row["held_out"] for row in tried.values())
-    assert tried[int(k), float(temperature)]["held_out"] == best
 
 
 def test_without_a_second_image_of_a_class_nothing_is_held_out(tmp_path, rank):

@@ -15,9 +15,7 @@ from maect.evaluate.lars_probes import LarsHead, LarsProbe, MultiQueryHead, adap
 from maect.evaluate.probe_training import HELD_OUT, ProbeBatch
 from maect.evaluate.protocols.probes import EfficientProbe, LarsLinearProbe
 
-from .by_hand import Plain, all_images, blocks_of, crops, task_of
-from .conftest import Rank
-from .margins import clear
+from .by_hand import Plain, all_images, blocks_of, clear, crops, task_of
 from .test_linear_probe import job_of
 
 SETTINGS = LarsLinearProbe(
@@ -30,10 +28,6 @@ EFFICIENT = EfficientProbe(
 )  # fmt: skip
 NAMES = ("queries", "values", "weight", "bias")
 CPU = torch.device("cpu")
-
-
-def head_of(width: int, classes: int, settings: LarsLinearProbe = SETTINGS) -> LarsHead:
-    return LarsHead(width, classes, settings, CPU)
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, EFFICIENT], ids=lambda settings: settings.name)
@@ -53,7 +47,8 @@ def test_protocol_is_the_plain_loop(settings, images, tmp_path, rank):
     pictures, y_test = all_images(task.test)
     pixels = encoding.settings.pixels
     x_test = read(normalize(pictures, pixels))
-    plain, efficient, history = Plain(head_of(16, 10)), efficient_head(16, 10), []
+    plain = Plain(LarsHead(16, 10, SETTINGS, CPU))
+    efficient, history = MultiQueryHead(16, 10, EFFICIENT, CPU), []
     steps, warmup = settings.epochs * 150 // 32, 150 / 32
     for batch, cropped in crops(task.train, steps, pixels):
         cosine = 0.5 * (1 + math.cos(math.pi * (batch.step - warmup) / (steps - warmup)))
@@ -84,16 +79,15 @@ def test_the_twin_learns_as_if_held_out_images_were_not_there(images, tmp_path):
     settings = SETTINGS.model_copy(update={"held_out": 0.25})
     task = task_of(job_of(images, tmp_path / "a.json"))
     both, train = LarsProbe(task, settings), task.train
-    width, classes = task.encoding.settings.width, len(train.class_names)
-    plain, alone = head_of(width, classes), head_of(width, classes)
+    plain, alone = (LarsHead(16, 10, SETTINGS, CPU) for _ in range(2))
     rng = torch.Generator().manual_seed(0)
     held_out = set(both.scored[HELD_OUT].rows[:, ID].tolist())
     for start in (0, 32, 64):
         ids = np.array(train.rows[start : start + 32, ID])
         others = torch.tensor([number not in held_out for number in ids.tolist()])
         assert not others.all()
-        x = torch.randn(32, width, generator=rng)
-        labels = torch.randint(0, classes, (32,), generator=rng)
+        x = torch.randn(32, 16, generator=rng)
+        labels = torch.randint(0, 10, (32,), generator=rng)
         losses = both.step(x, ProbeBatch(x, labels, 0 * ids, ids), 0.5)
         assert torch.equal(losses[:1], plain.update(x, labels, 0.5))
         alone_loss = alone.update(x[others], labels[others], 0.5)
@@ -101,26 +95,22 @@ def test_the_twin_learns_as_if_held_out_images_were_not_there(images, tmp_path):
     assert torch.equal(both.heads[""].weight, plain.weight)
     assert torch.allclose(both.heads[HELD_OUT].weight, alone.weight, rtol=1e-4, atol=1e-6)
     assert not torch.allclose(plain.weight, alone.weight, rtol=1e-2)
+    # Its best epoch is chosen, not that of the test images.
+    both.record = {"accuracies": [10.0, 30.0, 20.0], f"accuracies{HELD_OUT}": [5.0, 4.0, 6.0]}
+    chosen = both.metrics()
+    assert (chosen["lars_linear_probe"], chosen["best_epoch"]) == (30, 2)
+    assert (chosen["lars_linear_probe_held_out"], chosen["held_out_accuracy"]) == (20, 6)
 
 
-@pytest.mark.parametrize("name", ["lars_linear_probe", "efficient_probe"])
-def test_held_out_images_choose_the_epoch(images, tmp_path, name):
-    from maect.evaluate import PROTOCOLS
-
-    base = SETTINGS if name == SETTINGS.name else EFFICIENT
-    plain = base.evaluate(Rank(), job_of(images, tmp_path / "plain.json"))
-    settings = PROTOCOLS[name].model_validate(base.model_dump() | {"held_out": 0.2})
-    job = job_of(images, tmp_path / "held.json")
-    metrics = settings.evaluate(Rank(), job)
+@pytest.mark.parametrize("settings", [SETTINGS, EFFICIENT], ids=lambda settings: settings.name)
+def test_held_out_images_choose_the_epoch(images, tmp_path, rank, settings):
+    plain = settings.evaluate(rank, job_of(images, tmp_path / "plain.json"))
+    chosen = settings.model_copy(update={"held_out": 0.2})
+    metrics = chosen.evaluate(rank, job_of(images, tmp_path / "held.json"))
     assert metrics["by_epoch"] == plain["by_epoch"]
-    assert metrics[f"{name}_held_out"] == metrics["by_epoch"][metrics["held_out_epoch"] - 1]
+    best = metrics["by_epoch"][metrics["held_out_epoch"] - 1]
+    assert metrics[f"{settings.name}_held_out"] == best
     assert 0 <= metrics["held_out_accuracy"] <= 100
-
-
-def efficient_head(
-    width: int, classes: int, settings: EfficientProbe = EFFICIENT
-) -> MultiQueryHead:
-    return MultiQueryHead(width, classes, settings, CPU)
 
 
 class PlainAttention(Plain):
@@ -153,7 +143,7 @@ class PlainAttention(Plain):
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_probe_trains_like_a_plain_loop(decay):
     settings = EFFICIENT.model_copy(update={"weight_decay": decay})
-    probe = efficient_head(12, 5, settings)
+    probe = MultiQueryHead(12, 5, settings, CPU)
     plain = PlainAttention(probe)
     generator = torch.Generator().manual_seed(0)
     for step in range(6):
@@ -187,15 +177,11 @@ def test_what_has_no_length_is_not_scaled():
     assert not weight.grad.any()
 
 
-def test_initial_values_are_those_of_the_authors_modules():
-    probe = efficient_head(64, 10)
+def test_queries_begin_as_the_authors_do_and_divide_the_width(images, tmp_path, rank):
+    probe, again = (MultiQueryHead(64, 10, EFFICIENT, CPU) for _ in range(2))
     assert float(probe.queries.std()) == pytest.approx(0.02, rel=0.15)
     assert float(probe.values.abs().max()) <= 64**-0.5 < 1.01 * float(probe.values.abs().max())
-    again = efficient_head(64, 10)
     assert torch.equal(probe.weight, again.weight) and torch.equal(probe.queries, again.queries)
-
-
-def test_what_does_not_work_is_one_line(images, tmp_path, rank):
     job = job_of(images, tmp_path / "efficient_probe.json")
     with pytest.raises(UserError, match="queries 5 do not divide the encoder's width 16"):
         EFFICIENT.model_copy(update={"queries": 5}).evaluate(rank, job)

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from maect.answers.classes import read_classifier
+from maect.core.files import read_record
 from maect.data.index import ID
 from maect.data.transforms import normalize
 from maect.evaluate import load_evaluation, probe_training
@@ -18,9 +19,8 @@ from maect.evaluate.linear_probe import Heads, refiner_forms, representations
 from maect.evaluate.protocols.probes import LinearProbe, epoch_ends
 from maect.train.stage import schedule
 
-from .by_hand import all_images, blocks_of, crops, task_of
+from .by_hand import all_images, blocks_of, clear, crops, task_of
 from .conftest import Rank, resolved
-from .margins import clear
 
 SETTINGS = LinearProbe(
     epochs=4, batch_size=32, warmup_epochs=1, learning_rates=(8.0, 0.8, 0.08),
@@ -28,11 +28,12 @@ SETTINGS = LinearProbe(
 )  # fmt: skip
 
 
+FORMS = ("output_cls", "output_cls_mean", "last_cls", "last_cls_mean")
+
+
 def job_of(images: Path, out: Path) -> EvaluationJob:
-    shards = images / "shards"
-    return EvaluationJob(
-        images / "runs" / "mae", out, {"train": shards / "train", "test": shards / "val"}, resize=16
-    )
+    inputs = {"train": images / "shards/train", "test": images / "shards/val"}
+    return EvaluationJob(images / "runs/mae", out, inputs, resize=16)
 
 
 def test_probe_is_the_plain_loop(images, tmp_path, rank):
@@ -78,38 +79,27 @@ def test_probe_is_the_plain_loop(images, tmp_path, rank):
     assert read_classifier(tmp_path / "linear_probe.safetensors").resize == 16
 
 
-@pytest.mark.parametrize(
-    ("images", "batch", "epochs"),
-    [
-        (150, 32, 4),
-        (600, 1024, 2),
-        (600, 1024, 50),
-        (784, 96, 30),
-        (96, 32, 3),
+def test_an_epoch_ends_with_the_update_that_completes_it():
+    for images, batch, epochs in (
+        (150, 32, 4), (600, 1024, 2), (600, 1024, 50), (784, 96, 30), (96, 32, 3),
         (1_281_167, 1024, 50),
-    ],
-)
-def test_an_epoch_ends_with_the_update_that_completes_it(images, batch, epochs):
-    steps, ends = epoch_ends(images, batch, epochs)
-    assert steps * batch <= epochs * images < (steps + 1) * batch
-    assert len(ends) == epochs and ends[-1] == steps and ends[0] > 0
-    for epoch, end in enumerate(ends, 1):
-        assert end * batch >= epoch * images or end == steps
-        assert (end - 1) * batch < epoch * images
+    ):  # fmt: skip
+        steps, ends = epoch_ends(images, batch, epochs)
+        assert steps * batch <= epochs * images < (steps + 1) * batch
+        assert len(ends) == epochs and ends[-1] == steps and ends[0] > 0
+        for epoch, end in enumerate(ends, 1):
+            assert end * batch >= epoch * images or end == steps
+            assert (end - 1) * batch < epoch * images
 
 
-@pytest.mark.parametrize(
-    ("seconds", "kept"),
-    [
-        (1.0, 10),  # the end of the second epoch
-        (50.0, 8),  # three updates, or 150 seconds, after that of the first
-        (130.0, 10),  # after each
-    ],
-)
+@pytest.mark.parametrize(("seconds", "kept"), [(1.0, 10), (50.0, 8), (130.0, 10)])
 def test_a_kill_loses_what_follows_the_last_save(
     images, tmp_path, rank, monkeypatch, seconds, kept
 ):
-    """Of updates that take so many seconds each, the eleventh or tenth is not done."""
+    """Of updates that take so many seconds each, the eleventh or tenth is not done.
+
+    Saved are the ends of epochs, after 5 and 10, and updates 120 seconds after the last save.
+    """
     whole = SETTINGS.evaluate(rank, job_of(images, tmp_path / "whole.json"))
     job = job_of(images, tmp_path / "linear_probe.json")
     plain, steps = Heads.step, []
@@ -147,17 +137,15 @@ def test_another_probes_state_is_not_taken(images, tmp_path, rank, caplog):
 
 
 def test_json_and_requeue(images, tmp_path, rank):
-    out = tmp_path / "linear_probe.json"
-    config = resolved(job_of(images, out), SETTINGS)
+    job = job_of(images, tmp_path / "linear_probe.json")
+    config = resolved(job, SETTINGS)
     assert evaluate(Rank(patience=4), config=config) == "requeue"
-    assert not out.exists() and (tmp_path / ".linear_probe.state").exists()
-    assert evaluate(rank, config=config) == "done"
-    result = json.loads(out.read_text())
+    assert not job.out.exists() and job.state.exists()
+    assert evaluate(rank, config=config) == "done" and not job.state.exists()
+    result = read_record(job.out)
     assert result["settings"]["learning_rates"] == [8.0, 0.8, 0.08]
     assert result["settings"]["resize"] == 16
     assert result["provenance"]["splits"]["test"]["index_digest"]
-    assert "on the test split" in result["provenance"]["test_data"]
-    assert not (tmp_path / ".linear_probe.state").exists()
 
 
 def test_concatenations_are_probes_of_their_own(images, tmp_path, rank):
@@ -198,12 +186,8 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(images
         cls = torch.cat([tokens[:, 0] for tokens in raw], 1)
         mean = torch.cat([tokens[:, 1:].mean(1) for tokens in raw], 1)
         output = torch.cat([last[:, 0], last[:, 1:].mean(1)], 1)
-        return {
-            "output_cls": last[:, 0],
-            "output_cls_mean": output,
-            "last_cls": cls,
-            "last_cls_mean": torch.cat([cls, mean], 1),
-        }
+        every = torch.cat([cls, mean], 1)
+        return dict(zip(FORMS, (last[:, 0], output, cls, every), strict=True))
 
     def centre(index) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         pictures, labels = all_images(index)
@@ -251,11 +235,8 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(images
         own = json.loads(file.metadata()["record"])["own"]
     for (part, form, number), (model, _, _) in probes.items():
         name = f"{form}.held_out" if part else form
-        for key in ("weight", "bias"):
-            theirs = getattr(model[1], key).detach()
-            torch.testing.assert_close(
-                tensors[f"{name}/{key}"][number], theirs, rtol=1e-3, atol=1e-4
-            )
+        saved = {key: tensors[f"{name}/{key}"][number] for key in ("weight", "bias")}
+        torch.testing.assert_close(saved, dict(model[1].state_dict()), rtol=1e-3, atol=1e-4)
         # One image may lie on the border between two classes.
         border = 100 / len(scored[part][1]) + 1e-9
         found = [accuracies[number] for accuracies in own[name]]
@@ -280,7 +261,7 @@ def test_refiners_forms_are_four_columns_each_with_thirteen_rates():
     columns = refiner_forms(encoding)  # type: ignore[arg-type]
     assert len(columns) * len(settings.learning_rates) == 52
     widths = {form: len(range(*part.indices(80))) for form, part in columns.items()}
-    assert widths == {"output_cls": 8, "output_cls_mean": 16, "last_cls": 32, "last_cls_mean": 64}
+    assert widths == dict(zip(FORMS, (8, 16, 32, 64), strict=True))
     encoding.settings.class_token = False  # CrossMAE: its patch mean in place of [CLS]
     assert list(refiner_forms(encoding)) == ["output_mean", "last_mean"]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="concat and refiner are two choices"):
@@ -290,10 +271,8 @@ def test_refiners_forms_are_four_columns_each_with_thirteen_rates():
 def test_concatenations_are_of_the_last_blocks_and_end_with_the_other_pooling():
     encoding = SimpleNamespace(settings=SimpleNamespace(width=2), blocks=4, other="mean")
     features = np.repeat(["block 1", "block 2", "block 3", "block 4", "mean"], 2)
-    read = {
-        name: list(dict.fromkeys(features[part].tolist()))
-        for name, part in representations(encoding).items()  # type: ignore[arg-type]
-    }
+    parts = representations(encoding)  # type: ignore[arg-type]
+    read = {name: list(dict.fromkeys(features[part].tolist())) for name, part in parts.items()}
     assert read == {
         "concat_1": ["block 4"],
         "concat_2": ["block 3", "block 4"],

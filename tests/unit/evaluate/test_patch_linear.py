@@ -32,16 +32,12 @@ from maect.evaluate.probe_training import HELD_OUT, ProbeBatch
 from maect.evaluate.protocols.probes import PatchLinear
 
 from .by_hand import task_of
-from .conftest import Rank
-from .test_dense import drawn, job_of
-
-__all__ = ["drawn"]  # a fixture
+from .conftest import Rank, masked_job
 
 CPU = torch.device("cpu")
 SETTINGS = PatchLinear(
     updates=14, warmup_updates=3, period=5, batch_size=4, size=32, stride=20, learning_rate=0.05
 )
-ZEROS = 1 + 22 + 1 + 9  # draws of a sample
 
 
 def test_rates_are_those_of_its_schedule():
@@ -113,7 +109,7 @@ def test_crops_show_more_than_one_class_if_that_can_be_found():
     mask = np.full((60, 60), 3, np.uint8)
     mask[40:, 40:] = 7
     image = Image.fromarray(np.stack([mask * 20] * 3, 2))
-    draws = np.zeros(ZEROS)
+    draws = np.zeros(1 + 22 + 1 + 9)  # of a sample
     draws[0] = 0.5  # between 1 and 1: the crop's size
     draws[1:23] = np.tile([0.0, 0.0], 11)
     draws[1 + 2 * 4 : 3 + 2 * 4] = 0.999  # the fifth try shows a corner of the other class
@@ -147,17 +143,10 @@ def test_small_images_are_padded_and_draws_do_not_depend_on_ranks(drawn):
             assert torch.equal(joined, getattr(whole[step], name))
     (later,) = made(0, 1, 3, 1)
     assert torch.equal(later.images, whole[3].images)
-    padded = [
-        (out, number)
-        for out in whole
-        for number, sides in enumerate(out.sides.tolist())
-        if min(sides) < 48
-    ]
-    assert padded
-    for out, number in padded:
-        height, width = out.sides[number]
-        assert (out.targets[number, height:] == IGNORED).all()
-        assert not out.images[number, :, :, width:].any()
+    assert min(out.sides.min() for out in whole) < 48
+    for out in whole:
+        for image, target, (height, width) in zip(out.images, out.targets, out.sides, strict=True):
+            assert (target[height:] == IGNORED).all() and not image[:, :, width:].any()
 
 
 def test_the_head_learns_as_modules_of_torch():
@@ -186,12 +175,12 @@ def test_the_head_learns_as_modules_of_torch():
             optimizer.step()
             own = head.update(tokens, targets, 1 / (1 + step))
             assert own.item() == pytest.approx(loss.item(), rel=1e-9)
-        torch.testing.assert_close(head.weight.detach(), conv.weight.detach()[:, :, 0, 0])
-        torch.testing.assert_close(head.offset, conv.bias)
-        torch.testing.assert_close(head.gain, norm.weight)
-        torch.testing.assert_close(head.shift, norm.bias)
-        torch.testing.assert_close(head.mean, norm.running_mean)
-        torch.testing.assert_close(head.var, norm.running_var)
+        for found, expected in (
+            (head.weight, conv.weight[:, :, 0, 0]), (head.offset, conv.bias),
+            (head.gain, norm.weight), (head.shift, norm.bias),
+            (head.mean, norm.running_mean), (head.var, norm.running_var),
+        ):  # fmt: skip
+            torch.testing.assert_close(found, expected)
         model.eval()
         with torch.no_grad():
             pred = F.interpolate(model(image), size=(32, 32), mode="bilinear")
@@ -201,7 +190,7 @@ def test_the_head_learns_as_modules_of_torch():
 
 
 def segmenter_of(drawn, tmp_path, settings=SETTINGS):
-    return Segmenter(task_of(job_of(drawn, tmp_path / "a.json")), settings)
+    return Segmenter(task_of(masked_job(drawn, tmp_path / "a.json")), settings)
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (32, 70), (53, 32), (40, 90)])
@@ -247,7 +236,7 @@ def test_images_are_segmented_by_windows(drawn, tmp_path):
 
 def test_it_learns_shapes(drawn, tmp_path):
     settings = SETTINGS.model_copy(update={"updates": 60, "period": 20, "held_out": 0.2})
-    job = job_of(drawn, tmp_path / "patch_linear.json")
+    job = masked_job(drawn, tmp_path / "patch_linear.json")
     metrics = settings.evaluate(Rank(), job)
     assert len(metrics["by_period"]) == len(metrics["held_out"]) == 3
     assert metrics["patch_linear"] == max(metrics["by_period"])
@@ -256,7 +245,8 @@ def test_it_learns_shapes(drawn, tmp_path):
     assert metrics["patch_linear_held_out"] == metrics["by_period"][best]
     # More than the most frequent class everywhere.
     probe = segmenter_of(drawn, tmp_path, settings)
-    truth = np.concatenate([probe.test.read(row).ravel() for row in range(20)])
+    masks = [probe.test.read(row) for row in range(20)]
+    truth = np.concatenate([mask.ravel() for mask in masks])
     most = np.bincount(truth[~np.isin(truth, (0, 255))]).argmax()
     assert metrics["patch_linear"] > miou(truth, np.full_like(truth, most), (0, 255))[0]
     # What is kept scores as the result says.
@@ -264,8 +254,7 @@ def test_it_learns_shapes(drawn, tmp_path):
     for name, value in kept.items():
         getattr(head, name).data.copy_(value)
     predicted = [
-        probe.segmented(head, probe.test, row, probe.test.read(row).shape).ravel()
-        for row in range(20)
+        probe.segmented(head, probe.test, row, mask.shape).ravel() for row, mask in enumerate(masks)
     ]
     mean, _, accuracy = miou(truth, np.concatenate(predicted), (0, 255))
     assert mean == pytest.approx(metrics["patch_linear"])
@@ -289,15 +278,13 @@ def test_the_twin_learns_nothing_of_held_out_images(drawn, tmp_path):
     assert not torch.equal(probe.groups["head"].mean, twin.mean)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_what_cannot_be_trained_is_said(drawn, tmp_path):
+    job = masked_job(drawn, tmp_path / "a.json")
+    for change, message in (
         ({"size": 30}, "size 30 is no multiple of the patches' 4 pixels; set size=28"),
         ({"ignore": (0, 1, 2, 3, 4, 5, 255)}, "masks of one class only"),
-    ],
-)
-def test_what_cannot_be_trained_is_said(drawn, tmp_path, change, message):
-    with pytest.raises(UserError, match=message):
-        SETTINGS.model_copy(update=change).evaluate(Rank(), job_of(drawn, tmp_path / "a.json"))
+    ):
+        with pytest.raises(UserError, match=message):
+            SETTINGS.model_copy(update=change).evaluate(Rank(), job)
     with pytest.raises(UserError, match="batch_size 4 is not a multiple of 3 ranks"):
         SETTINGS.check_ranks(3)

@@ -9,18 +9,14 @@ from maect.evaluate.features import Encoding
 from maect.evaluate.probe_training import STATE
 from maect.evaluate.protocols.probes import TrainsProbe
 
-from .conftest import Rank
+from .conftest import Rank, masked_job
 from .test_attentive_probe import SETTINGS as ATTENTIVE
 from .test_color_histogram import SETTINGS as HISTOGRAM
-from .test_dense import drawn
-from .test_dense import job_of as masked_job
 from .test_lars_probes import EFFICIENT
 from .test_lars_probes import SETTINGS as LARS
 from .test_linear_probe import SETTINGS as LINEAR
 from .test_linear_probe import job_of
 from .test_patch_linear import SETTINGS as PATCHES
-
-__all__ = ["drawn"]  # a fixture
 
 PROBES: dict[str, TrainsProbe] = {
     "linear": LINEAR,

@@ -12,31 +12,24 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate import clustering, pictures
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.features import extract
 from maect.evaluate.protocols.stored_features import Clustering, Retrieval
 from maect.evaluate.store import open_features
 
+from .by_hand import clear
 from .conftest import Rank, given, store
-from .margins import clear
 
 
 @pytest.fixture(scope="module")
-def clustered(images: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
+def clustered(
+    images: Path, extracted: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> EvaluationJob:
     """Features and clusters of the validation digits, all of them and three classes."""
     root = tmp_path_factory.mktemp("clustered")
-    run, shards = images / "runs" / "mae", images / "shards" / "val"
-    extract(Rank(), encoder=run / "encoder.safetensors", shards=shards, out=root / "val.st",
-            resize=16)  # fmt: skip
-    job = EvaluationJob(run, root / "clustering.json", {"test": root / "val.st", "images": shards})
-    settings = Clustering(runs=3, subsets={"low": ("0", "1", "2")})
-    settings.evaluate(Rank(), job)
+    inputs = {"test": extracted["val"], "images": images / "shards/val"}
+    job = EvaluationJob(images / "runs/mae", root / "clustering.json", inputs)
+    Clustering(runs=3, subsets={"low": ("0", "1", "2")}).evaluate(Rank(), job)
     job = replace(job, out=root / "retrieval.json")
     return given(job, clusters=root / "clustering.safetensors")
-
-
-def picture(index, row: int, side: int) -> np.ndarray:
-    image = Image.open(BytesIO(index.read(row))).convert("RGB")
-    return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC))
 
 
 def test_neighbours_and_clusters(clustered, rank):
@@ -71,32 +64,22 @@ def test_neighbours_and_clusters(clustered, rank):
         pictures = found[f"{name}_images"]
         assert np.array_equal(labels, test.labels[ids])
         assert pictures.shape == (*ids.shape, 8, 8, 3) and pictures.dtype == np.uint8
-        assert np.array_equal(pictures.reshape(-1, 8, 8, 3)[1], picture(index, ids.ravel()[1], 8))
+        image = Image.open(BytesIO(index.read(ids.ravel()[1]))).convert("RGB")
+        small = image.resize((8, 8), Image.Resampling.BICUBIC)
+        assert np.array_equal(pictures.reshape(-1, 8, 8, 3)[1], np.asarray(small))
     right = found["neighbor_labels"] == found["query_labels"][:, None]
     assert metrics["query_precision"] == 100 * right.mean()
 
 
-def test_queries_of_some_classes(clustered, rank):
+def test_queries_of_some_classes_and_clusters_of_a_subset(clustered, rank):
     job = replace(clustered, out=clustered.out.with_name("some.json"))
-    settings = Retrieval(neighbors=4, classes=("7", "2"))
-    settings.evaluate(rank, job)
+    Retrieval(neighbors=5, classes=("7", "2"), subset="low", clusters=2).evaluate(rank, job)
     found = load_file(job.out.with_suffix(".safetensors"))
     labels = open_features(clustered.path("test")).labels
     assert found["query_labels"].tolist() == [7, 2]
     assert found["query_ids"].tolist() == [np.flatnonzero(labels == n)[0] for n in (7, 2)]
-    assert found["neighbor_ids"].shape == (2, 4)
-    with pytest.raises(UserError, match=r"retrieval: classes of .*: unknown '12'"):
-        Retrieval(classes=("7", "12")).evaluate(rank, job)
-
-
-def test_clusters_of_a_subset(clustered, rank):
-    job = replace(clustered, out=clustered.out.with_name("low.json"))
-    Retrieval(neighbors=5, subset="low", clusters=2).evaluate(rank, job)
-    found = load_file(job.out.with_suffix(".safetensors"))
-    assert found["cluster_ids"].shape == (2, 5)
+    assert found["neighbor_ids"].shape == found["cluster_ids"].shape == (2, 5)
     assert set(found["cluster_labels"].ravel()) <= {0, 1, 2} >= set(found["cluster_classes"])
-    with pytest.raises(UserError, match="has no 'high_centers'"):
-        Retrieval(subset="high").evaluate(rank, job)
 
 
 def test_copies_do_not_hide_the_query(tmp_path):
@@ -108,23 +91,20 @@ def test_copies_do_not_hide_the_query(tmp_path):
 
 
 def test_what_does_not_belong_together_is_refused(clustered, rank, tmp_path, images):
-    with pytest.raises(UserError, match="neighbors 70 needs more than the 70 images"):
-        Retrieval(neighbors=70).evaluate(rank, clustered)
-    other = given(clustered, images=images / "shards" / "train")
-    with pytest.raises(UserError, match="features of other images"):
-        Retrieval().evaluate(rank, other)
-    with pytest.raises(UserError, match="no such clusters"):
-        Retrieval().evaluate(rank, given(clustered, clusters=tmp_path / "none.safetensors"))
-
-
-@pytest.mark.parametrize("other", ["encoder_sha256", "index_digest", "norm", "blocks", None])
-def test_clusters_of_another_encoder_are_refused(clustered, rank, tmp_path, other):
-    """Of equal shape and labels: nothing but what the file says of its origin tells them apart."""
-    path = tmp_path / "c.safetensors"
+    """Clusters of equal shape and labels are told apart by what their file says of its origin."""
+    table = [
+        ({"neighbors": 70}, {}, "neighbors 70 needs more than the 70 images"),
+        ({"classes": ("7", "12")}, {}, r"retrieval: classes of .*: unknown '12'"),
+        ({"subset": "high"}, {}, "has no 'high_centers'"),
+        ({}, {"images": images / "shards/train"}, "features of other images"),
+        ({}, {"clusters": tmp_path / "none.safetensors"}, "no such clusters"),
+    ]
     made = clustering.origin(open_features(clustered.path("test")))
-    texts = {"maect": json.dumps(made | {other: "f" * 64})} if other else None
-    save_file(load_file(clustered.path("clusters")), path, texts)
-    with pytest.raises(
-        UserError, match=r"c\.safetensors: clusters of another encoder, or of other im"
-    ):
-        Retrieval(neighbors=4).evaluate(rank, given(clustered, clusters=path))
+    for other in ("encoder_sha256", "index_digest", "norm", "blocks", None):
+        path = tmp_path / f"{other}.safetensors"
+        texts = {"maect": json.dumps(made | {other: "f" * 64})} if other else None
+        save_file(load_file(clustered.path("clusters")), path, texts)
+        table.append(({}, {"clusters": path}, f"{other}.safetensors: clusters of another encoder"))
+    for settings, inputs, message in table:
+        with pytest.raises(UserError, match=message):
+            Retrieval(**settings).evaluate(rank, given(clustered, **inputs))

@@ -19,12 +19,16 @@ SMALL = Encoder(
     decoder_heads=1, mae_pooling="cls", ct_pooling="cls",
 )  # fmt: skip
 CPU = torch.device("cpu")
-
-
 STAGES = {"pretrain", "head", "tune", "head_aug", "tune_aug"}
 
 
-def test_every_stage_and_method_is_measured(tmp_path, rank, monkeypatch):
+@pytest.fixture
+def job(tmp_path):
+    save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
+    return EvaluationJob(tmp_path, tmp_path / "out.json")
+
+
+def test_every_stage_and_method_is_measured(job, rank, monkeypatch):
     models = (
         Published("tiny", "mae_public", {"mae": 50}),
         Published("tiny", "layer_grafting", {"mae": 50, "moco_v3": 30}),
@@ -32,18 +36,13 @@ def test_every_stage_and_method_is_measured(tmp_path, rank, monkeypatch):
         Published("tiny2", "mae_public", {"mae": 10}, {"patch_size": 2}),
     )
     monkeypatch.setattr(throughput, "PUBLISHED", {"tiny": models})
-    save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
-    job = EvaluationJob(tmp_path, tmp_path / "out.json")
     settings = Throughput(size="tiny", batch_size=2, warmup=1, repeats=2, images=3600)
     metrics = settings.evaluate(rank, job)
     speed, hours = metrics["samples_per_second"], metrics["device_hours"]
     others = {"mae", "mae tiny2", "msn tiny2"}
     assert {*STAGES, "pretrain_plain_attention", "tune_masked", *METHODS, *others} == {*speed}
-    for name in speed:
-        slow, middle, fast = (
-            metrics[key][name] for key in ("slowest", "samples_per_second", "fastest")
-        )
-        assert 0 < slow <= middle <= fast
+    for name, middle in speed.items():
+        assert 0 < metrics["slowest"][name] <= middle <= metrics["fastest"][name]
     # 45 epochs of 3,600 images.
     assert hours["pretrain"] == pytest.approx(45 / speed["pretrain"])
     assert set(hours) == {*STAGES, "maect"}
@@ -68,10 +67,12 @@ def test_every_stage_and_method_is_measured(tmp_path, rank, monkeypatch):
     tuning = hours["head"] + hours["tune"]
     assert metrics["grafting_ratio"] == pytest.approx(30 / speed["moco_v3"] / tuning)
     assert not {"tune_fits", "tune_masked_fits"} & set(metrics)  # a CPU has no largest batch
-    with pytest.raises(UserError, match="batch_size 3 does not divide the queue_size 1024 of head"):
-        Throughput(size="tiny", batch_size=3).evaluate(rank, job)
-    with pytest.raises(UserError, match="recipes of size large do not fit"):
-        Throughput(batch_size=4).evaluate(rank, job)
+    for values, message in (
+        ({"size": "tiny", "batch_size": 3}, "batch_size 3 does not divide the queue_size 1024 of"),
+        ({"batch_size": 4}, "recipes of size large do not fit"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Throughput(**values).evaluate(rank, job)
 
 
 def test_published_models_are_those_of_table_17():
@@ -99,7 +100,7 @@ def test_published_models_are_those_of_table_17():
     assert {method for _, method in set(printed.index) - known} == {"mae", "ct_min", "ct_aug"}
 
 
-def test_a_gpu_tells_how_much_of_a_batch_fits(tmp_path, rank, monkeypatch):
+def test_a_gpu_tells_how_much_of_a_batch_fits(job, rank, monkeypatch):
     batches = {"tune": 64, "tune_masked": 128}
 
     def measured(self, *args: object):
@@ -116,8 +117,6 @@ def test_a_gpu_tells_how_much_of_a_batch_fits(tmp_path, rank, monkeypatch):
         throughput, "single_rank_group", lambda context: nullcontext(torch.device("cuda"))
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
-    job = EvaluationJob(tmp_path, tmp_path / "out.json")
     metrics = Throughput(size="tiny").evaluate(rank, job)
     whole = load_recipe("ct_min", "tiny").batch_size
     assert metrics["tune_fits"] == 64 / whole and metrics["tune_masked_fits"] == 128 / whole

@@ -1,6 +1,5 @@
 """The real thing on two processes: the world size changes nothing."""
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,22 +14,17 @@ from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import extract
 from maect.evaluate.protocols.encoders import EffectiveInvariance, KnnPerBlock, Robustness
 from maect.evaluate.protocols.probes import PatchKnn
-from maect.evaluate.protocols.stored_features import Knn
 from maect.evaluate.store import open_features
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 from ranks import Ranks
 
-from .conftest import on_rank, resolved
+from .conftest import given, masked_job, on_rank, resolved
 from .test_attentive_probe import SETTINGS as ATTENTIVE
 from .test_color_histogram import SETTINGS as HISTOGRAM
-from .test_dense import drawn
-from .test_dense import job_of as masked_job
 from .test_lars_probes import EFFICIENT
-from .test_linear_probe import SETTINGS
+from .test_linear_probe import SETTINGS, job_of
 from .test_patch_linear import SETTINGS as PATCHES
-
-__all__ = ["drawn"]  # a fixture
 
 # Trained ones end with the same numbers up to rounding, the others too.
 PROTOCOLS = (
@@ -57,15 +51,10 @@ ACCURACIES = {
 def test_world_size_changes_nothing(images, drawn, tmp_path, rank):
     run, shards = images / "runs" / "mae", images / "shards"
     alone, together = tmp_path / "alone", tmp_path / "together"
-    inputs = {
-        "train": shards / "train",
-        "test": shards / "val",
-        "val": shards / "val",
-        "probe": tmp_path / "probe.safetensors",
-    }
 
     def job(out: Path) -> EvaluationJob:
-        return EvaluationJob(run, out, inputs, resize=16)
+        probe = tmp_path / "probe.safetensors"
+        return given(job_of(images, out), val=shards / "val", probe=probe)
 
     def every_config(folder: Path) -> list[Path]:
         found = [resolved(job(folder / f"{p.name}.json"), p) for p in PROTOCOLS]
@@ -73,9 +62,6 @@ def test_world_size_changes_nothing(images, drawn, tmp_path, rank):
         return found + masked
 
     features = {split: together / f"{split}.safetensors" for split in ("train", "val")}
-    nearest = EvaluationJob(
-        run, together / "knn.json", {"train": features["train"], "test": features["val"]}
-    )
     evaluate(rank, config=resolved(job(tmp_path / "probe.json"), SETTINGS))
     encoder = run / "encoder.safetensors"
     extracted = partial(on_rank, function=extract, encoder=encoder, resize=16)
@@ -84,8 +70,7 @@ def test_world_size_changes_nothing(images, drawn, tmp_path, rank):
         for split, out in features.items()
     ]
     evaluated = partial(on_rank, function=evaluate)
-    configs = [*every_config(together), resolved(nearest, Knn())]
-    jobs += [{"function": evaluated, "config": config} for config in configs]
+    jobs += [{"function": evaluated, "config": config} for config in every_config(together)]
     ranks = Ranks(2, jobs, tmp_path / "log")
     try:
         for split in ("train", "val"):
@@ -102,7 +87,7 @@ def test_world_size_changes_nothing(images, drawn, tmp_path, rank):
         np.testing.assert_allclose(one.values, two.values, atol=1e-5)
         assert np.array_equal(one.labels, two.labels) and one.names() == two.names()
     for name in (protocol.name for protocol in PROTOCOLS):
-        first, second = (json.loads((p / f"{name}.json").read_text()) for p in (alone, together))
+        first, second = (read_record(p / f"{name}.json") for p in (alone, together))
         assert second["provenance"]["world_size"] == 2
         a, b = first["metrics"], second["metrics"]
         assert a.keys() == b.keys()
@@ -119,4 +104,3 @@ def test_world_size_changes_nothing(images, drawn, tmp_path, rank):
     for name in (protocol.name for protocol in MASKED):
         one, two = (read_record(p / f"{name}.json")["metrics"][name] for p in (alone, together))
         assert one == pytest.approx(two, abs=1)
-    assert (together / "knn.json").exists()
