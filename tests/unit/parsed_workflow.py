@@ -21,7 +21,7 @@ def read_profile(name: str) -> dict[str, Any]:
 
 @functools.cache
 def parsed(resources: str = "{}") -> dict[str, Any]:
-    """Rules and jobs of `digits`, and the modules that reading them has imported.
+    """Rules and jobs of `digits`.
 
     Args:
         resources: of each rule, in place of its own, as JSON.
@@ -66,7 +66,7 @@ def main(resources: str) -> None:
             }
             for job in workflow.dag.jobs
         }
-    print(json.dumps({"rules": rules, "jobs": jobs, "modules": sorted(sys.modules)}))
+    print(json.dumps({"rules": rules, "jobs": jobs}))
 
 
 if __name__ == "__main__":

@@ -84,18 +84,7 @@ def test_the_rules_work_as_a_module_of_another_workflow(tmp_path):
     assert "handler of ours\n" in done.stdout and "handler of ours, too\n" in done.stdout
 
 
-WITHOUT = """
-import sys
-from snakemake.cli import main
-
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "{hidden}":
-            raise ModuleNotFoundError("No module named '{hidden}'", name="{hidden}")
-
-sys.meta_path.insert(0, Hidden())
-main()
-"""
+WITHOUT = "import sys; from snakemake.cli import main; sys.modules['{hidden}'] = None; main()"
 
 
 # Without pydantic: a clone that is not installed.
@@ -106,7 +95,7 @@ def test_without_maect_a_line_says_what_to_install(hidden, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     said = done.stdout + done.stderr
-    assert f"no module {hidden}: install maect beside Snakemake" in said
+    assert f"no module {hidden}" in said and ": install maect beside Snakemake" in said
     assert "Traceback" not in said and "maect/evaluate" not in said
 
 

@@ -45,14 +45,14 @@ def fruit(folder: Path, classes: str = "ab", level: int = 0) -> None:
             Image.new("RGB", (8 + ord(name) - 96, 8 + number), (level, 9, 9)).save(path)
 
 
-def experiment(name: str = "mine", **changes: Any) -> Experiment:
+def experiment(name: str = "mine", resize: int | None = None, **changes: Any) -> Experiment:
     """The file, with keys of its train split changed; those that are None are left out."""
     train = {"images": "fruit", "only": "train.txt", "shards": 2} | changes
     train = {key: value for key, value in train.items() if value is not None}
     splits = {"train": train, "val": {"images": "fruit", "only": "val.txt"}}
     runs = {"mae_tiny": {"recipe": "mae", "size": "tiny"}}
-    values = {"datasets": {"fruit": {"splits": splits}}, "runs": runs}
-    Path(f"{name}.yaml").write_text(yaml.safe_dump(values))
+    data = {"splits": splits} | ({"resize": resize} if resize else {})
+    Path(f"{name}.yaml").write_text(yaml.safe_dump({"datasets": {"fruit": data}, "runs": runs}))
     return load(f"{name}.yaml")
 
 
@@ -102,12 +102,8 @@ TABLE: dict[str, Any] = {"images": "fruit/table.csv", "kind": "list", "only": No
     [
         ({}, move_names, {}, "only (other content)"),
         ({}, None, {"only": None}, "only (other content)"),
-        (
-            {},
-            lambda: Path("twice.txt").write_text("b/2.ppm\n"),  # as `maect duplicates` advises
-            {"exclude": "twice.txt"},
-            "exclude (other content)",
-        ),
+        # As `maect duplicates` advises.
+        ({}, lambda: Path("t").write_text("b/2.ppm\n"), {"exclude": "t"}, "exclude (other"),
         ({}, None, {"shards": 3}, "shards (3, made with 2)"),
         ({}, None, {"kind": "noise"}, "kind (noise, made with folder)"),
         (TABLE, relabel, TABLE, "fruit/table.csv: 1 image relabelled (a/1.ppm)"),
@@ -148,17 +144,15 @@ def test_other_images_of_which_there_are_too_many_to_look_at(monkeypatch):
 
 
 def test_other_validation_images_of_imagenet():
-    """Their labels are given apart."""
+    """Their labels are given apart, without which nothing is sharded."""
     Path("labels.txt").write_text("".join(f"{number} {number}\n" for number in range(4)))
     shutil.copytree("fruit/a", "images")
-    out = Path("shards")
-    shard(Path("images"), out, "imagenet_val", 1, labels=Path("labels.txt"))
-    assert changes.changes(out, Path("images")) is None
-    shutil.copytree("fruit/b", "others")
-    assert "4 files changed" in str(changes.changes(out, Path("others")))
+    shard(Path("images"), Path("shards"), "imagenet_val", 1, labels=Path("labels.txt"))
+    assert changes.changes(Path("shards"), Path("images")) is None
+    assert "4 files changed" in str(changes.changes(Path("shards"), Path("fruit/b")))
     Path("images/0.ppm").unlink()
-    assert "1 file removed (0.ppm)" in str(changes.changes(out, Path("images")))
-    listing = open_source("imagenet_val", Path("others")).listing()
+    assert "1 file removed (0.ppm)" in str(changes.changes(Path("shards"), Path("images")))
+    listing = open_source("imagenet_val", Path("fruit/b")).listing()
     assert {entry.label for entry in listing.entries} == {-1} and listing.class_names == []
     with pytest.raises(UserError, match="carry no labels; give --labels"):
         shard(Path("images"), Path("unlabelled"), "imagenet_val", 1)
@@ -194,8 +188,7 @@ def test_an_archive_may_be_called_otherwise():
 
 
 def test_other_labels_are_other_content():
-    found = experiment(kind="imagenet_val", labels="labels.txt", only=None)
-    contents = []
+    found, contents = experiment(kind="imagenet_val", labels="labels.txt", only=None), []
     for text in ("490\n", "490\n", "361\n"):
         Path("labels.txt").write_text(text)
         contents.append(found.shards_config(*PAIR).content)
@@ -211,6 +204,19 @@ def test_images_that_are_added_are_a_warning_and_refuse_nothing():
     assert other_shards(found, [PAIR]) == []
     shutil.move("fruit", "elsewhere")  # where it also grew
     assert other_shards(experiment(images="elsewhere"), [PAIR]) == []
+
+
+def test_experiments_of_the_same_images_share_their_shards():
+    """Once they are complete, and unless one has begun with its own."""
+    folder = make(experiment("first"), finish=False)
+    assert experiment("second").shards(*PAIR) != folder, "not complete"
+    assert make(experiment("first")) == folder == experiment("second").shards(*PAIR)
+    for other in ({"shards": 3}, {"only": "val.txt"}):
+        assert experiment("third", **other).shards(*PAIR) != folder
+    make(experiment("fourth"), finish=False)
+    assert experiment("fourth").shards(*PAIR) != folder, "it has its own"
+    fruit(Path("fruit"), "c")
+    assert experiment("second").shards(*PAIR) != folder
 
 
 def test_an_image_added_later_changes_no_split_that_reads_anothers_shards():
@@ -241,11 +247,9 @@ def test_which_jobs_read_shards():
 
 
 def start(*words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), *words,
-         "--profile", str(ROOT / "cluster_profiles/local"), "--config", "experiment=mine.yaml"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "snakemake", "--snakefile", ROOT / "Snakefile", *words]
+    command += ["--profile", ROOT / "cluster_profiles/local", "--config", "experiment=mine.yaml"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_job_that_would_read_them_is_refused():
@@ -273,16 +277,11 @@ def test_a_run_is_told_anew_how_images_are_resized(tmp_path):
     run_config(found, "mae_tiny").write(config)
     write_record(RunRecord.path(config.parent), {"run": "mae_tiny", "stage": "pretrain"})
     stamp_finished(found)
-    assert outdated(experiment()) == []
-    plain = Path("mine.yaml").read_text()
-    dataset = "datasets:\n  fruit:\n"
-    Path("mine.yaml").write_text(plain.replace(dataset, f"{dataset}    resize: 20\n"))
-    found = load("mine.yaml")
+    found = experiment(resize=20)
     assert outdated(found) == [config.with_name("done")]
     prepare(found, [PendingJob("pretrain", {"run": "mae_tiny"}, [], config, False)])
     assert resize_of(config.parent) == 20
-    stated = features_config(found, "mae_tiny", "fruit", Features("val")).resize
-    assert stated == 20
+    assert features_config(found, "mae_tiny", "fruit", Features("val")).resize == 20
     stamp_finished(found)
     assert outdated(found) == []
 
@@ -316,12 +315,16 @@ def test_a_plan_that_was_not_finished_is_not_gone_on_with():
     assert open_index(folder).n == len(Path("train.txt").read_text().splitlines()) == 5
 
 
+def edit_in_place(path: Path, more: bytes = b"") -> None:
+    path.write_bytes(path.read_bytes().replace(b"\t", b"\xf6") + more)
+
+
 def test_shards_of_images_that_were_edited_in_place_are_not_taken():
     first = make(experiment("d1"))
     assert experiment("d2").shards(*PAIR) == first
     path = Path("fruit/a/0.ppm")  # which keeps its size
     kept = path.read_bytes()
-    path.write_bytes(kept.replace(b"\t", b"\xf6"))
+    edit_in_place(path)
     later = (first / "files.json").stat().st_mtime + 1
     os.utime(path, (later, later))
     assert experiment("d2").shards(*PAIR) != first
@@ -329,18 +332,16 @@ def test_shards_of_images_that_were_edited_in_place_are_not_taken():
     path.write_bytes(kept)
     note_taken(experiment("d2").own_shards(*PAIR), first)  # as when it starts
     for path in Path("fruit").glob("*/*.ppm"):
-        path.write_bytes(path.read_bytes().replace(b"\t", b"\xf6") + b"\n")
+        edit_in_place(path, b"\n")
     third = experiment("d3")
     assert third.shards(*PAIR) == third.own_shards(*PAIR)
     own = make(third)
     assert index_digest(own) != index_digest(first)
     # Who began with the first goes on with them, and is told; who begins now has the third's.
-    second, fourth = experiment("d2"), experiment("d4")
-    assert (second.shards(*PAIR), fourth.shards(*PAIR)) == (first, own)
+    second = experiment("d2")
+    assert (second.shards(*PAIR), experiment("d4").shards(*PAIR)) == (first, own)
     (note,) = changed_images(second)
     assert "8 files changed" in note and note.endswith(f"rm -r {second.own_shards(*PAIR)}")
-    note_taken(fourth.own_shards(*PAIR), own)
-    assert experiment("d4").shards(*PAIR) == own
     # Removed as told, it finds the new ones.
     shutil.rmtree(second.own_shards(*PAIR))
     assert experiment("d2").shards(*PAIR) == own

@@ -9,20 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_words import PAGES, README
 
 from maect.cli import build_app
 from maect.data.retrieve import CATALOGUE
 from maect.evaluate import load_evaluation
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *(
-        page
-        for page in (ROOT / "docs").rglob("*.md")
-        if page.name != "found.md" and page.parent.name != "sources"
-    ),
-]
 
 
 def test_the_site_is_built_without_a_broken_link(tmp_path):
@@ -51,7 +44,7 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in lines if "--help" not in line]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_on_a_page_are_understood(page):
     """What is retrieved is in the catalogue, and what is imported then was retrieved."""
     fetched: set[str] = set()
@@ -66,7 +59,7 @@ def test_commands_on_a_page_are_understood(page):
 
 def test_the_readme_says_what_to_type_and_links_to_files_that_are_there():
     """A catalogue of workflows lists a project only if its README has these two words."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = README.read_text(encoding="utf-8")
     first = " ".join(text.partition("\n## ")[0].split())
     assert "Snakemake workflow" in first
     for command in ("make demo", "make test", "snakemake --profile cluster_profiles/juwels"):

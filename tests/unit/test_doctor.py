@@ -82,12 +82,9 @@ def test_what_one_rule_needs_is_no_upper_end(monkeypatch):
 
     monkeypatch.setattr(doctor, "command", command)
     asked = {"cluster": "slurm", "devices": 4, "cpus_per_task": 8, "slurm_partition": "p"}
-    findings = doctor.requests(
-        {"pretrain": asked | {"nodes": "1..16"}, "tune": asked | {"nodes": 16}}
-    )
-    assert [finding.kind for finding in findings] == ["ok", "FAIL"]
-    findings = doctor.requests({"pretrain": asked | {"nodes": "1..16"}})
-    assert [finding.kind for finding in findings] == ["ok", "note"]
+    ranged = {"pretrain": asked | {"nodes": "1..16"}}
+    for rules, kinds in ((ranged | {"tune": asked | {"nodes": 16}}, "FAIL"), (ranged, "note")):
+        assert [finding.kind for finding in doctor.requests(rules)] == ["ok", kinds]
     (fault,) = failures(doctor.requests({"pretrain": asked | {"slurm_account": "$MINE"}}))
     assert fault == "pretrain: --slurm-account $MINE: this variable is not set; export it"
 
@@ -118,11 +115,9 @@ def test_faults_before_any_job(tmp_path, monkeypatch, capsys):
     asked = {"cluster": "slurm", "nodes": 1, "devices": 1, "cpus_per_task": 1}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"set-resources": {"pretrain": asked}}))
     assert cli.main(["doctor", "--profile", str(tmp_path), "--experiment", "digits"]) == 2
-    said = capsys.readouterr()
-    assert (
-        "FAIL there is no sbatch on this machine\n     hint: run this on a login node" in said.out
-    )
-    assert "1 of" in said.err and not (tmp_path / "results").exists()
+    told = capsys.readouterr()
+    said = "FAIL there is no sbatch on this machine\n     hint: run this on a login node"
+    assert said in told.out and "1 of" in told.err and not (tmp_path / "results").exists()
 
 
 def test_storage_that_cannot_be_written(tmp_path):

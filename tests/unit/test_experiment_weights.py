@@ -15,15 +15,12 @@ from maect.experiment.resolve import run_config
 from maect.experiment.start import PendingJob, faults, missing_images, missing_weights, prepare
 from maect.records import RunRecord
 
-RUNS: dict[str, Any] = {
-    "mae_large_public": {"weights": "$PUBLIC/mae_{x}.pth", "size": "large", "each": {"x": ["l"]}},
-    "head_min_large": {"recipe": "head_min", "size": "large", "from": "mae_large_public"},
-    "ct_min_large": {"recipe": "ct_min", "size": "large", "from": "head_min_large"},
-    "ijepa_huge448": {
-        "weights": "~/ijepa.tar", "size": "huge", "image_size": 448, "layout": "ijepa",
-        "method": "ijepa",
-    },
-}  # fmt: skip
+RUNS: dict[str, Any] = yaml.safe_load("""
+mae_large_public: {weights: "$PUBLIC/mae_{x}.pth", size: large, each: {x: [l]}}
+head_min_large: {recipe: head_min, size: large, from: mae_large_public}
+ct_min_large: {recipe: ct_min, size: large, from: head_min_large}
+ijepa_huge448: {weights: ~/ijepa.tar, size: huge, image_size: 448, layout: ijepa, method: ijepa}
+""")
 
 
 def experiment(folder: Path, runs: dict[str, Any] = RUNS, **more: Any) -> Experiment:
@@ -35,6 +32,7 @@ def experiment(folder: Path, runs: dict[str, Any] = RUNS, **more: Any) -> Experi
 
 
 def test_an_import_is_a_run_to_start_from(tmp_path, monkeypatch):
+    """It has no seeds."""
     monkeypatch.setenv("PUBLIC", "/public")
     found = experiment(tmp_path, evaluate=[{"runs": ["*"], "protocols": ["knn"]}])
     public, ijepa = found.runs["mae_large_public"], found.runs["ijepa_huge448"]
@@ -46,9 +44,6 @@ def test_an_import_is_a_run_to_start_from(tmp_path, monkeypatch):
     assert "head.safetensors" in found.runs["ct_min_large"].settings.outputs
     assert found.runs_of("import") == ["mae_large_public", "ijepa_huge448"]
     assert ("ijepa_huge448", "knn") in found.evaluations
-
-
-def test_weights_have_no_seeds(tmp_path):
     runs = experiment(tmp_path, seeds=3).runs
     assert len(runs) == 2 + 3 + 3
     assert runs["head_min_large-s2"].source == "mae_large_public"
@@ -72,18 +67,15 @@ def test_missing_weights_are_named_until_they_are_imported(tmp_path, monkeypatch
     monkeypatch.setenv("PUBLIC", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     found = experiment(tmp_path)
-    faults = missing_weights(found)
-    assert len(faults) == 2
-    assert f"mine.yaml: runs: mae_large_public: no weights at {tmp_path}/mae_l.pth" in faults[0]
+    first, _ = missing_weights(found)
+    assert f"mine.yaml: runs: mae_large_public: no weights at {tmp_path}/mae_l.pth" in first
     (tmp_path / "mae_l.pth").touch()
     (tmp_path / "runs/ijepa_huge448").mkdir(parents=True)
     RunRecord.path(tmp_path / "runs/ijepa_huge448").touch()
     assert missing_weights(found) == []
     monkeypatch.delenv("PUBLIC")
-    assert (
-        "/mae_l.pth, as PUBLIC is not set: export it; correct"
-        in missing_weights(experiment(tmp_path))[0]
-    )
+    (line,) = missing_weights(experiment(tmp_path))
+    assert "/mae_l.pth, as PUBLIC is not set: export it; correct" in line
 
 
 def job(rule: str, forced: bool, **given: str) -> PendingJob:
@@ -97,16 +89,16 @@ def test_what_is_finished_needs_its_weights_and_images_only_if_it_is_forced(
     data = {"mine": {"splits": {"train": {"images": "/no/images"}}}}
     found = experiment(tmp_path, {"ijepa": RUNS["ijepa_huge448"]}, datasets=data)
     if finished:
-        for path in (RunRecord.path(found.folder("ijepa")), found.own_shards("mine", "train")):
-            path.parent.mkdir(parents=True)
-        RunRecord.path(found.folder("ijepa")).touch()
+        record = RunRecord.path(found.folder("ijepa"))
+        record.parent.mkdir(parents=True)
+        record.touch()
         write_record(found.own_shards("mine", "train") / "index.json", {})
         assert missing_images(found) == []
-    imported = faults(found, [job("import", forced, run="ijepa")])
-    sharded = faults(found, [job("write_shards", forced, dataset="mine", split="train")])
-    assert len(imported) == len(sharded) == (forced or not finished)
-    assert all("no weights at" in line for line in imported)
-    assert all("no images at /no/images" in line for line in sharded)
+    imported = job("import", forced, run="ijepa")
+    sharded = job("write_shards", forced, dataset="mine", split="train")
+    for pending, said in ((imported, "no weights at"), (sharded, "no images at /no/images")):
+        lines = faults(found, [pending])
+        assert len(lines) == (forced or not finished) and all(said in line for line in lines)
 
 
 def test_a_failed_import_leaves_what_was_imported_before(tmp_path):

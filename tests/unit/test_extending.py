@@ -46,14 +46,8 @@ from maect.tools import speed
 speed.SECONDS = 0
 assert speed.measure(load_recipe("\1", "tiny", {"batch_size": 4}), load_encoder("tiny"), 4) > 0
 '"""
-RECIPES = [
-    *recipes(),
-    *(
-        pytest.param(f"{name}, trained", marks=pytest.mark.slow)
-        for name, text in recipes().items()
-        if OF_ALL_STAGES.search(text)
-    ),
-]
+SLOW = [name for name, text in recipes().items() if OF_ALL_STAGES.search(text)]
+RECIPES = [*recipes(), *(pytest.param(f"{n}, trained", marks=pytest.mark.slow) for n in SLOW)]
 
 
 @pytest.mark.parametrize("name", RECIPES)

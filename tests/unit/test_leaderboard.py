@@ -31,11 +31,10 @@ def evaluated(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder, settings, _ = load_encoder_weights(images / "runs" / "mae" / "encoder.safetensors")
     shards = {"train": images / "shards" / "train", "test": images / "shards" / "val"}
     for pooling in ("cls", "mean"):
-        run = root / "runs" / pooling
-        run.mkdir(parents=True)
+        run, out = (root / part / pooling for part in ("runs", "evaluations"))
+        for folder in (run, out):
+            folder.mkdir(parents=True)
         save_encoder(run / "encoder.safetensors", encoder.state_dict(), settings, pooling)
-        out = root / "evaluations" / pooling
-        out.mkdir(parents=True)
         for probe in (LINEAR.model_copy(update={"held_out": 0.2}), EFFICIENT):
             job = EvaluationJob(run, out / f"{probe.name}.json", shards, resize=16)
             assert evaluate(Rank(), config=resolved(job, probe)) == "done"
@@ -64,27 +63,25 @@ def test_rows_and_logs_are_in_the_leaderboards_form(evaluated, tmp_path):
         "gap_reason,knn,knn_k,knn_T,knn_log,extra_flags"
     )
     row, folder = rows["cls"], evaluated / "evaluations" / "cls"
-    linear = seek_record(folder / "lars_linear_probe.json")["metrics"]
-    efficient = seek_record(folder / "efficient_probe.json")["metrics"]
+    linear, efficient, raw, last = (
+        seek_record(folder / f"{name}.json")["metrics"]
+        for name in (
+            "lars_linear_probe", "efficient_probe", "knn_leaderboard", "knn_leaderboard_final_norm"
+        )
+    )  # fmt: skip
     assert row["lp"] == f"{max(linear['by_epoch']):.2f}" and row["lp_gap"] == "no"
     assert row["ep"] == f"{max(efficient['by_epoch']):.2f}" and row["ep_queries"] == "4"
     assert (row["arch"], row["image_size"], row["lp_variant"]) == ("ViT-16x3/4", "16", "cls")
     assert row["family"] == row["pretrain"] == ""  # nobody can know
     assert "LP: epochs 3, batch_size 32, base_lr 160.0" in row["notes"]
     # The best of raw features and of those after the final norm, of every k and T.
-    grid = [
-        (entry["accuracy"], features, entry["k"], entry["temperature"])
-        for features in ("knn_leaderboard", "knn_leaderboard_final_norm")
-        for entry in seek_record(folder / f"{features}.json")["metrics"]["sweep"]
-        if not entry["standardized"]
-    ]
-    assert row["knn"] == f"{max(grid)[0]:.2f}" and len(grid) == 2 * 6 * 3  # k 200 of 150 images
+    grid = [e for e in raw["sweep"] + last["sweep"] if not e["standardized"]]
+    best = max(entry["accuracy"] for entry in grid)
+    assert row["knn"] == f"{best:.2f}" and len(grid) == 2 * 6 * 3  # k 200 of 150 images
     chosen = float(row["knn"]), int(row["knn_k"]), float(row["knn_T"])
-    assert chosen in [(float(f"{a:.2f}"), k, t) for a, _, k, t in grid]
+    assert chosen in [(float(f"{e['accuracy']:.2f}"), e["k"], e["temperature"]) for e in grid]
     # Beside what the test images choose, what held-out training images choose.
-    raw = seek_record(folder / "knn_leaderboard.json")["metrics"]["sweep"]
-    last = seek_record(folder / "knn_leaderboard_final_norm.json")["metrics"]["sweep"]
-    tried = [e for e in raw + last if not e["standardized"] and e["held_out"] is not None]
+    tried = [entry for entry in grid if entry["held_out"] is not None]
     knn = max(tried, key=lambda entry: entry["held_out"])["accuracy"]
     assert f"k-NN chosen on held-out training images: {knn:.2f}" in row["notes"]
     chosen_epoch = linear["lars_linear_probe_held_out"]
@@ -101,12 +98,13 @@ def test_rows_and_logs_are_in_the_leaderboards_form(evaluated, tmp_path):
     assert rows["mean"]["lp"] == row["lp"]
     # It writes over no rows of others, nor over what was filled in.
     leaderboard(runs, tmp_path)
-    filled = (tmp_path / "results.csv").read_text() + "theirs,DINO\n"
-    (tmp_path / "results.csv").write_text(filled)
+    table = tmp_path / "results.csv"
+    filled = table.read_text() + "theirs,DINO\n"
+    table.write_text(filled)
     with pytest.raises(UserError, match=r"results\.csv: has other methods, or cells that were"):
         leaderboard(runs, tmp_path)
-    assert (tmp_path / "results.csv").read_text() == filled
-    (tmp_path / "results.csv").unlink()
+    assert table.read_text() == filled
+    table.unlink()
     leaderboard(runs[:1], tmp_path)
     leaderboard(runs, tmp_path)  # its own, and one more
     with pytest.raises(UserError, match="two runs of one name"):

@@ -18,20 +18,20 @@ NAMES = ("10%tune", "5%accuracy", "b%uv", r"a\b", "a\nb", "a\x7fb")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_path_that_is_a_template_is_refused_in_one_line(name, tmp_path):
-    """By the check, by a launch and by staging, and nothing is made."""
+    """By the check, by a launch and by staging; for an experiment's file; and nothing is made."""
     storage = tmp_path / name
     storage.mkdir()
-    calls = (
-        lambda: check_literal_path(storage / "results"),
-        lambda: launch(Task("a:b"), storage, Resources(), is_done=bool, describe=""),
-        lambda: stage(tmp_path, str(storage)),
-    )
-    for call in calls:
-        with pytest.raises(UserError, match="use a folder without %") as refused:
+    for call, words in (
+        (lambda: check_literal_path(storage / "results"), "use a folder without %"),
+        (lambda: launch(Task("a:b"), storage, Resources(), is_done=bool, describe=""), "without %"),
+        (lambda: stage(tmp_path, str(storage)), "use a folder without %"),
+        (lambda: new_experiment(tmp_path, tmp_path / "10%tune.yaml", None, None), "has '%'"),
+    ):
+        with pytest.raises(UserError, match=words) as refused:
             call()
         line = str(refused.value)
-        assert len(line.splitlines()) == 1 and line.isprintable() and str(tmp_path) in line
-    assert not list(storage.iterdir())
+        assert len(line.splitlines()) == 1 and line.isprintable()
+    assert not list(storage.iterdir()) and list(tmp_path.iterdir()) == [storage]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,3 @@ def test_commands_of_an_experiment_refuse_it(words, stand, tmp_path, monkeypatch
     assert len(shown.splitlines()) == (2 if words.startswith("plan") else 1), shown
     assert str(folder) in shown and "would change '%'" in shown
     assert not list(folder.iterdir()) and {*tmp_path.iterdir()} == {folder, tmp_path / "link"}
-
-
-def test_no_experiment_is_written_that_could_not_run(tmp_path):
-    with pytest.raises(UserError, match=r"10%tune.*has '%'"):
-        new_experiment(tmp_path, tmp_path / "10%tune.yaml", None, None)
-    assert not list(tmp_path.iterdir())

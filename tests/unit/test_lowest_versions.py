@@ -12,12 +12,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 UV = Path(sys.executable).with_name("uv")
-ASKED = [
-    Requirement(text)
-    for text in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-        "dependencies"
-    ]
-]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+ASKED = {one.name: one for one in map(Requirement, PROJECT["dependencies"])}
 AS_LOCKED = re.compile(r"(torch|torchvision|triton|nvidia-|cuda-)")
 """Packages that are not installed once more: gigabytes, whose releases fit one another alone."""
 EVERY_MODULE = """
@@ -47,15 +43,13 @@ assert measure(load_recipe("ct_min", "tiny", {{"batch_size": 4}}), load_encoder(
     ],
 )
 def test_a_version_that_does_not_work_is_not_allowed(name, version):
-    (wanted,) = (one for one in ASKED if one.name == name)
-    assert not wanted.specifier.contains(version)
+    assert not ASKED[name].specifier.contains(version)
 
 
 def test_the_workflow_asks_for_the_snakemake_that_the_package_asks_for():
-    (wanted,) = (one for one in ASKED if one.name == "snakemake")
     text = (ROOT / "workflow/Snakefile").read_text(encoding="utf-8")
     (least,) = re.findall(r'min_version\("([\d.]+)"\)', text)
-    assert f">={least}" in {str(one) for one in wanted.specifier}
+    assert f">={least}" in {str(one) for one in ASKED["snakemake"].specifier}
 
 
 @pytest.mark.slow  # installs a hundred packages
@@ -71,9 +65,8 @@ def test_the_lowest_versions_import_plan_and_train_a_step(tmp_path):
     lines = lowest.read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split(" ")[0].split("==") for line in lines if "==" in line)
     for name in ("snakemake", "submitit", "deepspeed"):
-        (wanted,) = (one for one in ASKED if one.name == name)
-        assert any(str(one).startswith(">=") for one in wanted.specifier)
-        assert wanted.specifier.contains(pinned[name])
+        allowed = ASKED[name].specifier
+        assert any(str(one).startswith(">=") for one in allowed) and allowed.contains(pinned[name])
     lowest.write_text("".join(f"{line}\n" for line in lines if not AS_LOCKED.match(line)))
     install = [UV, "pip", "install", "--no-config", "--quiet", "--no-deps"]
     install += ["--python", sys.executable, "--target", packages, "-r", lowest]

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ from maect.core.errors import UserError
 from maect.core.yaml_files import Loader
 from maect.data.index import open_index
 from maect.data.shard_plan import plan_shards
-from maect.experiment import load
+from maect.experiment import Experiment, load
 from maect.experiment.profile import find_profile
 from maect.experiment.start import missing_images
 from maect.launch.progress import rough
@@ -31,8 +32,6 @@ from maect.tools.new_experiment import evaluated, flow, new_experiment, outlook,
 from maect.tools.own_images import choose_validation, find_splits, inspect_images
 from maect.tools.own_training import FEWEST_STEPS, HOUR, PROBES, average_for, lengths
 from maect.tools.plan import Device, all_jobs, make_plan, tuned_part, wall
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +59,21 @@ def colours(folder: Path, count: int, *side: int, classes: int = 0, ending: str 
     return folder
 
 
+def made(images: Path, out: Path, *given: Any, **more: Any) -> tuple[str, Experiment]:
+    """The text of what is written for these images, and the experiment that it is."""
+    text = new_experiment(images, out, *given, **more)
+    return text, load(str(out))
+
+
 @pytest.fixture(scope="module")
-def written(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def written(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Experiment, Path]:
     """What is written for the digits, and where."""
     out = tmp_path_factory.mktemp("written") / "mine.yaml"
-    return new_experiment(digits, out), out
+    return *made(digits, out), out
 
 
 def test_folders_of_classes_with_a_split(written):
-    text, out = written
-    experiment = load(str(out))
+    text, experiment, _ = written
     mae = experiment.runs["mae_tiny"]
     assert (mae.settings.epochs, mae.encoder.image_size) == (1600, 16)
     ct = experiment.runs["ct_min_tiny"].settings
@@ -89,9 +93,8 @@ def test_the_jobs_that_are_counted_are_those_that_snakemake_would_run(
     written, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    _, out = written
+    _, experiment, out = written
     asked = jobs_to_run([], [f"experiment={out}"], find_profile("local"))
-    experiment = load(str(out))
     plan = make_plan(asked, experiment, Device("cpu"))
     ours = make_plan(all_jobs(experiment), experiment, Device("cpu"))
     assert {job.name for job in ours.jobs} == {job.name for job in plan.jobs}
@@ -99,7 +102,7 @@ def test_the_jobs_that_are_counted_are_those_that_snakemake_would_run(
 
 
 def test_few_images_need_no_training(written, digits, monkeypatch):
-    _, out = written
+    *_, out = written
     first, *commands = without_training(out)
     assert "fewer than 10,000 images first try a public encoder" in first
     parsed = [build_app().parse_args(shlex.split(line)[1:]) for line in commands]
@@ -111,46 +114,35 @@ def test_few_images_need_no_training(written, digits, monkeypatch):
 
 def test_a_train_folder_alone_is_no_class_and_a_part_is_held_out_of_every_class(digits, tmp_path):
     own = linked(tmp_path / "own", train=digits / "train")
-    text = new_experiment(own, tmp_path / "mine.yaml")
+    text, experiment = made(own, tmp_path / "mine.yaml")
     assert "in 10 classes" in text and "linear_probe" in text
-    lists = {part: (tmp_path / f"mine.{part}.txt").read_text().split() for part in ("train", "val")}
-    assert len(lists["train"]) + len(lists["val"]) == 1297
-    assert not set(lists["train"]) & set(lists["val"])
+    files = [tmp_path / f"mine.{part}.txt" for part in ("train", "val")]
+    train, val = (file.read_text().split() for file in files)
+    assert len(train) + len(val) == 1297 and not set(train) & set(val)
     for label in range(10):
-        held = [name for name in lists["val"] if name.startswith(f"{label}/")]
+        held = [name for name in val if name.startswith(f"{label}/")]
         assert len(held) in range(11, 16)  # groups of near-duplicates stay together
-    splits = load(str(tmp_path / "mine.yaml")).datasets["own"].splits
-    assert splits["train"].only == str(tmp_path / "mine.train.txt")
-    assert splits["val"].only == str(tmp_path / "mine.val.txt")
-
-
-def test_two_spellings_of_a_split_are_refused(tmp_path):
-    for name in ("train", "Train", "val"):
-        (tmp_path / name / "a").mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / name / "a/1.png")
-    with pytest.raises(UserError, match=r"rain: .rain is there, too; rename one of them"):
-        find_splits(tmp_path)
+    splits = experiment.datasets["own"].splits
+    assert [splits[name].only for name in ("train", "val")] == [*map(str, files)]
 
 
 def test_equal_and_nearly_equal_images_are_on_one_side(tmp_path):
     """Under other names, in another format, or as the next frame of a scene."""
     rng, images = np.random.default_rng(0), tmp_path / "images"
     images.mkdir()
+    scenes = []
     for number in range(110):
+        names = [f"a{number:03d}.png", f"b{110 - number:03d}.png"]
+        names += [f"c{number * 7 % 110:03d}.jpg", f"d{number * 13 % 110:03d}.png"]
         small = rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)
         scene = Image.fromarray(small).resize((96, 72), Image.Resampling.BICUBIC)
-        scene.save(images / f"a{number:03d}.png")
-        shutil.copy(images / f"a{number:03d}.png", images / f"b{110 - number:03d}.png")
-        scene.save(images / f"c{number * 7 % 110:03d}.jpg", quality=85)
-        scene.crop((0, 0, 95, 72)).save(images / f"d{number * 13 % 110:03d}.png")
-    given = inspect_images(images)
-    held = choose_validation(given)
+        for name in names[:3]:
+            scene.save(images / name, quality=85)
+        scene.crop((0, 0, 95, 72)).save(images / names[3])
+        scenes.append(names)
+    held = choose_validation(inspect_images(images))
     assert 20 <= len(held) < 90
-    for number in range(110):
-        names = [
-            f"a{number:03d}.png", f"b{110 - number:03d}.png", f"c{number * 7 % 110:03d}.jpg",
-            f"d{number * 13 % 110:03d}.png",
-        ]  # fmt: skip
+    for names in scenes:
         assert len({name in held for name in names}) == 1
     before = {(images / name).read_bytes() for name in held}
     # Whatever the files are called.
@@ -205,8 +197,7 @@ def test_nothing_is_left_of_what_cannot_be_read(own, tmp_path, monkeypatch):
 def test_without_labels(own, tmp_path):
     """What needs them is refused before anything is queued."""
     out = tmp_path / "mine.yaml"
-    text = new_experiment(own, out)
-    experiment = load(str(out))
+    text, experiment = made(own, out)
     assert {name for _, name in experiment.evaluations} == {"explore"}
     (run, *_) = experiment.runs
     assert experiment.evaluation(run, "explore").split_names == ("train", "val")
@@ -220,8 +211,8 @@ def test_without_labels(own, tmp_path):
 
 def test_large_images_get_a_large_encoder(tmp_path):
     folder = colours(tmp_path / "photos", 220, 640, 200, classes=2, ending="jpg")
-    new_experiment(folder, tmp_path / "mine.yaml")
-    encoder = load(str(tmp_path / "mine.yaml")).runs["mae_base"].encoder
+    _, experiment = made(folder, tmp_path / "mine.yaml")
+    encoder = experiment.runs["mae_base"].encoder
     assert (encoder.image_size, encoder.patch_size) == (192, 16)
 
 
@@ -246,8 +237,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_quick_is_an_hour_by_plans_own_count(photos, tmp_path, speed, shape):
     out = tmp_path / "mine.yaml"
-    text = new_experiment(photos, out, quick=at(speed))
-    experiment = load(str(out))
+    text, experiment = made(photos, out, quick=at(speed))
     mae, tune = experiment.runs[f"mae_{shape[0]}"], experiment.runs[f"ct_min_{shape[0]}"]
     assert mae.encoder.image_size == shape[1]
     assert ("would not finish in an hour" in text) == (shape[0] != "base")
@@ -268,8 +258,7 @@ def test_quick_is_an_hour_by_plans_own_count(photos, tmp_path, speed, shape):
 def test_public_weights_are_tuned_within_the_hour(tmp_path):
     out = tmp_path / "mine.yaml"
     folder = colours(tmp_path / "photos", 900, 240, classes=2, ending="jpg")
-    text = new_experiment(folder, out, "mae_base", quick=at(2.5e11))
-    experiment = load(str(out))
+    text, experiment = made(folder, out, "mae_base", quick=at(2.5e11))
     tune = experiment.runs["ct_min_base"].settings
     assert tune.batch_size < 128 and "hardly change" not in text  # 128 would be two hours
     assert wall(make_plan(all_jobs(experiment), experiment, at(2.5e11)).jobs) <= HOUR
@@ -287,50 +276,63 @@ def test_deep_images_and_the_statistics_of_public_weights(tmp_path):
         for number in range(deep):
             values = rng.integers(0, 4096, (8, 8), np.uint16)
             Image.fromarray(values).save(folder / f"{number}.png")
-        out = tmp_path / f"{deep}{public}.yaml"
-        text = new_experiment(folder, out, public)
-        (dataset,) = load(str(out)).datasets.values()
+        text, experiment = made(folder, tmp_path / f"{deep}{public}.yaml", public)
+        (dataset,) = experiment.datasets.values()
         assert dataset.pixels.range is not None
         assert (dataset.pixels.mean is None) == (deep == 1 or public is not None)
         assert ("Mean and deviation are mae_base's" in text) == (public is not None)
 
 
-def test_mistakes_are_named(digits, tmp_path):
+def test_mistakes_are_named(digits, own, tmp_path):
     out = tmp_path / "mine.yaml"
-    with pytest.raises(UserError, match="no such folder"):
-        new_experiment(tmp_path / "none", out)
-    with pytest.raises(UserError, match=r"ends in \.yaml"):
-        new_experiment(digits, tmp_path / "mine.txt")
-    with pytest.raises(UserError, match="name: 'my birds' has ' '; choose one without blanks"):
-        new_experiment(digits, tmp_path / "my birds.yaml")
-    with pytest.raises(UserError, match="--from-public mea: unknown weights; choose from mae_base"):
-        new_experiment(digits, out, "mea")
-    (tmp_path / "few/a").mkdir(parents=True)
-    Image.new("L", (8, 8)).save(tmp_path / "few/a/1.png")
-    with pytest.raises(UserError, match="1 images; at least 200 are needed"):
-        new_experiment(tmp_path / "few", out)
-    assert not out.exists()
-    out.write_text("mine")
+    (tmp_path / "few").mkdir()
+    shutil.copy(own / "000.png", tmp_path / "few")
+    with zipfile.ZipFile(tmp_path / "own.zip", "w") as archive:
+        for file in sorted(digits.rglob("*.png")):
+            archive.write(file, f"own/{file.relative_to(digits)}")
+    archived = r"own\.zip: its folders .*train, val are splits .* unpack it"
+    for given, words in (
+        ((tmp_path / "none", out), "no such folder"),
+        ((digits, tmp_path / "mine.txt"), r"ends in \.yaml"),
+        ((digits, tmp_path / "my birds.yaml"), "'my birds' has ' '; choose one without blanks"),
+        ((digits, out, "mea"), "--from-public mea: unknown weights; choose from mae_base"),
+        ((tmp_path / "few", out), "1 images; at least 200 are needed"),
+        ((tmp_path / "own.zip", out), archived),
+    ):
+        with pytest.raises(UserError, match=words):
+            new_experiment(*given)
+    assert not list(tmp_path.glob("*.yaml"))
+    # Nor is anything written over: only lists of its own are.
+    theirs = tmp_path / "mine.train.txt"
+    theirs.write_text("mine\n")
+    with pytest.raises(UserError, match=r"mine\.train\.txt: already exists; choose another name"):
+        new_experiment(own, out)
+    assert theirs.read_text() == "mine\n" and not out.exists()
+    theirs.unlink()
+    new_experiment(own, out)
     with pytest.raises(UserError, match="already exists"):
-        new_experiment(digits, out)
+        new_experiment(own, out)
+    out.unlink()
+    new_experiment(own, out)
+
+
+VAL = {f"val__{n}": f"val/{n}" for n in range(9)}
 
 
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        (
-            {str(n): f"val/{n}" for n in range(9)},
-            r"without 9\); make them the same, or pass --images \S+/train ",
-        ),
-        ({**{str(n): f"val/{n}" for n in range(10)}, "ten": "val/1"}, r"\(with ten\); make"),
-        ({"0": "val/0", "1": "val/1"}, r"\(without 2, 3, 4\);"),
+        (VAL, r"\(without 9\); make them the same, or pass --images \S+/train "),
+        (VAL | {"val__9": "val/9", "val__ten": "val/1"}, r"\(with ten\); make"),
+        ({"val__0": "val/0", "val__1": "val/1"}, r"\(without 2, 3, 4\);"),
+        ({"Train": "train", "val": "val"}, "rain: .rain is there, too; rename one of them"),
     ],
 )
 def test_other_classes_than_those_trained_on_are_named(digits, tmp_path, parts, words):
-    parts = {f"val__{name}": digits / part for name, part in parts.items()}
-    folder = linked(tmp_path / "own", train=digits / "train", **parts)
-    with pytest.raises(UserError, match=f"val: other classes than .+/train .*{words}"):
-        new_experiment(folder, tmp_path / "mine.yaml")
+    parts = {name: digits / part for name, part in {"train": "train", **parts}.items()}
+    classes = "" if "Train" in parts else "val: other classes than .+/train .*"
+    with pytest.raises(UserError, match=f"{classes}{words}"):
+        new_experiment(linked(tmp_path / "own", **parts), tmp_path / "mine.yaml")
     assert not list(tmp_path.glob("mine*"))
 
 
@@ -369,12 +371,11 @@ def test_folders_need_not_be_classes(own, tmp_path):
 
 
 def test_images_added_later_are_in_no_split(own, tmp_path):
-    new_experiment(own, tmp_path / "mine.yaml")
-    splits = load(str(tmp_path / "mine.yaml")).datasets["own"].splits
+    _, experiment = made(own, tmp_path / "mine.yaml")
     for number in range(5):
         Image.new("RGB", (8, 8)).save(own / f"new{number}.png")
     images = 0
-    for name, split in splits.items():
+    for name, split in experiment.datasets["own"].splits.items():
         plan = plan_shards(own, split.kind, tmp_path / name, 1, only=Path(split.only)).record
         images += plan["n"]
         assert plan["unlisted"] == 225 - plan["n"]
@@ -383,14 +384,12 @@ def test_images_added_later_are_in_no_split(own, tmp_path):
 
 def test_a_test_split_is_kept_apart(digits, tmp_path):
     parts = {"train": digits / "train", "val": digits / "val", "test": digits / "val"}
-    text = new_experiment(linked(tmp_path / "own", **parts), tmp_path / "mine.yaml")
-    splits = load(str(tmp_path / "mine.yaml")).datasets["own"].splits
-    assert list(splits) == ["train", "val", "test"] and "chosen on test" not in text
+    text, experiment = made(linked(tmp_path / "own", **parts), tmp_path / "mine.yaml")
+    assert list(experiment.datasets["own"].splits) == ["train", "val", "test"]
+    said = "# There is no val beside test: what is chosen while evaluating is chosen on test"
+    assert said not in text
     (tmp_path / "own/val").unlink()
-    text = new_experiment(tmp_path / "own", tmp_path / "two.yaml")
-    assert (
-        "# There is no val beside test: what is chosen while evaluating is chosen on test" in text
-    )
+    assert said in new_experiment(tmp_path / "own", tmp_path / "two.yaml")
 
 
 def test_how_odd_images_are_read_is_stated(tmp_path):
@@ -399,17 +398,14 @@ def test_how_odd_images_are_read_is_stated(tmp_path):
     for split, n in (("train", 200), ("validation", 20)):
         rows = []
         for _ in range(n):
-            stream = io.BytesIO()
-            tifffile.imwrite(
-                stream, rng.integers(0, 4096, (8, 8, 5)).astype(np.uint16), photometric="minisblack"
-            )
+            stream, pixels = io.BytesIO(), rng.integers(0, 4096, (8, 8, 5), np.uint16)
+            tifffile.imwrite(stream, pixels, photometric="minisblack")
             rows.append({"bytes": stream.getvalue(), "path": None})
         (tmp_path / "own/data").mkdir(parents=True, exist_ok=True)
         table = pa.table({"image": rows, "label": [i % 2 for i in range(n)]})
         parquet.write_table(table, tmp_path / f"own/data/{split}-00000-of-00001.parquet")
-    text = new_experiment(tmp_path / "own", tmp_path / "mine.yaml")
+    text, experiment = made(tmp_path / "own", tmp_path / "mine.yaml")
     assert re.search(r"Values of more than 8 bits: 0 to 409\d become 0 to 255", text)
-    experiment = load(str(tmp_path / "mine.yaml"))
     dataset = experiment.datasets["own"]
     pixels = experiment.runs["mae_tiny"].encoder.pixels
     assert pixels == dataset.pixels and pixels.channels == 5 and pixels.orientation == "exif"
@@ -427,12 +423,8 @@ def test_evaluations_that_the_images_allow(own):
     assert evaluated(images, set(), 23, "tiny")[0] == [
         "knn", "linear_probe", "low_shot", "clustering", "retrieval", "umap", "explore",
     ]  # fmt: skip
-    kept = {
-        name
-        for n in range(22)
-        for name in sorted(e.name for e in images.entries if e.label == n)[:4]
-    }
-    held = {e.name for e in images.entries} - kept
+    of_class = [sorted(e.name for e in images.entries if e.label == n) for n in range(22)]
+    held = {name for names in of_class for name in names[4:]}
     assert evaluated(images, held, 16, "tiny")[0] == ["knn", "linear_probe", "umap", "explore"]
     few, why = evaluated(images, held, 15, "tiny")
     assert few == ["knn", "linear_probe", "explore"]
@@ -463,25 +455,3 @@ def test_images_that_sharding_would_refuse_are_named(own, tmp_path):
     os.rename(own / "219.png", os.path.join(os.fsencode(own), b"v\xf6gel.png"))
     with pytest.raises(UserError, match="not UTF-8"):
         new_experiment(own, tmp_path / "other.yaml")
-
-
-def test_an_archive_of_splits_is_refused(digits, tmp_path):
-    with zipfile.ZipFile(tmp_path / "own.zip", "w") as archive:
-        for file in sorted(digits.rglob("*.png")):
-            archive.write(file, f"own/{file.relative_to(digits)}")
-    with pytest.raises(
-        UserError, match=r"own\.zip: its folders .*train, val are splits .* unpack it"
-    ):
-        new_experiment(tmp_path / "own.zip", tmp_path / "mine.yaml")
-
-
-def test_lists_of_somebody_else_are_not_written_over(own, tmp_path):
-    (tmp_path / "mine.train.txt").write_text("mine\n")
-    with pytest.raises(UserError, match=r"mine\.train\.txt: already exists; choose another name"):
-        new_experiment(own, tmp_path / "mine.yaml")
-    assert (tmp_path / "mine.train.txt").read_text() == "mine\n"
-    assert not (tmp_path / "mine.yaml").exists()
-    (tmp_path / "mine.train.txt").unlink()
-    new_experiment(own, tmp_path / "mine.yaml")
-    (tmp_path / "mine.yaml").unlink()
-    new_experiment(own, tmp_path / "mine.yaml")  # its own lists are there

@@ -1,5 +1,6 @@
 """`maect plan`: what is left to run is asked of Snakemake; its price is plain arithmetic."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +53,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_tunings_part_of_the_operations_is_said(here):
     """By hand, of encoders whose MAE the experiment trains."""
-    experiment = load("digits")
+    experiment, refined = load("digits"), load("refined")
     runs = [experiment.runs[name] for name in ("mae_tiny", "head_min_tiny", "ct_min_tiny")]
-    mae, head, tune = (
-        run.settings.epochs * run.settings.flops_per_image(run.encoder) for run in runs
-    )
-    assert tuned_part(experiment, "ct_min_tiny") == pytest.approx(
-        (head + tune) / (mae + head + tune)
-    )
+    parts = [run.settings.epochs * run.settings.flops_per_image(run.encoder) for run in runs]
+    found = tuned_part(experiment, "ct_min_tiny")
+    assert found == pytest.approx(sum(parts[1:]) / sum(parts))
     assert tuned_part(experiment, "mae_tiny") is tuned_part(experiment, "head_min_tiny") is None
-    assert all(tuned_part(load("refined"), name) is None for name in load("refined").runs)
-    plan = Plan([job("ct", 1.0)], tuned={"a": 0.1, "b": 0.52, "c": 0.2})
-    (line,) = (line for line in lines(plan) if "operations" in line)
-    assert line.startswith("head and tuning take 10% (a) to 52% (b) of a model's operations; with")
-    (line,) = (line for line in lines(Plan(plan.jobs, tuned={"a": 0.1})) if "operations" in line)
-    assert line.startswith(
-        "head and tuning take 10% (a) of a model's operations; with few epochs on CIFAR-10 25%"
-    )
+    assert all(tuned_part(refined, name) is None for name in refined.runs)
+    said = "head and tuning take 10% (a)"
+    for tuned, words in (
+        ({"a": 0.1, "b": 0.52, "c": 0.2}, " to 52% (b) of a model's operations; with"),
+        ({"a": 0.1}, " of a model's operations; with few epochs on CIFAR-10 25%"),
+    ):
+        told = lines(Plan([job("ct", 1.0)], tuned=tuned))
+        (line,) = (line for line in told if "operations" in line)
+        assert line.startswith(said + words)
 
 
 def job(name: str, seconds: float | None, *needs: str, **more: Any) -> PlannedJob:
@@ -90,24 +89,24 @@ def test_the_jobs_are_those_that_snakemake_would_run(here):
     left = jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
     rules = [job.rule for job in left]
     assert sorted(rules) == ["head", "pretrain", "write_images", "write_shards"]
-    plan = make_plan(left, load("digits"), Device("A100"))
-    assert {(job.stage, job.name, job.nodes, job.devices) for job in plan.jobs} == {
-        ("pretrain", "mae_tiny", 1, 4),
-        ("head", "head_min_tiny", 1, 4),
-    }
-    assert [job.name for job in critical_path(plan.jobs)] == ["mae_tiny", "head_min_tiny"]
-    assert plan.others == 2
+    found = load("digits")
+    plan = make_plan(left, found, Device("A100"))
+    path = [(job.stage, job.name, job.nodes, job.devices) for job in critical_path(plan.jobs)]
+    assert path == [("pretrain", "mae_tiny", 1, 4), ("head", "head_min_tiny", 1, 4)]
+    assert len(plan.jobs) == 2 == plan.others
 
     # What is there is not run again.
-    shards = here / "results/digits/shards/digits/train"
-    mae = here / "results/digits/runs/mae_tiny"
-    for folder in (here / "results/digits/images/digits", shards, mae):
+    images, shards, mae = (
+        found.root.absolute() / name
+        for name in ("images/digits", "shards/digits/train", "runs/mae_tiny")
+    )
+    for folder in (images, shards, mae):
         folder.mkdir(parents=True)
-    found, weights = load("digits"), mae / "encoder.safetensors"
     note_own(shards, found.shards_config("digits", "train"))
     write_record(shards / "index.json", {"digest": "0"})
-    weights.write_text("mae_tiny")
     (shards / "index.npy").touch()
+    weights = mae / "encoder.safetensors"
+    weights.write_text("mae_tiny")
     write_record(mae / RUN, {"files": [weights.name], "sha256": {weights.name: "1"}})
     resolve.run_config(found, "mae_tiny").write(mae / "config.yaml")
     stamp_finished(found)
@@ -129,11 +128,7 @@ def test_a_table_that_is_asked_for_by_name_needs_its_own_evaluations_alone(here)
 
 @pytest.mark.parametrize(
     ("target", "profile", "words"),
-    [
-        ("tabels", PROFILE, "No rule to produce tabels"),
-        ("no/such", PROFILE, "No rule to produce no/such"),
-        (HEAD, Path("/no/such"), "/no/such"),
-    ],
+    [("no/such", PROFILE, "No rule to produce no/such"), (HEAD, Path("/no/such"), "/no/such")],
 )
 def test_snakemakes_refusal_is_one_line(here, target, profile, words, capfd):
     with pytest.raises(UserError, match=words) as error:
@@ -186,11 +181,11 @@ def test_a_measurement_beats_operations(here):
 
 def test_a_run_with_other_views_is_a_measurement_in_proportion(here):
     encoder, asked = load_encoder("large"), load_recipe("refine_d2v2", "large")
-    flops = [load_recipe("refine_global", "large").flops_per_image(encoder)]
-    flops.append(asked.flops_per_image(encoder))
-    assert flops[1] > 1.5 * flops[0]
+    other = load_recipe("refine_global", "large").flops_per_image(encoder)
+    share = other / asked.flops_per_image(encoder)
+    assert share < 1 / 1.5
     for name, speed, expected in (
-        ("refine_global", 1600.0, 1600.0 / 16 * flops[0] / flops[1]),
+        ("refine_global", 1600.0, 1600.0 / 16 * share),
         ("refine_d2v2", 800.0, 800.0 / 16),  # nearer
     ):
         trained(here, name, "large", GPU, speed, 16)
@@ -199,25 +194,22 @@ def test_a_run_with_other_views_is_a_measurement_in_proportion(here):
 
 
 def unknown_images(folder: Path, runs: dict[str, Any] | None = None) -> Experiment:
+    runs = runs or {"mae_tiny": {"recipe": "mae", "size": "tiny"}}
     splits = {split: {"images": str(folder)} for split in ("train", "val")}
-    file = folder / "x.yaml"
-    values = {
-        "datasets": {"mine": {"splits": splits}},
-        "runs": runs or {"mae_tiny": {"recipe": "mae", "size": "tiny"}},
-        "evaluate": [{"runs": list(runs or ["mae_tiny"]), "protocols": ["linear_probe"]}],
-    }
-    file.write_text(yaml.safe_dump(values))
-    return load(str(file))
+    asked = [{"runs": [*runs], "protocols": ["linear_probe"]}]
+    values = {"datasets": {"mine": {"splits": splits}}, "runs": runs, "evaluate": asked}
+    (folder / "x.yaml").write_text(yaml.safe_dump(values))
+    return load(str(folder / "x.yaml"))
 
 
-def test_a_batch_that_does_not_split_is_said_with_and_without_a_known_gpu(here):
+@pytest.mark.parametrize("gpu", ["A100-40GB", ""])
+def test_a_batch_that_does_not_split_is_said_with_and_without_a_known_gpu(gpu, here):
     runs = {"mae": {"recipe": "mae", "size": "tiny", "computing": {"accumulation": 3}}}
-    for gpu in ("A100-40GB", ""):
-        resources = {"nodes": "2", "devices": "4", "runtime": 1440, "gpu": gpu}
-        jobs = [RuleJob("pretrain", {"run": "mae"}, resources)]
-        (planned,) = make_plan(jobs, unknown_images(here, runs), Device("A100")).jobs
-        assert planned.fitted.startswith("will be refused: batch_size ")
-        assert planned.fitted.endswith("is not a multiple of 8 ranks x accumulation 3")
+    resources = {"nodes": "2", "devices": "4", "runtime": 1440, "gpu": gpu}
+    jobs = [RuleJob("pretrain", {"run": "mae"}, resources)]
+    (planned,) = make_plan(jobs, unknown_images(here, runs), Device("A100")).jobs
+    said = r"will be refused: batch_size .* is not a multiple of 8 ranks x accumulation 3"
+    assert re.fullmatch(said, planned.fitted)
 
 
 def test_samples_that_nobody_knows_are_said_and_not_guessed(here):
@@ -239,8 +231,7 @@ def test_images_are_counted_before_they_are_sharded(here):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(100))
     experiment = unknown_images(images)
-    split = {"dataset": "mine", "split": "train"}
-    jobs = [RuleJob("write_shards", split, {})]
+    jobs = [RuleJob("write_shards", {"dataset": "mine", "split": "train"}, {})]
     jobs += [RuleJob("pretrain", {"run": "mae_tiny"}, HERE)]
     plan = make_plan(jobs, experiment, Device("cpu"))
     assert plan.shards(experiment.shards("mine", "train")) == SplitFacts(12, 1200, False, 2)
@@ -252,9 +243,8 @@ def test_images_are_counted_before_they_are_sharded(here):
     assert "device min" in told and "node min" in told  # of hours there would be 0.0
     assert missing(jobs, experiment) == []
     images.rename(here / "elsewhere")
-    assert [fault.split("; ")[0] for fault in missing(jobs, experiment)] == [
-        f"{images}/x.yaml: datasets: mine: no images at {images} (split train)"
-    ]
+    (fault,) = missing(jobs, experiment)
+    assert fault.startswith(f"{images}/x.yaml: datasets: mine: no images at {images} (split train)")
 
 
 def test_this_machine_is_measured(monkeypatch):
@@ -336,14 +326,14 @@ def test_operations_of_evaluations(here):
     one = encode_flops(load_encoder("tiny"))
 
     def passes(rule: str, precision: str = "bf16", **wildcards: str) -> float:
-        (planned,) = plan_of(experiment, device, rule, run="mae_tiny", **wildcards).jobs
+        given = wildcards or {"evaluation": rule}
+        (planned,) = plan_of(experiment, device, rule, run="mae_tiny", **given).jobs
         assert planned.seconds is not None
         return planned.seconds * device.rate * SPEEDS[precision] / one
 
     assert passes("features", "fp32", dataset="digits", split="val", norm="") == pytest.approx(500)
-    assert passes("linear_probe", evaluation="linear_probe") == pytest.approx(12_970 + 500)
-    turned = passes("effective_invariance", evaluation="effective_invariance")
-    assert turned == pytest.approx(7 * 500)
+    assert passes("linear_probe") == pytest.approx(12_970 + 500)
+    assert passes("effective_invariance") == pytest.approx(7 * 500)
     paper = load("paper")
     of_base = {"run": "mae_base", "dataset": "imagenet", "split": "val", "norm": ""}
     (planned,) = plan_of(paper, device, "features", **of_base).jobs  # in TF32, as larger encoders
@@ -355,7 +345,6 @@ def test_operations_of_evaluations(here):
     (planned,) = plan_of(experiment, device, "knn", run="mae_tiny", evaluation="knn").jobs
     # Ten minutes of 50,000 images.
     assert (planned.seconds, planned.source) == (pytest.approx(600 * 500 / 50_000 + 10), "assumed")
-    plan = plan_of(
-        unknown_images(here), device, "linear_probe", run="mae_tiny", evaluation="linear_probe"
-    )
+    asked = {"run": "mae_tiny", "evaluation": "linear_probe"}
+    plan = plan_of(unknown_images(here), device, "linear_probe", **asked)
     assert plan.jobs[0].seconds is None and plan.unknown == {"images of mine train"}

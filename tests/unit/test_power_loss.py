@@ -7,15 +7,13 @@ it is written, and makes every such state of it, or a sample where there are ver
 """
 
 import itertools
-import json
 import os
 import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -42,21 +40,17 @@ CHANGES = ("replace", "rename", "unlink", "remove", "rmdir", "mkdir", "link")
 Entries = dict[str, int]
 
 
-@dataclass
-class Moment:
-    """A folder between two operations.
-
-    Attributes:
-        told: what the program under test had been promised by then.
-        folders: entries of each folder, by inode; name to inode.
-        files: content of each file, by inode.
-        forced: content or entries that are on the disk, by inode.
-    """
+class Moment(NamedTuple):
+    """A folder between two operations."""
 
     told: tuple[Any, ...]
+    """What the program under test had been promised by then."""
     folders: dict[int, Entries]
+    """Entries of each folder, by inode; name to inode."""
     files: dict[int, bytes]
+    """Content of each file, by inode."""
     forced: dict[int, Any]
+    """Content or entries that are on the disk, by inode."""
 
 
 class Disk:
@@ -224,9 +218,8 @@ def test_states_of_a_training(disk, tmp_path, monkeypatch):
         log.log(step, {"loss": 1 / step}, {"device_seconds": float(step)})
         log.sync()
         for rank, saver in enumerate(savers):
-            saver.save(
-                step, {"param|0|w": torch.full((4,), float(step + rank))}, {"fingerprint": "ours"}
-            )
+            tensors = {"param|0|w": torch.full((4,), float(step + rank))}
+            saver.save(step, tensors, {"fingerprint": "ours"})
         for saver in savers:
             saver.wait()
     assert [saver.error for saver in savers] == [None, None]
@@ -256,11 +249,9 @@ def test_what_a_finished_run_leaves(disk, tmp_path):
     for name in names:
         with atomic_write(run / name) as temporary:
             temporary.write_bytes(name.encode() * 100)
-    sums = {name: sha256_file(run / name) for name in names}
-    write_record(
-        RunRecord.path(run),
-        {"run": "mae", "stage": "pretrain", "fingerprint": "ours", "files": names, "sha256": sums},
-    )
+    about = {"run": "mae", "stage": "pretrain", "fingerprint": "ours", "files": names}
+    about["sha256"] = {name: sha256_file(run / name) for name in names}
+    write_record(RunRecord.path(run), about)
     disk.tell("done")
     for folder, told in disk.after_power_loss(tmp_path / "left"):
         left = folder / "runs" / "mae"
@@ -285,16 +276,14 @@ def test_the_record_of_a_job(disk, tmp_path):
 
 def test_shards(disk, tmp_path):
     """Interrupted anywhere, the next sharding ends with the same bytes; an index is complete."""
+    source, out = tmp_path / "images", disk.root / "val"
     write_digits(tmp_path)
-    source = tmp_path / "images"
     for path in sorted((tmp_path / "val").rglob("*.png"))[::60]:
         target = source / path.relative_to(tmp_path / "val")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-    shard(source, disk.root / "val", "folder", 2)
-    whole = {
-        path.name: path.read_bytes() for path in (disk.root / "val").iterdir() if path.is_file()
-    }
+    shard(source, out, "folder", 2)
+    whole = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
     count = 0
     for folder, _ in disk.after_power_loss(tmp_path / "left", limit=2):
         count += 1
@@ -306,19 +295,3 @@ def test_shards(disk, tmp_path):
             for name, content in whole.items():
                 assert (folder / "val" / name).read_bytes() == content, name
     assert count > 30
-
-
-def test_a_file_that_was_not_forced_is_lost(disk, tmp_path):
-    """The disk of these tests forgets what it should."""
-    path = disk.root / "record.json"
-    path.write_text(json.dumps({"step": 1}))
-    os.replace(path, disk.root / "there.json")
-    disk.tell(1)
-    left = [
-        sorted((file.name, file.stat().st_size) for file in folder.iterdir())
-        for folder, told in disk.after_power_loss(tmp_path / "left")
-        if told
-    ]
-    assert sorted(left) == [
-        [], [("record.json", 0)], [("record.json", 11)], [("there.json", 0)], [("there.json", 11)],
-    ]  # fmt: skip

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import yaml
+from test_experiment import write
 
 from maect.core.files import read_record
 from maect.core.settings import LocalPath
 from maect.core.stamps import StampedFile, file_checksum, is_current, stamp_path, stamped
-from maect.experiment import Experiment, load
+from maect.experiment import load
 from maect.experiment.pipeline import Asked
 from maect.experiment.resolve import stamp_of, targets
 
@@ -111,57 +111,46 @@ def test_a_stamp_names_what_it_is_of(tmp_path):
         "made_of": {"source.txt": file_checksum(config.source)},
     }
     names = ("runs/mae/config.yaml", "evaluations/mae/knn.on.birds.yaml", "tables/x.yaml")
-    assert [str(stamp_path(Path(name))) for name in names] == [
-        "runs/mae/done", "evaluations/mae/knn.on.birds.done", "tables/x.done",
-    ]  # fmt: skip
-
-
-def experiment(folder: Path) -> Experiment:
-    images = {split: {"images": str(folder / split)} for split in ("train", "val")}
-    values = {
-        "storage": str(folder / "results"),
-        "datasets": {"mine": {"splits": images}},
-        "runs": {"mae": {"recipe": "mae", "size": "tiny"}},
-        "evaluate": [{"runs": ["mae"], "protocols": ["knn", "clustering"]}],
-    }
-    (folder / "mine.yaml").write_text(yaml.safe_dump(values))
-    return load(str(folder / "mine.yaml"))
+    stamps = ["runs/mae/done", "evaluations/mae/knn.on.birds.done", "tables/x.done"]
+    assert [str(stamp_path(Path(name))) for name in names] == stamps
 
 
 @pytest.mark.parametrize(
     ("file", "stamp"),
     [
-        ("runs/mae/encoder.safetensors", "runs/mae/done"),
-        ("evaluations/mae/knn.json", "evaluations/mae/knn.done"),
-        ("features/mae/mine-val.before_norm.safetensors", "features/mae/mine-val.before_norm.done"),
+        ("runs/mae_tiny/encoder.safetensors", "runs/mae_tiny/done"),
+        ("evaluations/mae_tiny/knn.json", "evaluations/mae_tiny/knn.done"),
+        ("features/mae_tiny/mine-val.safetensors", "features/mae_tiny/mine-val.done"),
+        ("features/mae_tiny/mine-val.last_2.safetensors", "features/mae_tiny/mine-val.last_2.done"),
         ("shards/mine/train/index.json", "shards/mine/train/done"),
         ("report.html", "report.html"),
     ],
 )
 def test_a_result_is_asked_for_by_its_name(tmp_path, file, stamp):
-    found = experiment(tmp_path)
+    found = load(write(tmp_path, storage=str(tmp_path / "results")))
     assert stamp_of(found, found.root / file) == found.root / stamp
     index = tmp_path / "other/shards/mine/train/index.json"
     assert stamp_of(found, index) == index, "of another experiment"
     asked, other = f"{found.root}/{file}", f"{tmp_path}/elsewhere/{file}"
-    assert targets(found, ["-n", asked, other, "knn"]) == [
-        "-n", f"{found.root}/{stamp}", other, "knn",
-    ]  # fmt: skip
+    expected = ["-n", f"{found.root}/{stamp}", other, "knn"]
+    assert targets(found, ["-n", asked, other, "knn"]) == expected
 
 
 def test_a_resolved_file_that_is_to_be_written_is_newer_than_all_stamps(tmp_path):
-    found = experiment(tmp_path)
-    asked, path = Asked(found), found.folder("mae") / "config.yaml"
-    newer = asked.file("pretrain", path, {"run": "mae"})
+    found = load(write(tmp_path, storage=str(tmp_path / "results")))
+    path = found.folder("mae_tiny") / "config.yaml"
+    job = "pretrain", path, {"run": "mae_tiny"}
+    asked = Asked(found)  # the newer file is there as long as this
+    newer = asked.file(*job)
     assert newer != path and newer.exists() and not path.exists()
     path.parent.mkdir(parents=True)
     path.touch()
-    assert Asked(found).file("pretrain", path, {"run": "mae"}) == path, "it runs: it has no stamp"
+    assert Asked(found).file(*job) == path, "it runs: it has no stamp"
     stamp_path(path).touch()
     for ahead in (-180, 180):  # seconds of a file server's clock: what it dates next is newer still
         dated = time.time() + ahead
         for each in found.root.rglob("*"):
             os.utime(each, (dated, dated))
         asked = Asked(found)
-        newer = asked.file("pretrain", path, {"run": "mae"})
+        newer = asked.file(*job)
         assert newer != path and dated < newer.stat().st_mtime < dated + 0.1

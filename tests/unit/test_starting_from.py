@@ -1,8 +1,6 @@
 """`starting_from: public`: import public weights where there are any, leave the rest out."""
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +13,18 @@ from maect.experiment import load
 from maect.report.claims import claims_table
 from maect.report.tables import build_table
 
-ROOT = Path(__file__).parents[2]
-PUBLIC = {"weights": "/none/{size}.pth", "layout": "mae"}
-EXPERIMENT: dict[str, Any] = {
-    "datasets": {"mine": {"splits": {s: {"images": f"/none/{s}"} for s in ("train", "val")}}},
-    "runs": {
-        "mae_{size}": {"recipe": "mae", "size": "{size}", "public": PUBLIC,
-                       "each": {"size": ["base"]}},
-        "mae_huge": {"recipe": "mae", "size": "huge"},
-        "ct_{size}": {"recipe": "ct_min", "size": "{size}", "from": "mae_{size}",
-                      "each": {"size": ["base", "huge"]}},
-        "ibot_base": {"weights": "/none/ibot.pth", "layout": "ibot", "size": "base"},
-    },
-    "evaluate": [{"runs": ["*"], "protocols": ["knn"]}],
-    "tables": {"low_shot": None, "huge14": ["*_huge"]},
-    "figures": ["pipeline"],
-}  # fmt: skip
+EXPERIMENT: dict[str, Any] = yaml.safe_load("""
+datasets: {mine: {splits: {train: {images: /none/train}, val: {images: /none/val}}}}
+runs:
+  "mae_{size}": {recipe: mae, size: "{size}", each: {size: [base]},
+                 public: {weights: "/none/{size}.pth", layout: mae}}
+  mae_huge: {recipe: mae, size: huge}
+  "ct_{size}": {recipe: ct_min, size: "{size}", from: "mae_{size}", each: {size: [base, huge]}}
+  ibot_base: {weights: /none/ibot.pth, layout: ibot, size: base}
+evaluate: [{runs: ["*"], protocols: [knn]}]
+tables: {low_shot: null, huge14: ["*_huge"]}
+figures: [pipeline]
+""")
 
 
 def write(folder: Path, **changes: Any) -> str:
@@ -39,28 +33,20 @@ def write(folder: Path, **changes: Any) -> str:
     return str(file)
 
 
-def test_from_scratch_everything_is_trained(tmp_path):
-    scratch = load(write(tmp_path))
-    assert [run.stage for run in scratch.runs.values()] == [
-        "pretrain", "pretrain", "tune", "tune", "import",
-    ]  # fmt: skip
-    assert scratch.tables == ["low_shot", "huge14"]
-
-
 def test_public_weights_take_the_place_of_pretraining(tmp_path):
-    public = load(write(tmp_path), starting_from="public")
-    assert {name: run.stage for name, run in public.runs.items()} == {
-        "mae_base": "import",
-        "ct_base": "tune",
-        "ibot_base": "import",
-    }
+    scratch, public = load(write(tmp_path)), load(write(tmp_path), starting_from="public")
+    stages = [run.stage for run in scratch.runs.values()]
+    assert stages == ["pretrain", "pretrain", "tune", "tune", "import"]
+    assert scratch.tables == ["low_shot", "huge14"]
+    stages = {name: run.stage for name, run in public.runs.items()}
+    assert stages == {"mae_base": "import", "ct_base": "tune", "ibot_base": "import"}
     assert str(public.runs["mae_base"].weights) == "/none/base.pth"
-    assert public.runs["ct_base"].settings == load(write(tmp_path)).runs["ct_base"].settings
+    assert public.runs["ct_base"].settings == scratch.runs["ct_base"].settings
     assert public.evaluated == ("mae_base", "ct_base", "ibot_base")
     assert public.tables == ["low_shot"] and public.figures == ["pipeline"]
     assert [row.method for row in public.rows("low_shot")] == ["mae", "ct", "ibot"]
     # In another folder: 10,000 GPU hours must not be overwritten by a download.
-    assert public.root == Path("results/mine-public") != load(write(tmp_path)).root
+    assert public.root == Path("results/mine-public") != scratch.root
 
 
 def test_gpu_hours_are_drawn_of_what_was_trained_here(tmp_path):
@@ -110,28 +96,3 @@ def test_mistakes_are_named(tmp_path, changes, words):
     assert len(load(write(tmp_path, starting_from="public")).runs) == 3
     with pytest.raises(UserError, match=words):
         load(write(tmp_path, **{"starting_from": "public"} | changes))
-
-
-def snakemake(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
-    command += ["--directory", str(folder), "--cores", "1", *words]
-    config = ["--config", f"experiment={folder / 'mine.yaml'}", "starting_from=public"]
-    return subprocess.run([*command, *config], capture_output=True, text=True, check=False)
-
-
-def test_what_is_missing_is_a_warning_in_a_dry_run_and_an_error_in_a_real_one(tmp_path):
-    write(tmp_path)
-    target = "results/mine-public/runs/ct_base/done"
-    dry = snakemake(tmp_path, "-n", target)
-    assert dry.returncode == 0, dry.stderr
-    warnings = [line for line in dry.stderr.splitlines() if line.startswith("maect: warning")]
-    assert sorted(word for line in warnings for word in line.split() if "/none" in word) == [
-        "/none/base.pth;",
-        "/none/train",
-    ]  # not of val, and not iBOT's: this target does not need them
-    for run, said in (("ct_base", "no images at /none/train"), ("mae_base", "no weights at /none")):
-        real = snakemake(tmp_path, f"results/mine-public/runs/{run}/done")
-        assert real.returncode != 0
-        (line,) = [line for line in real.stderr.splitlines() if line.startswith("maect")]
-        assert said in line
-    assert not (tmp_path / "results/mine-public/shards").exists()

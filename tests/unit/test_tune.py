@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from test_new_experiment import digits
 
 from maect.core.errors import UserError
 from maect.data.retrieve import CATALOGUE
@@ -23,11 +25,12 @@ from maect.stages.imported import import_weights
 from maect.tools import tuning_result
 from maect.tools.new_experiment import write_all
 from maect.tools.plan import Device, PlannedJob
-from maect.tools.tuned_encoder import find_start
+from maect.tools.tuned_encoder import Start, find_start
 from maect.tools.tuning import Continuation, evaluated, fitted, is_written_by, write_tuning
 from maect.tools.tuning_result import conclude, judge
 
 TINY = load_encoder("tiny")
+__all__ = ["digits"]  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +40,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with seeded(0):
         torch.save(build_encoder(TINY).state_dict(), path)
     return path
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from maect.data.bundled import write_digits
-
-    folder = tmp_path_factory.mktemp("tune") / "digits"
-    write_digits(folder)
-    return folder / "val"
 
 
 def run_folder(folder: Path, encoder: Encoder = TINY, pooling: Any = "mean") -> Path:
@@ -90,21 +84,25 @@ def test_other_encoders_are_refused_in_a_line(given, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def written_tuning(start: Start, images: Path, out: Path, by: str) -> str:
+    """The text of an experiment that tunes an encoder by a recipe, as `maect tune X` writes it."""
+    return write_tuning(start, images, out, by, "maect tune X", {}, None, Device("cpu"))
+
+
 @pytest.mark.parametrize("by", ["tune", "diet"])
 def test_the_file_that_is_written_is_an_experiment(by, weights, digits, tmp_path):
     out = tmp_path / "mine.yaml"
-    given = find_start(str(weights)), digits, out, by, "maect tune X", {}, None, Device("cpu")
-    text = write_tuning(*given)
+    text = written_tuning(find_start(str(weights)), digits / "val", out, by)
     experiment = load(str(out))
     before, after = experiment.runs["before"], experiment.runs["after"]
     assert before.encoder == after.encoder and text.startswith("# maect tune X\n")
-    lists = [(tmp_path / f"mine.{part}.txt").read_text().split() for part in ("train", "val")]
-    assert len(lists[0]) + len(lists[1]) == 500 and not {*lists[0]} & {*lists[1]}
+    train, val = ((tmp_path / f"mine.{part}.txt").read_text().split() for part in ("train", "val"))
+    assert len(train) + len(val) == 500 and not {*train} & {*val}
     assert after.settings.batch_size == 64  # a quarter of the images, a power of two
     expected = itertools.product(("before", "after"), ("geometry", "agreement"))
     assert set(experiment.evaluations) == {*expected}
     if by == "diet":
-        assert after.source == "before" and after.settings.images == len(lists[0])
+        assert after.source == "before" and after.settings.images == len(train)
     else:
         assert after.source == "head" and experiment.runs["head"].source == "before"
     # The same command goes on with it, whatever was changed below the first line.
@@ -125,7 +123,7 @@ def test_public_encoders_of_dinov2_are_continued(name, by, digits, tmp_path, mon
     start = find_start(name)
     assert start.size == "small14" and start.encoder.image_size == 224
     out = tmp_path / "mine.yaml"
-    write_tuning(start, digits, out, by, "maect tune X", {}, None, Device("cpu"))
+    written_tuning(start, digits / "val", out, by)
     runs = load(str(out)).runs
     registers = 4 if name.endswith("registers") else 0
     assert {run.encoder.registers for run in runs.values()} == {registers}
@@ -160,50 +158,47 @@ def test_chances_of_a_table_are_corrected_for_their_number():
     assert [row["p"] for row in rows] == ["0.03", "0.04", "0.5"]
 
 
-class Timed:
+def timed(epoch: float) -> Callable[[Any], list[PlannedJob]]:
     """Jobs of made-up length: 600 s for the rest, and each epoch by image size and batch."""
 
-    def __init__(self, epoch: float) -> None:
-        self.epoch = epoch
-
-    def __call__(self, plan: Any) -> list[PlannedJob]:
-        share = (plan.pixels / 16) ** 2
-        made = [("after", 2.0), ("head", 1.0), ("rest", 0.0)]
+    def jobs(plan: Any) -> list[PlannedJob]:
+        share = epoch * (plan.pixels / 16) ** 2
+        seconds = {"rest": 600.0, "head": plan.epochs["head"] * share}
+        seconds["after"] = plan.epochs["after"] * 2 * share
+        about = ("", Path("made"))
         return [
-            PlannedJob(
-                name, name, 1, 1, 600.0 if name == "rest" else
-                plan.epochs[name] * part * self.epoch * share, 1e9, "", Path(name), here=True,
-            )
-            for name, part in made
-        ]  # fmt: skip
+            PlannedJob(name, name, 1, 1, seconds[name], 1e9, *about, here=True) for name in seconds
+        ]
+
+    return jobs
 
 
 @pytest.fixture
 def continuation(weights, digits, tmp_path) -> Continuation:
     from maect.tools.new_experiment import read_folder
 
-    written = read_folder(digits, tmp_path / "mine.yaml", {})
+    written = read_folder(digits / "val", tmp_path / "mine.yaml", {})
     return Continuation(find_start(str(weights)), written, "tune", "maect tune X")
 
 
 def test_hours_give_epochs_then_batch_then_image_size(continuation):
     device = Device("cpu")
     # Enough time: what the images are worth, and no more.
-    plan = fitted(continuation, 10, device, Timed(1.0))
+    plan = fitted(continuation, 10, device, timed(1.0))
     assert plan.epochs == continuation.lengths() and plan.pixels == 16 and plan.batch == 64
     # Half of it: fewer epochs, and all of the time.
-    plan = fitted(continuation, 0.3, device, Timed(2.0))
+    plan = fitted(continuation, 0.3, device, timed(2.0))
     least = continuation.least(continuation.first())
     assert least.epochs["after"] < plan.epochs["after"] < continuation.lengths()["after"]
-    spent = sum(job.seconds for job in Timed(2.0)(plan))
+    spent = sum(job.seconds for job in timed(2.0)(plan))
     assert 0.8 * 0.3 * 3600 < spent < 0.3 * 3600
     # Hardly any: smaller batches give the same steps with fewer epochs.
-    plan = fitted(continuation, 0.3, device, Timed(14.0))
+    plan = fitted(continuation, 0.3, device, timed(14.0))
     assert plan.batch < 64 and plan.pixels == 16
-    plan = fitted(continuation, 0.3, device, Timed(60.0))
+    plan = fitted(continuation, 0.3, device, timed(60.0))
     assert plan.pixels < 16 and "16 pixels leave too few steps" in plan.why
     with pytest.raises(UserError, match=r"the fewest steps take .* take a smaller encoder or more"):
-        fitted(continuation, 0.3, device, Timed(1000.0))
+        fitted(continuation, 0.3, device, timed(1000.0))
 
 
 @pytest.mark.parametrize("by", ["tune", "diet"])
@@ -263,9 +258,7 @@ def outcome(run: Path, name: str, right: dict[str, np.ndarray], **metrics: float
 @pytest.mark.parametrize(("gained", "kept"), [(30, "after"), (-30, "before")])
 def test_the_better_encoder_is_kept(gained, kept, weights, digits, tmp_path):
     out = tmp_path / "mine.yaml"
-    write_tuning(
-        find_start(str(weights)), digits, out, "tune", "maect tune X", {}, None, Device("cpu")
-    )
+    written_tuning(find_start(str(weights)), digits / "val", out, "tune")
     values = yaml.safe_load(out.read_text()) | {"storage": str(tmp_path / "results")}
     out.write_text(yaml.safe_dump(values, sort_keys=False))
     experiment = load(str(out))

@@ -34,17 +34,13 @@ def pipeline(published: Path, metrics: dict[str, float], sha256: str | None = No
     def run(file: Path, targets: list[str]) -> int:
         experiment = load(str(file))
         for target in map(Path, targets):
-            assert target.is_relative_to(experiment.root)
+            assert target.is_relative_to(experiment.root) and target.suffix == ".done"
             name = target.parent.name
             assert (name, target.stem) in experiment.evaluations
-            assert target.suffix == ".done"
             write_record(target.with_suffix(".json"), {"metrics": metrics})
-            record = {
-                "run": name,
-                "stage": "tune",
-                "sha256": {"encoder.safetensors": sha256 or known[name]},
-            }
-            write_record(RunRecord.path(experiment.root / "runs" / name), record)
+            sums = {"encoder.safetensors": sha256 or known[name]}
+            record = RunRecord(run=name, stage="tune", sha256=sums)
+            record.write(RunRecord.path(experiment.root / "runs" / name))
         write_record(experiment.root / "shards/digits/val/index.json", {"n": 500})
         return 0
 
@@ -62,13 +58,7 @@ def test_a_number_that_is_the_same_agrees(published, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("value", "sha256", "status"),
-    [
-        (85.8, None, 0),
-        (85.6, None, 1),
-        (83.0, "0" * 64, 0),
-        (79.0, "0" * 64, 1),
-        (86.4, "0" * 64, 0),
-    ],
+    [(85.8, None, 0), (85.6, None, 1), (83.0, "0", 0), (79.0, "0", 1), (86.4, "0", 0)],
 )
 def test_what_a_number_may_differ_by(published, tmp_path, capsys, value, sha256, status):
     """Three predictions of the same encoder; of another one 2.5 errors of two accuracies, 5.4."""
@@ -82,17 +72,23 @@ def test_what_a_number_may_differ_by(published, tmp_path, capsys, value, sha256,
 
 def test_what_cannot_be_verified(published, tmp_path):
     """A failure is no agreement; an earlier call's experiment is written anew, another is not."""
-    out = tmp_path / "out"
-    assert verify(published, [KNN], out, lambda file, targets: 3) == 3
+
+    def fail(file: Path, targets: list[str]) -> int:
+        return 3
+
+    out, theirs = tmp_path / "out", tmp_path / "digits.yaml"
+    assert verify(published, [KNN], out, fail) == 3
     (out / "digits.yaml").write_text(f"storage: {out / 'digits'}\nruns: {{}}\n")
     assert verify(published, [KNN], out, pipeline(published, {"knn": 86.4})) == 0
-    (tmp_path / "digits.yaml").write_text("runs: {}\n")
+    theirs.write_text("runs: {}\n")
     with pytest.raises(UserError, match=r"digits.yaml: an experiment of yours"):
-        verify(published, [KNN], tmp_path, lambda file, targets: 0)
-    assert (tmp_path / "digits.yaml").read_text() == "runs: {}\n"
+        verify(published, [KNN], tmp_path, fail)
+    assert theirs.read_text() == "runs: {}\n"
     shutil.rmtree(published / "tables")
     with pytest.raises(UserError, match="no number that the experiment digits makes"):
-        verify(published, [], out, lambda file, targets: 0)
+        verify(published, [], out, fail)
+    with pytest.raises(UserError, match="no published results"):
+        verify(tmp_path, [], out, fail)
 
 
 def test_cells_are_named_or_drawn(published, tmp_path):
@@ -108,8 +104,6 @@ def test_cells_are_named_or_drawn(published, tmp_path):
     assert drawn != [cell.name for cell in chosen(found, (), seed=2)]
     with pytest.raises(UserError, match=r"low_shot.mae.kn: no such cell .*'low_shot\.mae\.knn'"):
         chosen(found, ["low_shot.mae.kn"])
-    with pytest.raises(UserError, match="no published results"):
-        verify(tmp_path, [], tmp_path / "out", lambda file, targets: 0)
 
 
 def test_deviations_over_seeds_come_first_and_of_one_seed_only_accuracies_are_judged():

@@ -19,14 +19,14 @@ def stamp(path: Path, **made_of: str) -> None:
 def results(tmp_path: Path) -> Path:
     """One run, made of shards of another folder, and an evaluation of it."""
     results = tmp_path / "digits"
-    stamp(results / "runs/mae/done", **{"../../../other/index.json": "c3"})
-    for name in ("runs/mae/config.yaml", "runs/mae/run.json", "evaluations/mae/knn.yaml"):
+    runs = ("runs/mae/config.yaml", "runs/mae/run.json")
+    for name in (*runs, "evaluations/mae/knn.yaml", "evaluations/mae/knn.json"):
         (results / name).parent.mkdir(parents=True, exist_ok=True)
         (results / name).write_text("{}")
-    (results / "evaluations/mae/knn.json").write_text("{}")
-    stamp(results / "evaluations/mae/knn.done", **{"../../runs/mae/run.json": "d4", "gone": "e5"})
     (tmp_path / "other").mkdir()
     (tmp_path / "other/index.json").touch()
+    stamp(results / "runs/mae/done", **{"../../../other/index.json": "c3"})
+    stamp(results / "evaluations/mae/knn.done", **{"../../runs/mae/run.json": "d4", "gone": "e5"})
     return results
 
 

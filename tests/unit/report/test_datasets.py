@@ -1,7 +1,5 @@
 """The page of several data sets: which numbers it takes from where, and how they are shown."""
 
-from pathlib import Path
-
 import pandas as pd
 
 from maect.core.files import write_record
@@ -10,36 +8,23 @@ from maect.experiment.pages import make_page
 from maect.report.configs import DatasetsConfig, ReportConfig
 from maect.report.pages import report_page
 
-BIRDS = {"knn": 81.26, "knn_low": 70.04, "knn_high": 90.0, "k": 3, "sweep": []}
-
-
-def results(root: Path, **metrics: dict[str, object]) -> Path:
-    """Results of the run `mae` by evaluation (`__` for `.on.`), and the page's resolved file."""
-    for name, values in metrics.items():
-        path = root / "evaluations/mae" / f"{name.replace('__', '.on.')}.json"
-        write_record(path, {"metrics": values, "settings": {}, "provenance": {}})
-    config = DatasetsConfig(
-        name="mine",
-        runs=["mae", "not_evaluated"],
-        datasets={"birds": "", "leaves": ".on.leaves"},
-        measures={
-            name: dict(PROTOCOLS[name]().headline())
-            for name in ("knn", "low_shot", "effective_invariance")
-        },
-        evaluations=root / "evaluations",
-    )
-    config.write(root / "datasets.yaml")
-    return root / "datasets.yaml"
-
 
 def test_each_number_stands_under_its_data_set_with_its_interval(tmp_path):
-    path = results(
-        tmp_path,
-        knn=BIRDS,
-        knn__leaves={"knn": 50.0, "knn_low": 44.44, "knn_high": 55.0, "knn_held_out": 51.0},
-        low_shot__leaves={"low_shot_2": 12.34},
-        effective_invariance={"ei_rotation": 0.1234},
-    )
+    birds = {"knn": 81.26, "knn_low": 70.04, "knn_high": 90.0, "k": 3, "sweep": []}
+    leaves = {"knn": 50.0, "knn_low": 44.44, "knn_high": 55.0, "knn_held_out": 51.0}
+    for name, metrics in (
+        ("knn", birds),
+        ("knn.on.leaves", leaves),
+        ("low_shot.on.leaves", {"low_shot_2": 12.34}),
+        ("effective_invariance", {"ei_rotation": 0.1234}),
+    ):
+        record = {"metrics": metrics, "settings": {}, "provenance": {}}
+        write_record(tmp_path / f"evaluations/mae/{name}.json", record)
+    measured = ("knn", "low_shot", "effective_invariance")
+    about = {"measures": {name: dict(PROTOCOLS[name]().headline()) for name in measured}}
+    about |= {"runs": ["mae", "not_evaluated"], "datasets": {"birds": "", "leaves": ".on.leaves"}}
+    path = tmp_path / "datasets.yaml"
+    DatasetsConfig(name="mine", evaluations=tmp_path / "evaluations", **about).write(path)
     make_page(path)
     frame = pd.read_csv(path.with_suffix(".csv"))
     found = [tuple(line) for line in frame.fillna(-1).itertuples(index=False)]
@@ -50,11 +35,9 @@ def test_each_number_stands_under_its_data_set_with_its_interval(tmp_path):
         ("mae", "leaves", "low_shot", "low_shot_2", 12.34, -1, -1),
         ("mae", "birds", "effective_invariance", "ei_rotation", 0.1234, -1, -1),
     ]
-    text = path.with_suffix(".md").read_text()
-    birds, leaves = text.split("## leaves")
-    assert "## birds" in birds and "| mae | 81.3 (70.0 to 90.0) | 0.123 |" in birds
-    assert (
-        "2 labels per class" in leaves and "| mae | 50.0 (44.4 to 55.0) | 51.0 | 12.3 |" in leaves
-    )
+    of_birds, of_leaves = path.with_suffix(".md").read_text().split("## leaves")
+    assert "## birds" in of_birds and "| mae | 81.3 (70.0 to 90.0) | 0.123 |" in of_birds
+    assert "2 labels per class" in of_leaves
+    assert "| mae | 50.0 (44.4 to 55.0) | 51.0 | 12.3 |" in of_leaves
     page = report_page(ReportConfig(name="mine", datasets=path.with_suffix(".csv")))
     assert "<td>50.0<small>44.4 to 55.0</small></td>" in page and "Data set leaves" in page

@@ -3,6 +3,7 @@
 import io
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from maect.core.files import write_record
 from maect.experiment import load
 from maect.experiment.pages import pages, report_config
 from maect.records import RunRecord
+from maect.report.claims import claims_table
 from maect.report.configs import ReportConfig, Row, ShownConfig
 from maect.report.headline import main_result_of
-from maect.report.pages import SAMPLES, about, report_page, samples
+from maect.report.pages import SAMPLES, about, make_report, report_page, samples
+from maect.report.statements import STATEMENTS
 from maect.report.tables import build_table, write_table
 
 MODELS = {
@@ -48,78 +51,60 @@ def page(tmp_path: Path, result) -> Callable[..., ReportConfig]:
                     result(run, kind, **{name: float(each[seed])})
             rows.append(Row("tiny", method, tuple(names)))
         given = {"evaluations": tmp_path / "evaluations", "runs": tmp_path / "runs"}
-        files = [tmp_path / f"tables/{name}.csv" for name in ("low_shot", "clustering")]
-        for file in files:
+        tables = tuple(tmp_path / f"tables/{name}.csv" for name in ("low_shot", "clustering"))
+        figure, index = tmp_path / "figures/umap.png", tmp_path / "index.json"
+        for file in (*tables, figure):
             file.parent.mkdir(exist_ok=True)
+            shown = [row for row in rows if row.method in drawn or file != figure]
+            ShownConfig(name=file.stem, rows=shown, **given).write(file.with_suffix(".yaml"))
+        for file in tables:
             write_table(build_table(file.stem, rows, given["evaluations"]), file)
-            ShownConfig(name=file.stem, rows=rows, **given).write(file.with_suffix(".yaml"))
-        figure = tmp_path / "figures/umap.png"
-        figure.parent.mkdir(exist_ok=True)
-        shown = [row for row in rows if row.method in drawn]
-        ShownConfig(name="umap", rows=shown, **given).write(figure.with_suffix(".yaml"))
-        write_record(tmp_path / "index.json", {"n": images})
         Image.new("RGB", (68, 34)).save(figure)
-        return ReportConfig(
-            name="mine",
-            tables=tuple(files),
-            stated=tuple(files),
-            figures=(figure,),
-            tested=tmp_path / "index.json",
-        )
+        write_record(index, {"n": images})
+        shown = {"tables": tables, "stated": tables, "figures": (figure,)}
+        return ReportConfig(name="mine", tested=index, **shown)
 
     return write
 
 
-def headline_of(config: ReportConfig) -> str:
-    return main_result_of(config).text
+ONLY = {"ct_min": {"knn": 80.0}}
 
 
-def test_the_headline_is_the_largest_finding_of_the_model_that_the_figure_shows(page):
-    """With its error: of 500 images each, sqrt(44.4 * 55.6 / 500 + 72.2 * 27.8 / 500) = 3.0."""
-    assert headline_of(page(MODELS)) == (
-        "Cluster accuracy rises from 44.4 % (MAE) to 72.2 % (MAE-CT min): +27.8 ± 3.0 points "
-        "(one seed, 500 test images)."
-    )
-    # The figure shows both tuned models: the one with the larger difference.
-    both = headline_of(page(MODELS, drawn=("mae", "ct_min", "ct_aug")))
-    assert "to 73.4 % (MAE-CT aug): +29.0 ± 3.0 points" in both
-    # None of the figure's models was tuned: any model of the tables.
-    assert "MAE-CT aug" in headline_of(page(MODELS, drawn=("mae",)))
-
-
-def test_a_difference_counts_in_its_errors(page):
-    """+6 that each of three seeds has is more than +10 that hangs on the seed."""
-    found = headline_of(
-        page(
-            {
-                "mae": {"knn": [80.0, 81.0, 82.0], "accuracy": [40.0, 41.0, 39.0]},
-                "ct_min": {"knn": [86.1, 86.9, 88.0], "accuracy": [52.0, 40.0, 58.0]},
-            }
-        )
-    )
-    assert found == (
-        "k-NN accuracy rises from 81.0 % (MAE) to 87.0 % (MAE-CT min): +6.0 ± 0.1 points "
-        "(mean ± standard deviation of 3 seeds, 500 test images)."
-    )
-
-
-def test_what_may_be_chance_is_said_to_be_and_a_loss_is_no_gain(page):
-    tuned = {"mae": {"knn": 87.0}, "ct_min": {"knn": 86.0}}
-    assert headline_of(page(tuned)) == (
-        "k-NN accuracy falls from 87.0 % (MAE) to 86.0 % (MAE-CT min): -1.0 ± 2.2 points "
-        "(one seed, 500 test images); this may be chance."
-    )
-
-
-def test_a_model_that_is_compared_with_none_has_its_number_and_error(page):
-    only = page({"ct_min": {"knn": 80.0}}, drawn=("ct_min",), images=400)
-    assert headline_of(only) == "MAE-CT min: k-NN accuracy 80.0 ± 2.0 %."
-    assert headline_of(ReportConfig(name="mine")) == ""
-
-
-def test_numbers_with_labels_as_input_are_no_finding(page):
-    models = {"mae": {"knn": 50.0}, "oracle": {"knn": 99.0}, "ct_min": {"knn": 60.0}}
-    assert "MAE-CT min" in headline_of(page(models, drawn=("mae", "oracle", "ct_min")))
+@pytest.mark.parametrize(
+    ("models", "more", "said"),
+    [
+        # Of 500 images each, sqrt(44.4 * 55.6 / 500 + 72.2 * 27.8 / 500) = 3.0.
+        (MODELS, {}, "Cluster accuracy rises from 44.4 % (MAE) to 72.2 % (MAE-CT min): "
+         "+27.8 ± 3.0 points (one seed, 500 test images)."),
+        # The figure shows both tuned models: the one with the larger difference.
+        (MODELS, {"drawn": ("mae", "ct_min", "ct_aug")}, "Cluster accuracy rises from 44.4 % (MAE)"
+         " to 73.4 % (MAE-CT aug): +29.0 ± 3.0 points (one seed, 500 test images)."),
+        # None of the figure's models was tuned: any model of the tables.
+        (MODELS, {"drawn": ("mae",)}, "Cluster accuracy rises from 44.4 % (MAE)"
+         " to 73.4 % (MAE-CT aug): +29.0 ± 3.0 points (one seed, 500 test images)."),
+        # +6 that each of three seeds has is more than +10 that hangs on the seed.
+        ({"mae": {"knn": [80.0, 81.0, 82.0], "accuracy": [40.0, 41.0, 39.0]},
+          "ct_min": {"knn": [86.1, 86.9, 88.0], "accuracy": [52.0, 40.0, 58.0]}}, {},
+         "k-NN accuracy rises from 81.0 % (MAE) to 87.0 % (MAE-CT min): +6.0 ± 0.1 points "
+         "(mean ± standard deviation of 3 seeds, 500 test images)."),
+        # A loss is no gain.
+        ({"mae": {"knn": 87.0}, "ct_min": {"knn": 86.0}}, {},
+         "k-NN accuracy falls from 87.0 % (MAE) to 86.0 % (MAE-CT min): -1.0 ± 2.2 points "
+         "(one seed, 500 test images); this may be chance."),
+        # Compared with none.
+        (ONLY, {"drawn": ("ct_min",), "images": 400}, "MAE-CT min: k-NN accuracy 80.0 ± 2.0 %."),
+        # Numbers with labels as input are no finding.
+        ({"mae": {"knn": 50.0}, "oracle": {"knn": 99.0}} | ONLY,
+         {"drawn": ("mae", "oracle", "ct_min")},
+         "k-NN accuracy rises from 50.0 % (MAE) to 80.0 % (MAE-CT min): +30.0 ± 2.9 points "
+         "(one seed, 500 test images)."),
+    ],
+)  # fmt: skip
+def test_the_headline_is_the_largest_finding_of_the_model_that_the_figure_shows(
+    page, models, more, said
+):
+    """With its error, in which a difference counts."""
+    assert main_result_of(page(models, **more)).text == said
 
 
 def test_an_experiment_names_the_tables_and_the_images_of_its_headline(tmp_path):
@@ -197,14 +182,36 @@ def test_the_table_of_the_first_page_has_errors_and_bold(page):
     assert text.index("rises from") < text.index("<table>") < text.index("Accuracy in %")
 
 
+def test_the_report_begins_with_the_finding_and_folds_what_was_not_measured(page, tmp_path):
+    claims = tmp_path / "claims.csv"
+    write_table(claims_table({}), claims)
+    config = page({"mae": {"accuracy": 43.21}}, drawn=("mae",))
+    config.model_copy(update={"claims": claims}).write(tmp_path / "report.yaml")
+    make_report(tmp_path / "report.yaml")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    order = ["<h1>MAE: cluster accuracy 43.2", "image/webp", 'id="claims"', 'id="tables"']
+    order += ['id="figures"', 'id="sources"']
+    assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
+    folded = text[text.index('id="claims"') : text.index('id="tables"')]
+    assert f"<summary>{len(STATEMENTS)} were not measured" in folded
+    assert folded.count("<details") == len(STATEMENTS) + 1
+    assert text.count("<style>") == 1 and "http://" not in text
+
+
+def test_whoever_has_other_images_reads_what_to_do_and_no_claims(tmp_path):
+    run, images = tmp_path / "runs/ct_min", tmp_path / "my birds"
+    text = unescape(report_page(ReportConfig(name="birds", run=run, folder=images)))
+    assert f"maect embed {tmp_path}/runs/ct_min '{tmp_path}/my birds' --out birds.parquet" in text
+    assert "Claims" not in text and "paper" not in text.lower()
+    # Which have nothing to read.
+    assert "maect duplicates" not in text and "maect predict" not in text
+
+
 def test_several_seeds_have_their_own_deviation(page):
-    shown = main_result_of(
-        page({"mae": {"knn": [80.0, 81.0, 82.0]}, "ct_min": {"knn": [86.1, 86.9, 88.0]}})
-    )
-    assert shown.lines == (
-        ("MAE", (("81.0 ± 1.0", False),)),
-        ("MAE-CT min", (("87.0 ± 1.0", True),)),
-    )
-    assert shown.legend.startswith(
-        "Accuracy in % ± standard deviation over seeds (with one seed, standard error of 500 test"
-    )
+    models = {"mae": {"knn": [80.0, 81.0, 82.0]}, "ct_min": {"knn": [86.1, 86.9, 88.0]}}
+    shown = main_result_of(page(models))
+    mae, tuned = ("MAE", (("81.0 ± 1.0", False),)), ("MAE-CT min", (("87.0 ± 1.0", True),))
+    assert shown.lines == (mae, tuned)
+    said = "Accuracy in % ± standard deviation over seeds (with one seed, standard error of 500"
+    assert shown.legend.startswith(said)
+    assert main_result_of(ReportConfig(name="mine")).text == ""

@@ -67,26 +67,21 @@ def test_the_law_has_equal_seeds(folder):
     runs = pd.read_csv(folder / "runs.csv")
     runs[~runs["run"].str.contains("stop_gradient")].to_csv(folder / "runs.csv", index=False)
     found = make_law.tuned(folder, "nmi_mean")
-    assert found.groupby("model")["seed"].nunique().to_dict() == {
-        "ct_min_tiny": 2, "ct_min_no_lookup_tiny": 2
-    }  # fmt: skip
+    seeds = found.groupby("model")["seed"].nunique()
+    assert seeds.to_dict() == {"ct_min_tiny": 2, "ct_min_no_lookup_tiny": 2}
     assert set(found["gain"]) == {len("ct_min") - 3.0, len("ct_min_no_lookup") - 3.0}
 
 
 def test_a_difference_is_paired_by_seed_and_image(folder):
     published = paired.Published(folder)
-    assert set(published.runs) == {
-        (paired.MAE, ""), *((k, "crops") for k in (paired.LOOKUP, paired.NONE, paired.STOPPED))
-    }  # fmt: skip
+    kinds = (paired.LOOKUP, paired.NONE, paired.STOPPED)
+    assert set(published.runs) == {(paired.MAE, ""), *((kind, "crops") for kind in kinds)}
 
-    def side(kind: str, metric: str) -> paired.Side:
-        return paired.Side((kind, "" if kind == paired.MAE else "crops"), metric)
+    def compare(one: str, other: str, metric: str = "knn_standardized", name: str = "knn"):
+        models = ((kind, "" if kind == paired.MAE else "crops") for kind in (one, other))
+        return published.compare(*(paired.Side(model, metric) for model in models), name)
 
-    mae, tuned, none, stopped = (
-        side(kind, "knn_standardized")
-        for kind in (paired.MAE, paired.LOOKUP, paired.NONE, paired.STOPPED)
-    )
-    row = published.compare(mae, tuned, "knn")
+    row = compare(paired.MAE, paired.LOOKUP)
     assert row is not None and row["seeds"] == 3 and row["images"] == 40
     changes = [
         published.values[f"ct_min_tiny{end}", "knn", "knn_standardized"]
@@ -99,15 +94,13 @@ def test_a_difference_is_paired_by_seed_and_image(folder):
     assert row["low"] < row["value"] < row["high"]
     assert row["p_seeds"] == pytest.approx(stats.ttest_1samp(changes, 0).pvalue)
     # Of one seed: McNemar's test of the images themselves.
-    single = published.compare(mae, stopped, "knn")
+    single = compare(paired.MAE, paired.STOPPED)
     assert single is not None and single["seeds"] == 1 and single["std"] is None
     assert single["p"] == mcnemar(single["gained"], single["lost"])
-    assert (published.compare(none, tuned, "knn") or {})["seeds"] == 2
-    nmi = published.compare(
-        side(paired.MAE, "nmi_mean"), side(paired.NONE, "nmi_mean"), "clustering"
-    )
+    assert (compare(paired.NONE, paired.LOOKUP) or {})["seeds"] == 2
+    nmi = compare(paired.MAE, paired.NONE, "nmi_mean", "clustering")
     assert nmi == {"value": 13.0, "std": 0.0, "seeds": 2, "p_seeds": 0.0}
-    assert published.compare(mae, side(paired.LOOKUP, "nothing"), "knn") is None
+    assert compare(paired.MAE, paired.LOOKUP, "nothing") is None
 
 
 def test_a_cell_says_what_is_decided():
@@ -115,9 +108,8 @@ def test_a_cell_says_what_is_decided():
     rows = [same | {"p": p} for p in (0.001, 0.04, 0.2)]
     for row, p in zip(paired.corrected(rows), holm([0.001, 0.04, 0.2]), strict=True):
         assert row["p_holm"] == p
-    assert [paired.cell(row) for row in rows] == [
-        "**+2.0 ± 0.5 [+1.0, +3.0]**", "+2.0 ± 0.5 [+1.0, +3.0]", "+2.0 ± 0.5 [+1.0, +3.0]"
-    ]  # fmt: skip
+    plain = "+2.0 ± 0.5 [+1.0, +3.0]"
+    assert [paired.cell(row) for row in rows] == [f"**{plain}**", plain, plain]
     assert paired.cell(rows[0] | {"p_seeds": 0.06}) == paired.cell(rows[1])
     assert paired.cell({"value": -1.25, "std": None}) == "-1.2"
 

@@ -1,10 +1,11 @@
 """Published results: every page is what its CSV files say."""
 
 import functools
-import importlib.util
+import importlib
 import math
 import os
 import re
+import runpy
 import shutil
 import statistics
 import sys
@@ -27,15 +28,9 @@ from maect.stages.run import RunConfig
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs/results"
 ENCODER = "encoder.safetensors"
-PUBLISHED = sorted(path.parent.name for path in RESULTS.glob("*/runs.csv"))
-IN_README = ("digits",)
-"""Experiments whose headline the project's README shows."""
 sys.path.insert(0, str(RESULTS))  # it imports what lies beside it
-SPEC = importlib.util.spec_from_file_location("publish", RESULTS / "publish.py")
-assert SPEC is not None and SPEC.loader is not None
-publish = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(publish)
-pages = sys.modules["pages"]
+publish = importlib.import_module("publish")
+pages = importlib.import_module("pages")
 GAINS = pages.GAINS
 MADE_TABLES = publish._tables
 cifar10 = functools.cache(functools.partial(load, "cifar10"))
@@ -50,10 +45,15 @@ def test_pages_are_what_the_tables_say(source):
     assert "{" not in text and "<!--" not in text
 
 
-@pytest.mark.parametrize("name", IN_README)
-def test_the_readmes_tables_are_what_the_numbers_say(name):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"<!-- {name} -->\n{publish.headline(RESULTS / name)}\n<!-- /{name} -->" in readme
+def test_the_readmes_table_is_what_the_numbers_say():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    made = publish.headline(RESULTS / "digits")
+    assert f"<!-- digits -->\n{made}\n<!-- /digits -->" in text
+
+
+def readme() -> str:
+    """The project's README, with a space for each break."""
+    return " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
 def test_the_readme_says_what_cifar10_measured():
@@ -65,8 +65,19 @@ def test_the_readme_says_what_cifar10_measured():
         return f"{statistics.fmean(found):.1f}"
 
     mae, colours, crops = map(knn, ("mae_micro", "ct_aug_micro", "ct_min_micro"))
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"rose from {mae} to {colours} % with changed colours, and to {crops} % with" in text
+    said = f"rose from {mae} to {colours} % with changed colours, and to {crops} % with"
+    assert said in readme()
+
+
+def test_readme_says_what_neighbours_cost():
+    """The sentence is about photographs and the clean control, where only the lookup differs."""
+    frame = pd.read_csv(RESULTS / "no_lookup/differences.csv")
+    rows = frame[(frame["data"] == "CIFAR-10") & (frame["comparison"] == "neighbours")]
+    found = rows.set_index(["views", "metric"])["value"]
+    cost = [f"{-found[views, 'knn']:.1f}" for views in ("colours", "crops")]
+    said = f"{cost[0]} points of k-NN with colours and {cost[1]} without"
+    assert f"cost an encoder of 0.2 million parameters {said}" in readme()
+    assert rows[rows["metric"] == "nmi_mean"]["value"].abs().max() < 0.5
 
 
 @pytest.fixture
@@ -84,38 +95,39 @@ def folder(tmp_path: Path, result, evaluations) -> Path:
         write_table(build_table(name, rows, evaluations), out / f"tables/{name}.csv")
     names = ["mae_micro", "mae_micro-s1", "ct_min_micro", "ct_min_micro-s1"]
     knn = {"run": names, "evaluation": "knn", "metric": "knn", "value": [40.0, 41.0, 43.0, 46.0]}
-    pd.DataFrame(knn).to_csv(out / "measured.csv", index=False)
-    line = {"stage": "x", "seed": 0, "epochs": 4, "epochs_done": 4.0, "device_hours": 1.5}
-    line |= {"finished": True, "revision": "", "encoder_sha256": "", "machine": "2 cores of C"}
-    runs = [
-        {"run": "mae_micro", "from": None, "operations": 2e15, **line},
-        {"run": "head_min_micro", "from": "mae_micro", "operations": 1e14, **line},
-        {"run": "ct_min_micro", "from": "head_min_micro", "operations": 3e14, **line},
-        {"run": "ct_min_micro-s1", "from": "mae_micro", "operations": 3e14, **line},
-    ]
-    pd.DataFrame(runs).to_csv(out / "runs.csv", index=False)
-    claim = {"statement": "It helps.", "verdict": "holds", "numbers": "+2.00 ± 1.00"}
-    claim |= {"significant": "yes", "paper_verdict": "holds", "plain_knn": "fails"}
-    claim |= {"expression": "low_shot.*.ct_min.knn > low_shot.*.mae.knn"}
-    open_one = dict.fromkeys(claim, "") | {"verdict": "not measured", "statement": "It is large."}
-    pd.DataFrame([claim, open_one]).to_csv(out / "claims.csv", index=False)
+    runs = {
+        "run": ["mae_micro", "head_min_micro", "ct_min_micro", "ct_min_micro-s1"],
+        "from": [None, "mae_micro", "head_min_micro", "mae_micro"],
+        "operations": [2e15, 1e14, 3e14, 3e14],
+        "stage": "x", "seed": 0, "epochs": 4, "epochs_done": 4.0, "device_hours": 1.5,
+        "finished": True, "revision": "", "encoder_sha256": "", "machine": "2 cores of C",
+    }  # fmt: skip
+    claims = {
+        "statement": ["It helps.", "It is large."], "verdict": ["holds", "not measured"],
+        "numbers": ["+2.00 ± 1.00", ""], "significant": ["yes", ""],
+        "paper_verdict": ["holds", ""], "plain_knn": ["fails", ""],
+        "expression": ["low_shot.*.ct_min.knn > low_shot.*.mae.knn", ""],
+    }  # fmt: skip
+    curves = {"run": "mae_micro", "step": [1, 2], "online_knn": [40.25, 41.5]}
+    for name, values in {"measured": knn, "runs": runs, "claims": claims, "curves": curves}.items():
+        pd.DataFrame(values).to_csv(out / f"{name}.csv", index=False)
     write_json(out / "evaluations.json", {"asked": 16, "made": 16})
-    curves = pd.DataFrame({"run": "mae_micro", "step": [1, 2], "online_knn": [40.25, 41.5]})
-    curves.to_csv(out / "curves.csv", index=False)
     (out / "after_tests.csv").write_text("methods,what\nct_min.*,its length\n")
     return out
 
 
-def filled(folder: Path, text: str) -> str:
-    """A page with one part, of this folder's numbers."""
-    return pages._filled(text, folder)
-
-
-def test_a_complete_experiment_has_a_headline(folder):
+def test_an_experiment_has_a_headline(folder):
+    """One that is not complete says so."""
     made = publish.headline(folder)
     assert "| 50.0 ± 0.0 | 41.0 ± 1.0 | 25.0 ± 0.0 | 2.00 | 1 |" in made
     assert "| MAE-CT min† | 20.0 | 25.0 | 30.0 | 50.0 | 43.0 | 25.0 | 2.40 | 2 |" in made
     assert "In progress" not in made
+    runs = pd.read_csv(folder / "runs.csv")
+    runs.loc[2, "finished"] = False
+    runs.to_csv(folder / "runs.csv", index=False)
+    missing = "In progress: 3 of 4 trainings, 16 of 16 evaluations are finished."
+    assert publish.headline(folder).endswith(missing)
+    assert "| [mine](mine/runs.csv) | 3 of 4 | 16 of 16 |" in pages.experiments_table(folder.parent)
 
 
 def test_numbers_of_a_text_are_those_of_the_files(folder):
@@ -126,54 +138,20 @@ def test_numbers_of_a_text_are_those_of_the_files(folder):
         "online {mae_micro:online_knn}; {gain ct_min_micro/umap/x}; "
         "{claims holds} of {claims not measured}"
     )
-    assert filled(folder, text) == (
+    assert pages._filled(text, folder) == (
         "After 4 epochs k-NN 43.0, of both 44.5 (43.0, 46.0), +4.0; 44.5 ± 2.1; "
         f"+4.0 ± 1.4, undecided; online 41.5; {MISSING}; 1 of 1"
     )
 
 
-def test_an_unfinished_one_says_so(folder):
-    runs = pd.read_csv(folder / "runs.csv")
-    runs.loc[2, "finished"] = False
-    runs.to_csv(folder / "runs.csv", index=False)
-    missing = "In progress: 3 of 4 trainings, 16 of 16 evaluations are finished."
-    assert publish.headline(folder).endswith(missing)
-    assert "| [mine](mine/runs.csv) | 3 of 4 | 16 of 16 |" in pages.experiments_table(folder.parent)
-
-
 def test_the_table_of_gains_has_the_papers_numbers_beside(folder):
-    page, no = filled(folder, "{gains}"), MISSING
+    page, no = pages._filled("{gains}", folder), MISSING
     # Of the paper's own MAE (table 17), not the 68.0 of table 1, from which nothing was tuned.
     assert f"| linear probe | {no} | {no} | {no} | 66.7, +6.8, +10.2 |" in page
     # 43 - 40 and 46 - 41; 4 of 20.
     assert f"| k-NN | 40.0 | +4.0 ± 1.4, undecided | {no} | 51.1, +13.0, +22.3 |" in page
     assert f"| operations after MAE, of MAE's | | 20 % | {no} | |" in page
     assert page.startswith("| | MAE | + crops and flips† | + colours | paper")
-
-
-def test_a_runs_machine_has_the_cpus_model_and_what_computed_bfloat16(elsewhere):
-    same = pd.read_csv(elsewhere / "runs.csv", index_col="run").at["mae_micro", "encoder_sha256"]
-    for kind, said in {"cpu": "bfloat16 on the CPU", "float32": "float32 for bfloat16"}.items():
-        train_here("mae_micro", same, versions={"bfloat16": kind})
-        here = publish.what_is_here(cifar10())
-        lines = publish._runs(here, publish.counts(here, elsewhere))
-        (machine,) = (line["machine"] for line in lines if line["run"] == "mae_micro")
-        assert machine.endswith(f", {said}")
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    model = re.search(r"^model\s*: (.*)$", cpu, re.MULTILINE)
-    assert model is None or f" model {model[1]} (" in machine
-
-
-def test_readme_says_what_neighbours_cost():
-    """The sentence is about photographs and the clean control, where only the lookup differs."""
-    frame = pd.read_csv(RESULTS / "no_lookup/differences.csv")
-    rows = frame[(frame["data"] == "CIFAR-10") & (frame["comparison"] == "neighbours")]
-    found = rows.set_index(["views", "metric"])["value"]
-    cost = [f"{-found[views, 'knn']:.1f}" for views in ("colours", "crops")]
-    said = f"{cost[0]} points of k-NN with colours and {cost[1]} without"
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"cost an encoder of 0.2 million parameters {said}" in readme
-    assert rows[rows["metric"] == "nmi_mean"]["value"].abs().max() < 0.5
 
 
 @pytest.fixture
@@ -191,13 +169,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[Path, bytes]:
     """Every file but figures, which fonts change."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*.*")
-        if path.suffix != ".png"
-    }
+    files = (path for path in folder.rglob("*.*") if path.suffix != ".png")
+    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def test_what_was_published_stays_where_there_is_nothing_new(elsewhere, monkeypatch):
@@ -340,48 +315,46 @@ def test_other_settings_and_other_images_refute(elsewhere):
     assert not known(elsewhere)
 
 
-def test_what_this_machine_has_of_other_settings_is_not_taken(elsewhere):
-    before, runs = known(elsewhere), pd.read_csv(elsewhere / "runs.csv", index_col="run")
-    same = runs.at["mae_micro", "encoder_sha256"]
-    train_here("mae_micro", same, epochs=31)
-    train_here("mae_micro-s1", runs.at["mae_micro-s1", "encoder_sha256"])
+def test_what_this_machine_has_of_something_else_is_not_taken(elsewhere):
+    """A run of other settings and what started from it, evaluations of other encoders or probes."""
+    runs = pd.read_csv(elsewhere / "runs.csv", index_col="run")["encoder_sha256"]
+    before, of_probe = known(elsewhere), known(elsewhere, "robustness")
+    own = runs["mae_micro-s1"]
+    train_here("mae_micro", runs["mae_micro"], epochs=31)
+    train_here("head_min_micro", "0" * 64)
+    train_here("ct_min_micro", "1" * 64)
+    evaluate_here("ct_min_micro", "knn", "1" * 64, knn=11.0)
+    train_here("mae_micro-s1", own)
     evaluate_here("mae_micro-s1", "knn", "0" * 64, knn=11.0)
+    assert publish.what_is_here(cifar10()).runs.keys() == {"mae_micro-s1"}
     publish.collect("cifar10")
     assert known(elsewhere) == before
     assert pd.read_csv(elsewhere / "runs.csv", index_col="run").at["mae_micro", "device_hours"] > 1
     # The probe is another, so what tested it is of none.
-    evaluate_here("mae_micro-s1", "linear_probe", runs.at["mae_micro-s1", "encoder_sha256"], x=1.0)
+    evaluate_here("mae_micro-s1", "linear_probe", own, linear_probe=51.0)
+    evaluate_here("mae_micro-s1", "robustness", own, {"probe": "of another"}, noise=1.0)
     publish.collect("cifar10")
-    robust = {run for run, _ in known(elsewhere, "robustness")}
-    assert "mae_micro" in robust and "mae_micro-s1" not in robust
-
-
-def test_what_was_made_here_from_something_else_is_not_taken(elsewhere):
-    runs = pd.read_csv(elsewhere / "runs.csv", index_col="run")["encoder_sha256"]
-    before, of_probe = known(elsewhere), known(elsewhere, "robustness")
-    train_here("mae_micro", "0" * 64, epochs=31)
-    train_here("head_min_micro", "0" * 64)
-    train_here("ct_min_micro", "1" * 64)
-    evaluate_here("ct_min_micro", "knn", "1" * 64, knn=11.0)
-    other = runs["mae_micro-s1"]
-    train_here("mae_micro-s1", other)
-    evaluate_here("mae_micro-s1", "linear_probe", other, linear_probe=51.0)
-    evaluate_here("mae_micro-s1", "robustness", other, {"probe": "of another"}, noise=1.0)
-    assert publish.what_is_here(cifar10()).runs.keys() == {"mae_micro-s1"}
-    publish.collect("cifar10")
-    assert known(elsewhere) == before
-    assert known(elsewhere, "robustness").items() < of_probe.items()  # its probe is another
-    evaluate_here("mae_micro-s1", "robustness", other, {"probe": "0" * 64}, noise=1.0)
+    now = known(elsewhere, "robustness")
+    assert now.items() < of_probe.items() and "mae_micro-s1" not in {run for run, _ in now}
+    evaluate_here("mae_micro-s1", "robustness", own, {"probe": "0" * 64}, noise=1.0)
     publish.collect("cifar10")
     assert known(elsewhere, "robustness")["mae_micro-s1", "noise"] == 1.0
 
 
-def test_operations_are_counted_of_what_was_trained_here(elsewhere):
-    for run in ("mae_micro", "head_min_micro", "ct_min_micro"):
-        train_here(run, "0" * 64)
+def test_operations_and_machine_are_those_of_what_was_trained_here(elsewhere):
+    """With the CPU's model and what computed bfloat16."""
+    kinds = {"mae_micro": "cpu", "head_min_micro": "float32", "ct_min_micro": "float32"}
+    for run, kind in kinds.items():
+        train_here(run, "0" * 64, versions={"bfloat16": kind})
     (elsewhere / "runs.csv").unlink()
     here = publish.what_is_here(cifar10())
     lines = pd.DataFrame(publish._runs(here, publish.counts(here, elsewhere)))
+    machines = lines.set_index("run")["machine"]
+    assert machines["mae_micro"].endswith(", bfloat16 on the CPU")
+    assert machines["ct_min_micro"].endswith(", float32 for bfloat16")
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    model = re.search(r"^model\s*: (.*)$", cpu, re.MULTILINE)
+    assert model is None or f" model {model[1]} (" in machines["mae_micro"]
     first = publish.operations_behind(["mae_micro"], lines)
     assert publish.operations_behind(["ct_min_micro"], lines) > first > 0
     assert publish.operations_behind(["ct_min_micro"], lines, only_first=True) == first
@@ -406,3 +379,16 @@ def test_what_tuning_adds_is_decided_over_seeds_and_sets_of_labels():
     assert set(claims.loc[["probe_gain", "knn_gain"], "significant"]) == {"yes"}
     unequal = ["combined_helps_little", "sequential_wins", "shortcut_features"]
     assert set(claims.loc[unequal, "verdict"]) == {"not comparable"}
+
+
+NOTE = runpy.run_path(str(ROOT / "docs/paper/build.py"))
+
+
+def test_the_note_has_the_published_numbers():
+    """As the results' pages have them, which are made of the same files another way."""
+    text = " ".join(NOTE["note"]().split())
+    assert "| CIFAR-10: k-NN | 49.6 ± 0.5 | 53.4 ± 0.2 | 61.7 ± 0.6 |" in text
+    assert "gives 95.7 ± 0.8 k-NN instead of 85.2 ± 1.3" in text
+    assert "What is not measured" in text and "nan" not in text
+    with pytest.raises(ValueError, match="not enough values"):
+        NOTE["cell"]("cifar10/tables/low_shot", "ct_other", "knn")

@@ -9,7 +9,9 @@ from maect.cli import main
 from maect.core.files import write_record
 from maect.records import RunRecord
 from maect.report.configs import ReportConfig, Row, ShownConfig
+from maect.report.figures import class_titles
 from maect.report.pages import report_page
+from maect.report.registry import FIGURES, TABLES, architecture_title
 from maect.report.render import printed, render
 from maect.report.tables import build_table, paper_table, printed_tables, write_table
 
@@ -22,15 +24,11 @@ def frame(result, evaluations):
     return build_table("clustering", rows, evaluations)
 
 
-def test_markdown(frame):
-    text = render(printed(frame, "clustering"), "md")
-    assert "(paper: Table 2)" in text
-    line = "| ViT-L/16 | MAE-CT min | 56.3 ± 1.5 (54.9, +1.4) | 9.0 ± 0.0 (11.0, −2.0) |"
-    assert line in text.splitlines()
-    assert "| ViT-L/16 | MAE | – (14.3) | – (−4.1) |" in text.splitlines()
-
-
-def test_latex(frame):
+def test_markdown_and_latex(frame):
+    lines = render(printed(frame, "clustering"), "md").splitlines()
+    assert any("(paper: Table 2)" in line for line in lines)
+    assert "| ViT-L/16 | MAE-CT min | 56.3 ± 1.5 (54.9, +1.4) | 9.0 ± 0.0 (11.0, −2.0) |" in lines
+    assert "| ViT-L/16 | MAE | – (14.3) | – (−4.1) |" in lines
     text = render(printed(frame, "clustering"), "tex")
     assert text.startswith("\\begin{tabular}{llrr}")
     body = [line for line in text.splitlines() if line.endswith(r"\\")]
@@ -98,6 +96,20 @@ def test_no_minus_zero_and_no_rounding_surprise(result, evaluations):
     result("r", "clustering", accuracy=54.94, silhouette=10.96)
     frame = build_table("clustering", [Row("large", "ct_min", ["r"])], evaluations)
     assert "54.9 (54.9, +0.0) | 11.0 (11.0, +0.0)" in render(printed(frame, "clustering"), "md")
+
+
+def test_the_paper_is_named_where_it_is_compared_with_alone():
+    for table in TABLES.values():
+        assert f"Paper: {table.paper}".lower() in table.about(True).lower()
+    for shown in (*TABLES.values(), *FIGURES.values()):
+        assert shown.caption and "Paper:" not in shown.about(False)
+
+
+def test_sizes_and_classes_are_printed_as_a_reader_knows_them():
+    said = [architecture_title(name) for name in ("tiny_32", "huge_448", "large7_bn", "mine_32")]
+    assert said == ["ViT-Tiny/4 (32 px)", "ViT-H/16 (448 px)", "ViT-L/7-BN", "mine_32"]
+    assert class_titles(["n02085936", "n02110958"]) == ["Maltese dog", "pug"]
+    assert class_titles(["0", "fire_truck"]) == ["0", "fire truck"]
 
 
 @pytest.mark.parametrize("name", printed_tables())

@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 
@@ -27,9 +28,8 @@ def test_a_table_in_the_papers_layout(result, evaluations):
     result("ct_min_large", "knn", knn=77.5, knn_standardized=78.1)
     result("ct_min_large", "low_shot", low_shot_1=50.0, low_shot_2=60.0, low_shot_5=66.0)
     frame = build_table("low_shot", [Row("large", "ct_min", ["ct_min_large"])], evaluations)
-    assert list(frame.columns[:5]) == [
-        "architecture", "method", "low_shot_1", "low_shot_1_std", "low_shot_1_paper",
-    ]  # fmt: skip
+    names = ["architecture", "method", "low_shot_1", "low_shot_1_std", "low_shot_1_paper"]
+    assert list(frame.columns[:5]) == names
     line = frame.iloc[0]
     assert (line.knn, line.knn_paper) == (77.5, 78.0)
     assert (line.knn_standardized, line.knn_standardized_paper) == (78.1, 78.0)
@@ -38,37 +38,36 @@ def test_a_table_in_the_papers_layout(result, evaluations):
     assert math.isnan(line.linear_probe) and line.linear_probe_paper == 80.2  # not run
 
 
+LARGE = [Row("large", "ct_min", ["ct_min_large"])]
+
+
 def test_results_of_an_encoder_that_is_gone_are_left_out(result, evaluations):
     """Trained again with other settings, and only some evaluations asked for since."""
-    row = [Row("large", "ct_min", ["ct_min_large"])]
     for name, encoder in (("knn", "new"), ("linear_probe", "old")):
         path = result("ct_min_large", name, **{name: 70.0})
         write_record(path, read_record(path) | {"provenance": {"encoder_sha256": encoder}})
-    line = build_table("extended", row, evaluations).iloc[0]
+    line = build_table("extended", LARGE, evaluations).iloc[0]
     assert (line.knn, line.linear_probe) == (70.0, 70.0)  # nobody knows the encoder
-    run = RunRecord.path(evaluations.parent / "runs/ct_min_large")
-    told = {"run": "ct_min_large", "stage": "tune"}
-    write_record(run, told | {"sha256": {"encoder.safetensors": "new"}})
-    line = build_table("extended", row, evaluations).iloc[0]
+    record = RunRecord(run="ct_min_large", stage="tune", sha256={"encoder.safetensors": "new"})
+    record.write(RunRecord.path(evaluations.parent / "runs/ct_min_large"))
+    line = build_table("extended", LARGE, evaluations).iloc[0]
     assert line.knn == 70.0 and math.isnan(line.linear_probe)
 
 
 def test_results_of_images_that_were_sharded_again_are_left_out(result, evaluations):
     """Its evaluation is not asked for again, and others are made of the new images."""
     shards, run = (evaluations.parent / name for name in ("shards/mine/val", "runs/ct_min_large"))
+    path = result("ct_min_large", "linear_probe", linear_probe=70.0).with_suffix(".yaml")
+    told = {"evaluation": "linear_probe", "protocol": "linear_probe", "run": run}
+    told["settings"] = load_evaluation("linear_probe", "large")[1]
+    config = EvaluationConfig(**told, inputs={"train": shards, "test": shards})
+    config.write(path)
     write_json(shards / "index.json", {"digest": "before"})
-    path = result("ct_min_large", "linear_probe", linear_probe=70.0)
-    settings = load_evaluation("linear_probe", "large")[1]
-    inputs = {"train": shards, "test": shards}
-    told = {"evaluation": "linear_probe", "protocol": "linear_probe", "run": run, "inputs": inputs}
-    config = EvaluationConfig(**told, settings=settings)
-    config.write(path.with_suffix(".yaml"))
-    with stamped(path.with_suffix(".yaml"), config):
+    with stamped(path, config):
         pass
-    row = [Row("large", "ct_min", ["ct_min_large"])]
-    assert build_table("extended", row, evaluations).iloc[0].linear_probe == 70.0
+    assert build_table("extended", LARGE, evaluations).iloc[0].linear_probe == 70.0
     write_json(shards / "index.json", {"digest": "after"})
-    assert math.isnan(build_table("extended", row, evaluations).iloc[0].linear_probe)
+    assert math.isnan(build_table("extended", LARGE, evaluations).iloc[0].linear_probe)
 
 
 def test_deviation_over_seeds_is_the_samples(result, evaluations):
@@ -97,23 +96,31 @@ def test_results_of_other_settings_or_images_are_not_averaged(result, evaluation
     said = {"settings": {"resize": 16}, "provenance": provenance}
     paths = [result(run, "clustering", accuracy=70.0) for run in ("r0", "r1")]
     write_record(paths[0], read_record(paths[0]) | said)
-    for silent in ({"settings": {}, "provenance": {}}, {"settings": {"seed": 0}}):
-        write_record(paths[1], read_record(paths[1]) | said | silent)
-        build_table("clustering", [Row("tiny", "ct_min", ("r0", "r1"))], evaluations)
-    write_record(paths[1], read_record(paths[1]) | said | other)
+
+    def table(runs: tuple[str, ...], **told: object):
+        write_record(paths[1], read_record(paths[1]) | said | told)
+        return build_table("clustering", [Row("tiny", "ct_min", runs)], evaluations)
+
+    table(("r0", "r1"), settings={}, provenance={})
+    table(("r0", "r1"), settings={"seed": 0})
     with pytest.raises(UserError, match=r"r1/clustering\.json: made with other settings or images"):
-        build_table("clustering", [Row("tiny", "ct_min", ("r0", "r1"))], evaluations)
-    alone = build_table("clustering", [Row("tiny", "ct_min", ("r1",))], evaluations)
-    assert alone.iloc[0].accuracy == 70.0
+        table(("r0", "r1"), **other)
+    assert table(("r1",), **other).iloc[0].accuracy == 70.0
 
 
 def test_what_was_not_run_is_an_empty_cell(evaluations, tmp_path):
+    """Whatever a method is called."""
     path = tmp_path / "clustering.csv"
-    frame = build_table("clustering", [Row("tiny", "mae", [])], evaluations)
-    write_table(frame, path)
-    pd.testing.assert_frame_equal(read_table(path), frame, check_dtype=False)
-    assert path.read_text().splitlines()[1] == "tiny,mae,,,,,,"
-    assert read_table(path).iloc[0, 2:].isna().all()
+    rows = [Row("tiny", method, []) for method in ("50", "0.50", "None", "NA")]
+    for some in (rows, rows[:2]):
+        frame = build_table("clustering", some, evaluations)
+        write_table(frame, path)
+        assert path.read_text().splitlines()[1] == "tiny,50,,,,,,"
+        read = read_table(path)
+        pd.testing.assert_frame_equal(read, frame, check_dtype=False)
+        assert read["method"].tolist() == [row.method for row in some]
+        assert read.iloc[:, 2:].isna().all(axis=None)
+    assert [line.method for line in printed(read, "clustering").lines] == ["50", "0.50"]
 
 
 def test_how_a_model_was_trained_is_told_by_its_runs(evaluations, tmp_path):
@@ -133,10 +140,11 @@ def test_how_a_model_was_trained_is_told_by_its_runs(evaluations, tmp_path):
     write_table(frame, tmp_path / "extended.csv")
     read = read_table(tmp_path / "extended.csv").fillna("")
     read = read[read.architecture == "large"].set_index("method").loc[[*behind]]
-    own = read[["epochs", "views", "mask_ratio"]].to_numpy().tolist()
+    names = ["epochs", "views", "mask_ratio"]
     unknown = [f"{UNKNOWN}; {value}" for value in (20, 2, 0)]
-    assert own == [["800; 25", "2", "0.75; 0"], [""] * 3, unknown, [""] * 3]
-    paper = read[["epochs_paper", "views_paper", "mask_ratio_paper"]].to_numpy().tolist()
+    own = [["800; 25", "2", "0.75; 0"], [""] * 3, unknown, [""] * 3]
+    assert read[names].to_numpy().tolist() == own
+    paper = read[[f"{name}_paper" for name in names]].to_numpy().tolist()
     assert paper[0] == ["800; 20", "2", "0.75; 0"] and paper[1] == ["1600", "1", "0.75"]
     assert paper[3] == ["250", "2 / 10 / 2", "≈ 0.15†"]
     text = printed(frame, "extended")
@@ -167,16 +175,13 @@ def test_seeds_and_sets_of_labels_can_be_read_alone(result, evaluations):
     assert cells("knn") == [50.0, None] == cells("knn", seed=1) and cells("knn", seed=0)[0] is None
 
 
-def test_one_run_of_several_fine_tunings_has_their_deviation(result, evaluations):
+def test_one_result_may_have_a_deviation_or_numbers_of_many_models(result, evaluations):
     result("mae", "fine_tune", fine_tune=83.0, fine_tune_std=1 / 3)
     line = build_table("fine_tune", [Row("base", "mae", ["mae"])], evaluations).iloc[0]
     assert (line.fine_tune, line.fine_tune_std) == (83.0, 0.3333)
-
-
-def test_one_result_may_have_numbers_of_many_models(result, evaluations):
     result("mae", "throughput", model_hours={"large": {"mae": 5.0, "ct_min": 6.0}, "base": {}})
-    rows = [Row("large", method, runs) for method, runs in (("mae", ["mae"]), ("ct_min", []))]
-    frame = build_table("gpu_hours", [*rows, Row("base", "mae", [])], evaluations)
+    rows = [Row("large", "mae", ["mae"]), Row("large", "ct_min", []), Row("base", "mae", [])]
+    frame = build_table("gpu_hours", rows, evaluations)
     assert frame.hours.tolist()[:2] == [5.0, 6.0] and math.isnan(frame.hours[2])
     assert frame.hours_std.isna().all()
 
@@ -228,16 +233,6 @@ def test_other_images_are_not_compared_with_the_paper(result, evaluations):
     assert own.filter(like="_paper").isna().all(axis=None) and list(own["knn"]) == [33.0]
 
 
-def test_a_method_may_be_called_as_a_number_or_as_nothing(evaluations, tmp_path):
-    rows = [Row("tiny", method, []) for method in ("50", "0.50", "None", "NA")]
-    write_table(build_table("clustering", rows, evaluations), tmp_path / "clustering.csv")
-    read = read_table(tmp_path / "clustering.csv")
-    assert read["method"].tolist() == [row.method for row in rows]
-    assert [line.method for line in printed(read, "clustering").lines] == read["method"].tolist()
-    write_table(build_table("clustering", rows[:2], evaluations), tmp_path / "clustering.csv")
-    assert read_table(tmp_path / "clustering.csv")["method"].tolist() == ["50", "0.50"]
-
-
 def test_rows_may_have_a_protocol_of_their_own(result, evaluations):
     result("mae_large", "fine_tune", fine_tune=85.4)
     result("mae_large", "fine_tune_randaugment", fine_tune=85.5)
@@ -266,25 +261,24 @@ def test_numbers_of_the_public_mae_stand_beside_the_public_mae(result, evaluatio
 
     The authors' PROBING.md gives their own ViT-B 66.7; table 1 prints 68.0, which is the public's.
     """
-    rows = [
-        Row(size, method, [f"{method}_{size}"])
-        for size in ("base", "large")
-        for method in ("mae", "mae_public")
-    ]
+    models = itertools.product(("base", "large"), ("mae", "mae_public"))
+    rows = [Row(size, method, [f"{method}_{size}"]) for size, method in models]
     result("mae_large", "knn", knn=44.0, knn_standardized=57.6)
     result("mae_public_large", "knn", knn=45.0, knn_standardized=60.6)
     result("mae_public_large", "linear_probe", linear_probe=76.0)
     names = ["linear_probe_paper", "knn_standardized_paper"]
-    for table in ("low_shot", "combined"):
+    frames = {}
+    for table in ("combined", "low_shot"):
         frame = build_table(table, rows, evaluations).set_index(["architecture", "method"])
         public = frame.loc[("large", "mae_public")]
         assert public[names].tolist() == [76.0, 60.6]
         assert (public.linear_probe, public.knn_standardized) == (76.0, 60.6)
         assert frame.loc[("large", "mae"), names].isna().all()
-    table = build_table("low_shot", rows, evaluations).set_index(["architecture", "method"])
-    assert table.loc[("base", "mae_public"), "linear_probe_paper"] == 68.0
-    assert table.loc[("base", "mae"), "knn_standardized_paper"] == 51.1
-    assert table.loc[("large", "mae"), "low_shot_1_paper"] == 14.3
+        frames[table] = frame
+    low_shot = frames["low_shot"]
+    assert low_shot.loc[("base", "mae_public"), "linear_probe_paper"] == 68.0
+    assert low_shot.loc[("base", "mae"), "knn_standardized_paper"] == 51.1
+    assert low_shot.loc[("large", "mae"), "low_shot_1_paper"] == 14.3
     as_printed = printed_tables()["low_shot"].set_index(["architecture", "method"])
     assert as_printed.loc[("large", "mae"), names].tolist() == [76.0, 60.6]
 
@@ -319,26 +313,22 @@ def test_the_papers_numbers_fit_the_layout(name):
 def test_wrong_input_is_named(result, evaluations):
     with pytest.raises(UserError, match="unknown table 'lowshot'; did you mean 'low_shot'"):
         build_table("lowshot", [], evaluations)
-    path = result("r", "clustering", accuracy=1.0)
-    row = Row("tiny", "mae", ["r"])
+    path, row = result("r", "clustering", accuracy=1.0), Row("tiny", "mae", ["r"])
     with pytest.raises(UserError, match="tiny mae is there twice"):
         build_table("clustering", [row, row], evaluations)
-    for content, fault in (
-        ({"metrics": {"accuracy": math.nan}}, r"clustering.json: metric accuracy is nan"),
-        ({"metrics": {"accuracy": "high"}}, "'high', not a finite number"),
-        ({"accuracy": 1.0}, "metrics: Field required; remove the file, and start"),
+    for text, fault in (
+        (json.dumps(sealed({"metrics": {"accuracy": math.nan}})), r"json: metric accuracy is nan"),
+        (json.dumps(sealed({"metrics": {"accuracy": "high"}})), "'high', not a finite number"),
+        (json.dumps(sealed({"accuracy": 1.0})), "metrics: Field required; remove the file, and"),
+        ("{", "not valid JSON"),
     ):
-        path.write_text(json.dumps(sealed(content)))
+        path.write_text(text)
         with pytest.raises(UserError, match=fault):
             build_table("clustering", [row], evaluations)
-    path.write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        build_table("clustering", [row], evaluations)
-    with pytest.raises(UserError, match="no such table"):
-        read_table(evaluations / "none.csv")
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match="not a table"):
-        read_table(path)
+    for table, fault in ((path, "not a table"), (evaluations / "none.csv", "no such table")):
+        with pytest.raises(UserError, match=fault):
+            read_table(table)
 
 
 def test_stand_ins_are_columns_under_their_own_names(result, evaluations, tmp_path):
