@@ -12,7 +12,7 @@ import float64
 import pytest
 import torch
 from lookups import clear
-from test_second_writing import adam, block, layer_norm, seen
+from test_second_writing import DEPTH, adam, encode, seen
 from torch.nn import functional as F
 
 from maect.data.bundled import write_digits
@@ -27,7 +27,7 @@ SETTINGS = {
     "batch_size": BATCH, "epochs": 2, "warmup_epochs": 0.5, "flip": 0.0, "precision": "fp32",
     "local_views": 4, "head": {"head_lr": 2e-3, "queue_size": 150},
 }  # fmt: skip
-DEPTH, READ = 4, (2, 3)
+READ = (2, 3)
 # Their gradients are zero: a BatchNorm behind does not see what all rows have in common.
 BLIND = ("encoder.norm.bias", "heads.projector.7.bias")
 
@@ -44,24 +44,9 @@ def digits(tmp_path_factory):
 
 def pooled(images, w):
     """The mean of the patch tokens that each head reads: of a raw block, and of the output."""
-    kernel = w["encoder.patch_embed.proj.weight"].flatten(1)
-    x = (
-        F.unfold(images, 4, stride=4).transpose(1, 2) @ kernel.T
-        + w["encoder.patch_embed.proj.bias"]
-    )
-    table, side = w["encoder.pos_embed"][:, 1:], images.shape[2] // 4
-    if side != 4:
-        grid = table.float().reshape(1, 4, 4, -1).permute(0, 3, 1, 2)
-        grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
-        table = grid.flatten(2).transpose(1, 2).double()
-    x = torch.cat([w["encoder.cls_token"].expand(len(x), 1, -1), x + table], dim=1)
-    found = []
-    for number in range(DEPTH):
-        x = block(x, w, f"encoder.blocks.{number}")
-        if number in READ[:-1]:
-            found.append(x)
-    found.append(layer_norm(x, w, "encoder.norm"))
-    return [tokens[:, 1:].mean(1) for tokens in found]
+    blocks, output = encode(images, w)
+    read = [*(blocks[number] for number in READ[:-1]), output]
+    return [tokens[:, 1:].mean(1) for tokens in read]
 
 
 def batch_norm(x, w, name, head):

@@ -53,15 +53,23 @@ def block(x, w, name):
 
 
 def encode(images, w, keep=None):
+    """Tokens after each block, and the encoder's output: those after its norm."""
     kernel = w["encoder.patch_embed.proj.weight"].flatten(1)
     x = F.unfold(images, 4, stride=4).transpose(1, 2) @ kernel.T
-    x = x + w["encoder.patch_embed.proj.bias"] + w["encoder.pos_embed"][:, 1:]
+    table, side = w["encoder.pos_embed"][:, 1:], images.shape[2] // 4
+    if side != 4:
+        grid = table.float().reshape(1, 4, 4, -1).permute(0, 3, 1, 2)
+        grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+        table = grid.flatten(2).transpose(1, 2).double()
+    x = x + w["encoder.patch_embed.proj.bias"] + table
     if keep is not None:
         x = torch.stack([rows[index] for rows, index in zip(x, keep, strict=True)])
     x = torch.cat([w["encoder.cls_token"].expand(len(x), 1, -1), x], dim=1)
+    blocks = []
     for number in range(DEPTH):
         x = block(x, w, f"encoder.blocks.{number}")
-    return layer_norm(x, w, "encoder.norm")
+        blocks.append(x)
+    return blocks, layer_norm(x, w, "encoder.norm")
 
 
 def mae(views, w, _):
@@ -69,7 +77,7 @@ def mae(views, w, _):
     total, count = 0, 0
     for images, shuffle in zip(views.images[0], views.ids_shuffle, strict=True):
         visible, hidden = shuffle[:, :4], shuffle[:, 4:]
-        y = linear(encode(images, w, visible), w, "decoder.embed")
+        y = linear(encode(images, w, visible)[1], w, "decoder.embed")
         x = w["decoder.mask_token"].expand(len(y), 16, -1).clone()
         for row, index in enumerate(visible):
             x[row, index] = y[row, 1:]
@@ -100,7 +108,7 @@ def mlp(x, w, name, last):
 
 def nnclr(views, w, queue):
     """contrastive_head_base.py and nnclr_loss.py; images that come twice are no negatives."""
-    features = [encode(images, w)[:, 1:].mean(1) for images in views.images[0]]
+    features = [encode(images, w)[1][:, 1:].mean(1) for images in views.images[0]]
     if not w["encoder.norm.weight"].requires_grad:
         features = [x.detach() for x in features]
     predicted = [F.normalize(mlp(mlp(x, w, "head.projector", 6), w, "head.predictor", 3), dim=1)
