@@ -106,7 +106,7 @@ gpu-packages: install
 	$(BIN)/python -P benchmarks/gpu_packages.py --out build/packages.tar.gz --python $(FOR)
 
 packages:
-	tests/cluster/install.sh
+	tests/install.sh
 
 check: $(VENV)/.installed $(DECODER)
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Encoders that timm builds by name: shapes and preprocessing as data; no torch.
 
-`tests/unit/models/timm_table.py` writes `timm_encoders.csv`, and builds each of them for that.
+`docs/reference/timm_table.py` writes `timm_encoders.csv`, and builds each of them for that.
 """
 
 import csv

@@ -32,7 +32,7 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "needs root"
     if absent := [name for name in PROGRAMS if shutil.which(name) is None]:
-        return f"no {', '.join(absent)}: run tests/cluster/install.sh"
+        return f"no {', '.join(absent)}: run tests/install.sh"
     return None
 
 

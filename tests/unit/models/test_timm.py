@@ -1,12 +1,13 @@
 """Encoders by timm's name: table, import, features beside a second writing of the forward pass."""
 
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 import timm
-import timm_table
 import torch
 from safetensors.torch import save_file
 from stamping import outdated
@@ -30,6 +31,8 @@ from maect.records import ImportedFile, RunRecord
 from maect.stages import load_recipe
 from maect.stages.imported import Import, import_weights
 
+SCRIPT = Path(__file__).parents[3] / "docs/reference/timm_table.py"
+timm_table = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 TINY = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
 
 

@@ -1,4 +1,4 @@
-"""Writes the table of timm's encoders: `python tests/unit/models/timm_table.py`.
+"""Writes the table of timm's encoders: `python docs/reference/timm_table.py`.
 
 Every model is built on the meta device and runs there once, which takes neither weights nor memory.
 """
@@ -25,7 +25,7 @@ from maect.models.vit import build_encoder
 from maect.recipes import load_encoder, sizes
 from maect.recipes import timm_encoders as data
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CSV = Path(data.__file__).with_name(data.TABLE)
 PAGE = ROOT / "docs/reference/timm_encoders.md"
 

@@ -1,13 +1,14 @@
 #!/bin/sh
-# Debian packages of the SLURM test cluster, where they may be installed; bounded in time.
+# Debian packages of the SLURM test cluster, and the browser of the pages' tests, where they may be
+# installed; bounded in time.
 set -u
 absent=
-for program in munged mariadbd slurmdbd slurmctld slurmd sbatch; do
+for program in munged mariadbd slurmdbd slurmctld slurmd sbatch chromium chromedriver; do
     command -v "$program" > /dev/null || absent="$absent $program"
 done
 [ -z "$absent" ] && exit 0
 if [ "$(id -u)" != 0 ] || ! command -v apt-get > /dev/null; then
-    echo "SLURM test cluster: no$absent, and no root or apt-get to install them: its tests are skipped" >&2
+    echo "no$absent, and no root or apt-get to install them: tests that need them are skipped" >&2
     [ -z "${CI:-}" ]
     exit
 fi
@@ -17,8 +18,8 @@ for attempt in 1 2 3; do
     # Stale lists name packages that the mirror has replaced: fetch them again each time.
     timeout 300 apt-get $options update
     timeout 600 apt-get $options install -y --no-install-recommends \
-        slurm-wlm munge slurmdbd mariadb-server < /dev/null && exit 0
-    echo "SLURM test cluster: attempt $attempt to install its packages failed" >&2
+        slurm-wlm munge slurmdbd mariadb-server chromium chromium-driver fonts-dejavu-core < /dev/null && exit 0
+    echo "attempt $attempt to install the tests' packages failed" >&2
     sleep 10
 done
 [ -z "${CI:-}" ] # elsewhere than in CI the tests are skipped, saying so
