@@ -30,7 +30,10 @@ CHECKSUM = "checksum"
 """Key of a record: sha256 of the rest as JSON with sorted keys."""
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between tries after a passing error of a file system (ESTALE, EIO, EMFILE)."""
-FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}
+FINAL = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG,
+    errno.EFBIG,
+}  # fmt: skip
 """Errors that trying again does not change."""
 SUMS = ".sha256"
 """Suffix of the file with a table's checksum, as `sha256sum` writes it."""

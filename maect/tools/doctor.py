@@ -243,10 +243,11 @@ def run_probe(root: Path, wanted: Resources) -> list[Finding]:
 def judge(seen: dict[str, Any]) -> list[Finding]:
     """Judge the ranks' reports."""
     ranks = seen["ranks"]
-    count = len(seen["ranks"])
+    count = len(ranks)
+    over = counted(count, "rank")
     versions = ", ".join(f"{name} {value}" for name, value in seen["versions"].items())
     where = counted(len({r["node"] for r in ranks}), "node")
-    out = [Finding("ok", f"job on {where}, {count} ranks: {versions}")]
+    out = [Finding("ok", f"job on {where}, {over}: {versions}")]
     # Where srun binds a device to each rank, a rank sees only its own.
     nodes = [{d for r in ranks if r["node"] == node for d in r["devices"]} for node in
              {r["node"] for r in ranks}]  # fmt: skip
@@ -265,13 +266,13 @@ def judge(seen: dict[str, Any]) -> list[Finding]:
         *out,
         result_of_check(
             all(r["sum"] == count * (count - 1) / 2 for r in ranks),
-            f"{kind} all-reduce over {count} ranks: {slowest:.2f} GB/s",
+            f"{kind} all-reduce over {over}: {slowest:.2f} GB/s",
             "name the interface in the setup script: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME",
             f"{kind} all-reduce gives a wrong sum",
         ),
         result_of_check(
             len({r["trained"] for r in ranks}) == 1,
-            f"DeepSpeed trains a step over {count} ranks",
+            f"DeepSpeed trains a step over {over}",
             "the same packages on every node? `make install` where all nodes see it",
             "weights differ between ranks after a step",
         ),

@@ -44,6 +44,7 @@ def test_two_nodes_reach_each_other(cluster, tmp_path):
     assert code == 0, text
     assert "ok   job on 2 nodes, 2 ranks: python 3." in text
     assert "ok   gloo all-reduce over 2 ranks" in text
+    assert "ok   DeepSpeed trains a step over 2 ranks" in text
     assert "ok   every rank sees the files of all others" in text
     assert "note no GPU: ranks run on the CPU" in text
     assert "note too much: 16 x 4 devices in booster" in text  # it has three nodes

@@ -85,11 +85,15 @@ def test_a_command_takes_nothing_from_the_working_folder(tmp_path, trap, monkeyp
 
     `workflow_html` starts a Snakemake of its own, which would take `default` for a profile.
     """
-    file = tmp_path / "mine.yaml"
+    file, images = tmp_path / "mine.yaml", tmp_path / "images"
+    for name in ("cats", "dogs"):
+        (images / name).mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(images / name / "1.png")
+    changes = {"epochs": 1, "batch_size": 2}
     about = {
         "storage": str(tmp_path / "results"),
-        "datasets": {"mine": {"splits": {"train": {"images": str(tmp_path)}}}},
-        "runs": {"mae": {"recipe": "mae", "size": "tiny"}},
+        "datasets": {"mine": {"splits": {"train": {"images": str(images)}}}},
+        "runs": {"mae": {"recipe": "mae", "size": "tiny", "set": changes}},
     }
     file.write_text(yaml.safe_dump(about))
     monkeypatch.setenv("SNAKEMAKE_PROFILE", str(Path("local").absolute()))

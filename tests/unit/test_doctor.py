@@ -59,17 +59,17 @@ def test_what_the_ranks_saw():
 
 
 def test_the_job_itself(tmp_path, monkeypatch):
-    """Two ranks train here; one that fails is a line."""
+    """One rank trains here (two do in `tests/cluster`); one that fails is a line."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    two = Resources(devices=2, cpus_per_task=1)
-    text = "\n".join(lines(doctor.run_probe(tmp_path, two)))
-    assert "FAIL" not in text and "ok   DeepSpeed trains a step over 2 ranks" in text
+    alone = Resources(devices=1, cpus_per_task=1)
+    text = "\n".join(lines(doctor.run_probe(tmp_path, alone)))
+    assert "FAIL" not in text and "ok   DeepSpeed trains a step over 1 rank" in text
 
     def fail(*_: object, **__: object) -> None:
         raise LaunchError("no node")
 
     monkeypatch.setattr(doctor, "launch", fail)
-    assert failures(doctor.run_probe(tmp_path, two)) == ["job on 1 node x 2: no node"]
+    assert failures(doctor.run_probe(tmp_path, alone)) == ["job on 1 node x 1: no node"]
 
 
 def test_what_one_rule_needs_is_no_upper_end(monkeypatch):

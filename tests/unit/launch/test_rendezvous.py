@@ -41,7 +41,7 @@ def test_one_node_has_no_port(run):
     assert {address for address, _ in ours} <= {"127.0.0.1", "::1"}
     published = run.rendezvous()
     assert published["port"] == 0 and os.path.exists(published["file"])
-    for private in (Path(published["file"]).parent, run.folder / "jobs"):
+    for private in (Path(published["file"]).parent, run.folder / "jobs" / run.job().name):
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
     (run.folder / "enough").touch()
     words = finish(launcher)
