@@ -697,8 +697,9 @@ def test_config_names_the_results_folder(tmp_path, monkeypatch):
     assert found.root == Path("elsewhere")
     assert found.evaluation("mae_tiny", "low_shot").subsets == str(tmp_path / "scratch/m")
     assert load(file, storage="$MAECT_SCRATCH/a").root == tmp_path / "scratch/a"
-    with pytest.raises(UserError, match=r"storage: .*has ' '"):
-        load(file, storage="a b")
+    for storage, fault in (("a b", "has ' '"), ("$MAECT_UNSET/a", "MAECT_UNSET .* is not set")):
+        with pytest.raises(UserError, match=f"storage: .*{fault}"):
+            load(file, storage=storage)
     public = {"recipe": "mae", "size": "base", "public": {"weights": "w.pth", "layout": "mae"}}
     both = write(tmp_path, runs={"mae_base": public}, evaluate=[entry("*", "knn")])
     assert load(both, storage="b", starting_from="public").root == Path("b-public")

@@ -82,6 +82,8 @@ def test_order_is_that_of_a_training(shards, monkeypatch):
         assert loaded() == parts[1]
     with pytest.raises(UserError, match="batch_size 10 is not a multiple of 3 ranks"):
         dataset.batch_sampler(10, **given, world_size=3)
+    with pytest.raises(UserError, match="rank 2 of 2"):
+        dataset.batch_sampler(10, **given, rank=2, world_size=2)
 
 
 def _corner(image: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ def test_regression_gives_every_pixel_the_class_of_its_patch():
     labels = rng.choice([1, 4, 9], (6, 10)).astype(np.uint8)
     features = np.eye(10, dtype=np.float32)[labels] + 0.01 * rng.random((6, 10, 10), np.float32)
     classes = np.repeat(labels[:, :, None], 4, 2)
-    classes[:, :, 0] = 7  # one pixel of four is of another class
+    classes[:, :, :2] = 7, 8  # two pixels of four are of other classes
     patches = Patches(features.astype(np.float32), classes)
     known = patches.rows(), patches.pixels()
     (predicted,) = predict_by_regression(PatchLogistic(), known, patches.rows(), [{"c": 10.0}], 1)

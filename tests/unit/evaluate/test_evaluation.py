@@ -128,6 +128,9 @@ def test_features_of_another_encoder_leave_what_was_there(job, rank, monkeypatch
     ):
         with pytest.raises(UserError, match=message):
             evaluate(rank, config=resolved(given(job, **inputs), protocol))
+    # Those that somebody gives by hand may be of any split.
+    chosen = store(missing.with_name("chosen.safetensors"), *blobs(60, 12, 6, 0), split="train")
+    assert evaluate(rank, config=resolved(given(job, test=chosen), Knn())) == "done"
 
 
 def test_every_protocol_is_declared():

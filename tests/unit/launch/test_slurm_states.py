@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -119,15 +120,25 @@ def test_whose_a_job_is(tmp_path, commands, job, name, comment, is_ours):
     assert [line.endswith(" 7") for line in commands.asked("scancel")] == [True] * is_ours
 
 
-def test_a_job_without_an_id_is_found_by_its_name(tmp_path, commands, job):
-    """Names of other jobs may be in any encoding, and have any sign."""
-    job.id = None
+def test_a_job_without_an_id_is_found_by_its_name(tmp_path, commands, job, monkeypatch):
+    """Its launcher was killed while it submitted, which may go on without it.
+
+    Names of other jobs may be in any encoding, and have any sign.
+    """
+    job.id, job.state = None, "submitting"
+    with monkeypatch.context() as patch:
+        patch.setattr(slurm, "find_processes", lambda name: [name])
+        assert Slurm().poll(tmp_path, job).text == "being submitted"
     (commands.folder / "squeue").write_bytes(
         b"#!/bin/sh\necho $* > " + os.fsencode(commands.folder / "words") + b"\n"
         b"printf '8|gr\\374n\\n9|a|b\\n7|maect-a-1\\n'\n"
     )
     commands.shows("PENDING", NAME, "Priority")
-    assert Slurm().poll(tmp_path, job).text == "PENDING (Priority)" and job.id == "7"
+    one = launch_of(tmp_path)
+    one.write(job)
+    one.next_poll = 0.0
+    assert one.poll(job).text == "PENDING (Priority)"
+    assert record.read_job(tmp_path) == replace(job, id="7", state="submitted")
     assert f"-u {os.getuid()} " in (commands.folder / "words").read_text(), "LOGNAME may be another"
 
 
@@ -417,9 +428,9 @@ def test_each_wait_for_a_limit_is_longer_until_a_signal_comes(tmp_path, commands
     assert waited == [30, 60, 120, 240, 480, 600, 600]
     assert job.state == "ended" and job.ending.startswith("not accepted for now: sbatch")
     assert job.earlier == [] and not list((tmp_path / "jobs").iterdir())
-    one.interruption.stops = 1
+    one.interruption.stops, one.is_done = 1, iter([False, True]).__next__
     with pytest.raises(SystemExit, match="130"):
-        one.wait_before_submission()
+        one.run()
     assert one.line.said[-1] == "stopped; no job is running"
 
 

@@ -181,7 +181,7 @@ def test_loss_and_lookup_against_loops(lookup, ema):
     head.queue[:8] = F.normalize(torch.randn(8, 6, dtype=torch.float64), dim=1)
     head.queue_ids[8] = 0  # an image like others
     head.queue_labels[:] = torch.arange(32) % 3
-    head.queue_labels[::4] = -1
+    head.queue_labels[::2] = -1
     # An unknown class, one of which the queue has no entry, the sample's own alone, or one more.
     labels[3:7] = torch.tensor([-1, 4, 5, 6])
     head.queue_labels[5], head.queue_labels[[6, 9]], numbers[:, 6] = 5, 6, 1

@@ -209,10 +209,10 @@ def train_split(tmp_path) -> Path:
     return path
 
 
-def efficiency_of(evaluations: Path, classes: Path | None = None, paper: bool = False) -> Figure:
+def efficiency_of(evaluations: Path, classes: Path | None = None) -> Figure:
     """The figure of a model's accuracy by labels."""
-    rows = [Row("base" if paper else "tiny", "ct_min", ["ct_min_tiny"])]
-    more = {"compare_with_paper": paper, "classes": classes}
+    rows = [Row("tiny", "ct_min", ["ct_min_tiny"])]
+    more = {"compare_with_paper": False, "classes": classes}
     return label_efficiency(shown("label_efficiency", evaluations, rows, **more))
 
 
@@ -241,7 +241,16 @@ def test_label_efficiency_has_a_line_for_each_protocol_over_the_number_of_labels
     }
     assert legend_of(figure) == ["MAE-CT min", "logistic regression", "fine-tuning"]
     assert figure.axes[0].get_xscale() == "log"
-    assert "paper" in legend_of(efficiency_of(evaluations, train_split, paper=True))
+
+
+@pytest.mark.parametrize("name", ["gpu_hours", "label_efficiency", "umap"])
+def test_the_papers_numbers_are_left_out_of_other_images(name, results, train_split):
+    rows = [Row("large", row.method, row.runs) for row in ROWS]
+    for compare in (True, False):
+        given = {"compare_with_paper": compare, "classes": train_split}
+        function = resolve_name(f"maect.report.figures.{FIGURES[name].draw}")
+        texts = function(shown(name, results, rows, **given)).findobj(Text)
+        assert any("paper" in text.get_text() for text in texts) == compare
 
 
 def test_label_efficiency_takes_the_numbers_that_a_result_records(result, evaluations):

@@ -120,11 +120,13 @@ def test_damaged_state_falls_back_and_lost_outputs_are_exported_again(job, tmp_p
     assert json.loads(RunRecord.path(folder).read_text())["held_hours"] > held / 3600
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(job, tmp_path, whole):
+def test_another_number_of_ranks_only_when_told(job, tmp_path, whole):
     log, alone = tmp_path / "log", {"head": {"lookup": "none"}}  # see test_world_size
     two, moved = (job(name, "ct_min", whole / "head_min", **alone) for name in ("two", "moved"))
     assert run(2, two, moved | {"stop_at": 5}, log=log) == ["done", "requeue"]
-    assert run(1, moved | {"convert_world_size": True}, log=log) == ["done"]
+    told = moved | {"convert_world_size": True}
+    refusal, verdict = run(1, moved | {"function": refused}, told, log=log)
+    assert "2 ranks to 1" in refusal and verdict == "done"
     assert "converted from 2 ranks to 1" in log.read_text()
     # fp32: the sums' order differs after the change, see test_world_size
     np.testing.assert_allclose(losses(moved["folder"]), losses(two["folder"]), rtol=1e-4)
