@@ -40,15 +40,16 @@ def _needed(run: Path) -> str:
     """Return why the states of a finished run must stay; empty if they need not."""
     if not is_finished(run):
         return "its training is not finished"
-    job = read_job(run)
-    if job is not None and job.state != "ended" and verdict(run, job) is None:
-        return f"{job} may still write it"
     try:
         files = RunRecord.of(run).files
         check_weights(run)
     except UserError as error:
         return f"what it left is damaged: {error}"
-    return "" if all((run / name).exists() for name in files) else "what it left is not complete"
+    if not all((run / name).exists() for name in files):
+        return "what it left is not complete"
+    job = read_job(run)  # last, since reading all weights takes long
+    may_run = job is not None and job.state != "ended" and verdict(run, job) is None
+    return f"{job} may still write it" if may_run else ""
 
 
 def clean(root: Path, remove: bool) -> None:
