@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
@@ -71,6 +72,7 @@ def name_of(function: Callable[..., Any]) -> str:
     return function.__name__.replace("_", "-")
 
 
+@cache
 def build_app() -> App:
     """Make the application of all commands."""
     app = App(
