@@ -55,8 +55,8 @@ demo: install
 # Tests start hundreds of processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Four workers on two cores: many tests wait for processes, time limits or SLURM. The checks run beside them.
-WORKERS ?= 4
+# Three workers on two cores: many tests wait for processes, time limits or SLURM. The checks run beside them.
+WORKERS ?= 3
 PYTEST := $(BIN)/pytest -n $(WORKERS) --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
 test:
 	@$(MAKE) --no-print-directory --jobs=2 install packages

@@ -342,7 +342,9 @@ def search_splits(run: Path, out: Path, dataset: str | None = None) -> tuple[Fou
         found,
         picture,
         {f"exclude-{name}.txt": sorted(excluded[name]) for name in index_of},
-        where=" and ".join(f"{name} ({index.n:,} images)" for name, index in index_of.items()),
+        where=" and ".join(
+            f"{name} ({counted(index.n, 'image')})" for name, index in index_of.items()
+        ),
         encoder=run.name,
     )
     return found, {name: index.digest for name, index in index_of.items()}

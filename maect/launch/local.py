@@ -61,11 +61,13 @@ class Local(Cluster):
     def poll(self, folder: Path, job: Job) -> Notice:
         """Look for the processes of a job's ranks."""
         check_site(job, self.site())
-        if not job.pids:  # its launcher died before it noted them, or is of an earlier revision
-            if find_processes(job.name):
-                return Notice("running")
-            return Notice("ended", "never started")
-        alive = [_find_process(pid, job.name) is not None for pid in job.pids]
+        if job.pids:
+            alive = [_find_process(pid, job.name) is not None for pid in job.pids]
+        else:  # its launcher died before it noted them, or before it had started them all
+            started = {_rank_of(process) for process in find_processes(job.name)}
+            alive = [rank in started for rank in range(job.ranks)]
+            if not any(alive):
+                return Notice("ended", "never started")
         reports = record.ranks(folder, job)
         for rank, is_alive in enumerate(alive):
             end = reports[rank].end if rank in reports else None
@@ -105,3 +107,10 @@ def _find_process(pid: int, name: str) -> psutil.Process | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else process
     except (OSError, psutil.Error):
         return None
+
+
+def _rank_of(process: psutil.Process) -> int | None:
+    """Return the rank that a process was started for, the last but one word of its command."""
+    with suppress(psutil.Error, IndexError, ValueError):
+        return int(process.cmdline()[-2])
+    return None

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.core.files import atomic_write, write_text
+from maect.core.files import FOLDER_MODE, atomic_write, write_text
 from maect.recipes.cost import peak_flops
 from maect.records import entries, line_of, log_interval
 from maect.train.hooks import Hook, Session, Update
@@ -50,6 +50,7 @@ class Metrics:
             self._board.add_image(f"online/{name}", picture, step, dataformats="HWC")
             path = self.path.parent / PICTURES / f"{name}-{step:08d}.jpg"
             try:
+                path.parent.mkdir(FOLDER_MODE, exist_ok=True)  # not the run's, if that was moved
                 with atomic_write(path) as temporary:
                     Image.fromarray(picture).save(temporary, "JPEG", quality=90)
             except OSError as error:  # such as too many files: that must not end the training

@@ -112,15 +112,21 @@ def test_a_record_that_was_left_behind_does_not_keep_a_result_from_being_there(r
     assert len(run.starts()) == 1
 
 
-def test_launcher_killed_while_it_submits(run):
-    """Between the start of its ranks and their place on record: they are found, and go on."""
+@pytest.mark.parametrize("started", [2, 1])
+def test_launcher_killed_while_it_submits(run, started):
+    """Its ranks are found, and go on if all were started; else they would wait for the others."""
+    run.resources["devices"] = 2
     launcher, gate = run.start_held(5)
     run.kill(launcher)
     run.change_job(state="submitting", id=None, pids=[])
+    if started == 1:
+        os.kill(run.starts(1)[0]["pid"], signal.SIGKILL)
+    launcher = run.start()
+    wait_for(lambda: len(run.starts()) == 3 - started)
     gate.unlink()
-    words = finish(run.start())
+    words = finish(launcher)
     assert_undisturbed(run)
-    assert len(run.starts()) == 1 and run.job().earlier == [], words
+    assert len(run.starts()) == 3 - started and run.job().earlier == [], words
 
 
 @pytest.mark.parametrize("change", [{"name": "another"}, {"state": "ended", "ending": "stopped"}])

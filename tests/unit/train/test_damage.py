@@ -5,7 +5,9 @@ import shutil
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from ranks import Place
@@ -377,6 +379,16 @@ def logged(folder: Path, count: int) -> list[bytes]:
         metrics.log(step, {"loss": 1 / step}, {"device_seconds": float(step)})
     metrics.close()
     return (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def test_a_run_that_was_moved_is_not_made_again_by_its_pictures(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", MagicMock)
+    metrics, pictures = Metrics(tmp_path / "run", 0, 20), {"masked": np.zeros((8, 8, 3), np.uint8)}
+    metrics.show(1, pictures)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    metrics.show(2, pictures)
+    assert not (tmp_path / "run").exists() and "masked-00000002.jpg not written" in caplog.text
+    assert [file.name for file in (tmp_path / "moved/online").iterdir()] == ["masked-00000001.jpg"]
 
 
 @pytest.mark.parametrize(
