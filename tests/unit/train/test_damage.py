@@ -382,7 +382,7 @@ def logged(folder: Path, count: int) -> list[bytes]:
 
 
 def test_a_run_that_was_moved_is_not_made_again_by_its_pictures(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", MagicMock)
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", MagicMock())
     metrics, pictures = Metrics(tmp_path / "run", 0, 20), {"masked": np.zeros((8, 8, 3), np.uint8)}
     metrics.show(1, pictures)
     (tmp_path / "run").rename(tmp_path / "moved")
