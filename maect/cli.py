@@ -165,6 +165,9 @@ def run(arguments: Sequence[str] | None) -> int:
             where = f"{error.filename}: " if error.filename is not None else ""
             log.error("maect %s: %s%s", name, where, reason(error))
             return 2
+        except MemoryError:
+            log.error("maect %s: too little memory; end other programs, or use fewer threads", name)
+            return 2
         except RuntimeError as error:
             if (said := memory_fault(error)) is None:
                 raise

@@ -3,6 +3,7 @@
 Sharding notes the size and time of every file, which a start compares.
 """
 
+import hashlib
 import json
 import os
 import shlex
@@ -14,7 +15,14 @@ from typing import Any
 from maect.core.errors import UserError, counted
 from maect.core.files import seek_record, write_record
 from maect.data.sources import find_source, open_source
-from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, as_utf8
+from maect.data.sources.base import (
+    UNLABELLED,
+    EmptyClassError,
+    Entry,
+    ImageSource,
+    Listing,
+    as_utf8,
+)
 from maect.recipes import Pixels
 
 FILES = "files.json"
@@ -31,6 +39,12 @@ def note_files(out: Path, source: ImageSource, entries: Sequence[Entry]) -> None
         write_record(out / FILES, {"files": dict(sorted(_file_stats(source, entries).items()))})
     else:
         write_record(out / FILES, {"folders": [*(source.folder_names() or [])]})
+
+
+def files_digest(source: ImageSource, entries: Iterable[Entry]) -> str:
+    """Return the SHA-256 of the names, sizes and times of the files that have these images."""
+    stats = sorted(_file_stats(source, entries).items())
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
 
 
 def _file_stats(source: ImageSource, entries: Iterable[Entry]) -> dict[str, list[int]]:
@@ -53,6 +67,7 @@ class Changes:
         before, now: old and new place of the images.
         added, removed, edited: names of files.
         relabelled: names of images.
+        fault: why the images can no longer be listed, which leaves all else unknown.
     """
 
     before: Path
@@ -61,6 +76,7 @@ class Changes:
     removed: Sequence[str] = ()
     edited: Sequence[str] = ()
     relabelled: Sequence[str] = ()
+    fault: str = ""
 
     @property
     def moved(self) -> bool:
@@ -78,6 +94,8 @@ class Changes:
         return bool(self.removed or self.edited or (self.added and self.before.exists()))
 
     def __str__(self) -> str:
+        if self.fault:
+            return f"{self.fault}; what else has changed is unknown"
         kinds = {
             "file": {"added": self.added, "removed": self.removed, "changed": self.edited},
             "image": {"relabelled": self.relabelled},
@@ -110,7 +128,10 @@ def changes(out: Path, images: Path | None = None) -> Changes | None:
         if "files" not in notes:
             return _compare_folders(before, source, notes["folders"])
         noted = notes["files"]
-        listing = source.listing()
+        try:
+            listing = source.listing()
+        except EmptyClassError as error:
+            return Changes(before, source.path, fault=str(error))
         now = _file_stats(source, listing.entries)
         if [*now] == [source.path.name] and [*noted] == [before.name]:  # one renamed file
             now = {before.name: now[source.path.name]}

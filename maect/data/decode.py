@@ -56,9 +56,14 @@ def read_rgb(data: bytes) -> Image.Image:
 
 @contextmanager
 def unreadable_on_error() -> Iterator[None]:
-    """Turn any error into an `UnreadableError`: readers raise nearly anything on hostile input."""
+    """Turn any error into an `UnreadableError`: readers raise nearly anything on hostile input.
+
+    Too little memory is no fault of the image: MemoryError stays what it is.
+    """
     try:
         yield
+    except MemoryError:
+        raise
     except Exception as error:
         raise UnreadableError(reason(error)) from None
 

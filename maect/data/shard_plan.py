@@ -126,7 +126,7 @@ def stored_options(shorter_side: int | None, pixels: Pixels | None) -> dict[str,
 
 
 def store_plan(out: Path, plan: ShardPlan) -> None:
-    """Write a plan, unless it is written already.
+    """Write a plan, and note the images' files, unless all of its shards are indexed.
 
     Raises:
         UserError: `out` holds finished shards of another plan.
@@ -141,7 +141,8 @@ def store_plan(out: Path, plan: ShardPlan) -> None:
                 f"{out}: holds finished shards of other images, options or number of shards; "
                 "choose another folder or delete this one"
             )
-    if (out / "plan.json").exists() and read_record(out / "plan.json") == record:
+    indexed = (out / "index.json").exists() and (out / "plan.json").exists()
+    if indexed and read_record(out / "plan.json") == record:
         return
     for number, text in enumerate(plan.listings):
         write_text(_listing_path(out, number), text)

@@ -37,6 +37,7 @@ from maect.core.files import (
     write_text,
 )
 from maect.data import shard_name
+from maect.data.changes import files_digest
 from maect.data.convert import Ready, make_ready, upright_rgb
 from maect.data.decode import UnreadableError
 from maect.data.image_facts import TURNED, Facts, merged, warning
@@ -143,10 +144,16 @@ class _UnreadableImagesError(Exception):
 
 
 def _write_tars(out: Path, plan: dict[str, Any], source: ImageSource, threads: int) -> None:
-    """Write every shard that is not finished."""
+    """Write every shard that is not finished.
+
+    As long as there is no index, a shard is finished only if its images' files are as they were.
+    """
+    indexed = (out / "index.json").exists()
     faults: list[str] = []
     for number in range(plan["shards"]):
-        if _is_finished(out, plan, number):
+        if _is_finished(out, plan, number) and (
+            indexed or _files_are_as_read(out, plan, source, number)
+        ):
             continue
         try:
             _write_tar(out, plan, source, number, threads)
@@ -175,6 +182,13 @@ def _is_finished(out: Path, plan: dict[str, Any], number: int) -> bool:
     return tar.exists() and tar.stat().st_size == record["size"]
 
 
+def _files_are_as_read(out: Path, plan: dict[str, Any], source: ImageSource, number: int) -> bool:
+    """Return whether the files of a finished shard's images are those that it was made of."""
+    _, entries = read_listing(out, plan, number)
+    now = files_digest(source, [entry for _, entry in entries])
+    return bool(read_record(_record_path(out, number)).get("files") == now)
+
+
 def _write_tar(
     out: Path, plan: dict[str, Any], source: ImageSource, number: int, threads: int
 ) -> None:
@@ -185,6 +199,7 @@ def _write_tar(
     """
     start, entries = read_listing(out, plan, number)
     listed = [entry for _, entry in entries]
+    files = files_digest(source, listed)  # before they are read: an edit meanwhile is seen
     source.read_ahead(listed, out)
     images = zip(entries, ready_images(source, listed, plan["options"], threads), strict=True)
     skip = "skip_unreadable" in plan
@@ -203,6 +218,7 @@ def _write_tar(
         "sha256": file.digest.hexdigest(),
         "listing": plan["listings"][number],
         "options": plan["options"],
+        "files": files,
     }
     if part.faults:
         record["unreadable"] = part.faults
@@ -286,6 +302,11 @@ def ready_images(
             return ready
         except (UnreadableError, OSError) as error:
             return reason(error)
+        except MemoryError:
+            raise UserError(
+                f"{source.path}: {entry.name}: too little memory to decode it; end other programs, "
+                "use fewer --threads, or `exclude` it"
+            ) from None
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         for i in range(0, len(entries), IMAGES_AT_ONCE):
@@ -397,8 +418,10 @@ def _finish_index(out: Path, plan: dict[str, Any]) -> int:
     said = warning(index.record, Pixels.of_shards(plan["options"]))
     if said:
         log.warning("%s: %s", out, said)
-    # Left by jobs that were killed, or that named unreadable images, repaired since.
-    for pattern in (".*.tmp", "parts/.*.tmp", "unreadable.txt"):
+    # Left by jobs that were killed, or that named unreadable images, repaired since: where images
+    # are left out, that list may be the one that names them.
+    left_out = plan["excluded"] or plan.get("gone")
+    for pattern in (".*.tmp", "parts/.*.tmp", *([] if left_out else ["unreadable.txt"])):
         for leftover in out.glob(pattern):
             leftover.unlink(missing_ok=True)
     return index.n

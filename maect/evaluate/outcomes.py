@@ -194,7 +194,7 @@ def held_out_by_content(
 
     Those are chosen whose digests come first, a random part: names may follow time or place. What
     is there more often than there are images left to choose is passed over; if everything is, the
-    rarest is taken, unless it is the whole class.
+    rarest is taken. No class is held out as a whole.
 
     Args:
         contents: digest of each image's content; images of the same content stay on one side.
@@ -216,6 +216,9 @@ def held_out_by_content(
                 taken.append(content)
                 left -= counts[content]
         chosen.update(taken or [min(counts, key=lambda content: (counts[content], content))])
+    for _, counts in sorted(by_label.items()):
+        if chosen.issuperset(counts):  # by what other classes have, too
+            chosen.discard(max(counts, key=lambda content: (counts[content], content)))
     return np.array([content in chosen for content in contents], bool)
 
 

@@ -271,7 +271,8 @@ class NNCLRHead(QueueHead):
                 wrong, lookup_numbers = lookup_numbers >= topk, lookup_numbers % topk
                 known = (labels[:, None] >= 0) & (self.queue_labels >= 0)
                 same = torch.where(wrong[..., None], known & ~same, same)
-            similarity = similarity + 4 * same  # more than any two similarities differ by
+            # More than any two similarities differ by; bfloat16 would round their order away.
+            similarity = exact(similarity) + 4 * same
             others = (same & ~own).sum(-1).clamp(min=1)
             candidates = torch.where(same.any(-1), others, topk)
             lookup_numbers = lookup_numbers % candidates

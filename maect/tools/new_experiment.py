@@ -129,7 +129,7 @@ def evaluated(images: Images, held: set[str], val: int, size: str) -> tuple[list
     shots = max(settings_of(LowShot, size).shots)
     if not classes:
         left_out.append("Without labels there is no accuracy to measure, but much to look at")
-    elif min(classes.values()) >= shots:
+    elif min(classes[label] for label in {entry.label for entry in known}) >= shots:
         protocols.append(LowShot.name)
     else:
         left_out.append(f"No {LowShot.name}: it needs {shots} training images of every class")
@@ -277,6 +277,12 @@ def read_folder(folder: Path, out: Path, how: Mapping[str, Any]) -> Written:
             raise UserError(
                 f"{path}: experiments read what stands behind $ as the name of a variable; rename "
                 "the folder, or make a link to it"
+            )
+    for path in filter(None, (where, *others)):
+        if Path.cwd().is_relative_to(path):
+            raise UserError(
+                f"{path}: results would lie among these images, in {Path.cwd() / 'results'}; "
+                "run this in a folder outside of them"
             )
     images = inspect_images(where, **how)
     fewest = own_images.FEWEST_VAL

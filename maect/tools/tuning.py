@@ -1,7 +1,6 @@
 """Experiments that continue an encoder on one's own images: settings, and epochs for some hours."""
 
 import shlex
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,11 +108,10 @@ class Continuation:
     def text(self, plan: TuningPlan) -> str:
         """Return the experiment's text."""
         written, images, start = self.written, self.written.images, self.start
-        known = Counter(
-            entry.label
-            for entry in images.entries
-            if entry.label != UNLABELLED and entry.name not in written.held
-        )
+        labelled = [entry for entry in images.entries if entry.label != UNLABELLED]
+        known = dict.fromkeys((entry.label for entry in labelled), 0)
+        for entry in labelled:
+            known[entry.label] += entry.name not in written.held
         shots, left_out = evaluated(known, self.n)
         own = start.encoder.pixels
         statistics = {"channels": own.channels, "mean": own.mean, "std": own.std}

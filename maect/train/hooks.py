@@ -115,11 +115,14 @@ class SumLosses(Hook):
 
     def after_step(self, update: Update) -> None:
         """Add the loss to the epoch in which the step began."""
-        epoch = self._session.images_after(update.step - 1) // self._session.images
+        session, loss = self._session, update.values["loss"]
+        epoch = session.images_after(update.step - 1) // session.images
         while len(self._losses) <= epoch:
             self._losses.append((0.0, 0))
         total, count = self._losses[epoch]
-        self._losses[epoch] = (total + update.values["loss"], count + 1)
+        self._losses[epoch] = (total + loss, count + 1)
+        if update.step == session.steps and len(self._losses) < session.stage.epochs:
+            self._losses.append((loss, 1))  # the last epoch has no step of its own
 
     def before_save(self, record: dict[str, Any]) -> None:
         """Add the sums and numbers."""
@@ -127,23 +130,25 @@ class SumLosses(Hook):
 
 
 class CheckHealth(Hook):
-    """Checks the embeddings of an objective with heads every `HEALTH_INTERVAL` steps."""
+    """Checks the embeddings of an objective with heads, every `HEALTH_INTERVAL` steps and last."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def reads_model(self, step: int) -> bool:
         """Return whether the embeddings are checked after a step."""
-        return step % HEALTH_INTERVAL == 0
+        return step % HEALTH_INTERVAL == 0 or step == self._session.steps
 
     def after_step(self, update: Update) -> None:
         """Log the spread of the last batch's embeddings; a collapse is a fault."""
-        if self.reads_model(update.step):
-            values, fault = self._session.objective.health(self._session.stage.batch_size)
+        if not self.reads_model(update.step):
+            return
+        values, fault = self._session.objective.health(self._session.stage.batch_size)
+        if fault is not None:
+            update.fault = fault
+            update.log_now = True
+        if fault is not None or update.step % HEALTH_INTERVAL == 0:
             update.values |= values
-            if fault is not None:
-                update.fault = fault
-                update.log_now = True
 
 
 class ReportProgress(Hook):

@@ -178,6 +178,8 @@ class ScoreEpochs(Hook):
                 self._resize, session.objective.predict,
             )  # fmt: skip
         self._accuracies.append(found)
+        if update.step == session.steps and len(self._accuracies) < session.stage.epochs:
+            self._accuracies.append(found)  # the step ends the last two epochs
         update.values["accuracy"] = found
         update.log_now = True
 

@@ -491,9 +491,10 @@ class Trainer(Session):
         for hook in self.hooks:
             hook.after_step(update)
         if update.fault is not None:
-            # Embeddings that are the same do not become others again.
-            self.save(wait=True)
-            raise TrainingFault(f"step {self.step}: {update.fault}", "the state is saved")
+            # Without a state of this step, the check is made again whenever the run is resumed.
+            raise TrainingFault(
+                f"step {self.step}: {update.fault}", "the last saved state is older"
+            )
 
         if results.save and not results.stop and self.step < self.steps:
             self.save()

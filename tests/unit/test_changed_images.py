@@ -330,6 +330,9 @@ def test_shards_of_images_that_were_edited_in_place_are_not_taken():
     assert experiment("d2").shards(*PAIR) != first
     assert str(experiment("d1").changes(*PAIR)) == "1 file changed (a/0.ppm)"
     path.write_bytes(kept)
+    (Path("fruit/c")).mkdir()  # a class without images hides no change
+    assert "c: class folder without images" in str(experiment("d1").changes(*PAIR))
+    Path("fruit/c").rmdir()
     note_taken(experiment("d2").own_shards(*PAIR), first)  # as when it starts
     for path in Path("fruit").glob("*/*.ppm"):
         edit_in_place(path, b"\n")

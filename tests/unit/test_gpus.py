@@ -211,6 +211,8 @@ def test_a_device_that_is_too_small_says_what_to_do(said, tmp_path, monkeypatch,
     monkeypatch.setattr("maect.experiment.schema.json_schema", fail(error))
     assert cli.main(["schema"]) == 2
     assert capsys.readouterr().err.startswith(f"maect schema: out of memory: {said}")
+    monkeypatch.setattr("maect.experiment.schema.json_schema", fail(MemoryError()))
+    assert cli.main(["schema"]) == 2 and "too little memory" in capsys.readouterr().err
 
 
 def test_other_errors_stay_what_they_are(monkeypatch):

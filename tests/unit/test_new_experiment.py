@@ -283,8 +283,12 @@ def test_deep_images_and_the_statistics_of_public_weights(tmp_path):
         assert ("Mean and deviation are mae_base's" in text) == (public is not None)
 
 
-def test_mistakes_are_named(digits, own, tmp_path):
+def test_mistakes_are_named(digits, own, tmp_path, monkeypatch):
     out = tmp_path / "mine.yaml"
+    monkeypatch.chdir(own)
+    with pytest.raises(UserError, match=r"results would lie among these images, in .*/results"):
+        new_experiment(own, out)
+    monkeypatch.undo()
     (tmp_path / "few").mkdir()
     shutil.copy(own / "000.png", tmp_path / "few")
     with zipfile.ZipFile(tmp_path / "own.zip", "w") as archive:

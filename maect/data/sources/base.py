@@ -248,6 +248,10 @@ def read_list(path: Path) -> list[str]:
     return names
 
 
+class EmptyClassError(UserError):
+    """A folder of a class has no images."""
+
+
 def class_folders(source: Path) -> list[str]:
     """Return the sorted names of the folders in `source`."""
     if not source.is_dir():
@@ -288,5 +292,7 @@ def list_classes(source: Path, folders: list[tuple[str, int]], class_names: list
             else:
                 ignored.append(name)
         if len(entries) == before:
-            raise UserError(f"{source / folder}: class folder without images; remove or fill it")
+            raise EmptyClassError(
+                f"{source / folder}: class folder without images; remove or fill it"
+            )
     return Listing(entries, class_names, ignored)

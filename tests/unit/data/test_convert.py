@@ -383,6 +383,12 @@ def test_what_shows_through_is_no_channel_of_a_tiff():
     assert np.array_equal(made, np.rint(255 * (values[..., :3].astype(float) - 100) / 3995))
     bands = tiff(values, photometric="minisblack", planarconfig="contig")  # say nothing of it
     assert inspect_image(bands).channels == 4
+    for depths in (scan(1), (scan(1) >> 4).astype(np.uint8)):  # nor is another depth or time
+        values = np.stack([depths, depths // 2, depths // 3])
+        stack = tiff(values, photometric="minisblack", metadata={"axes": "ZYX"})
+        assert not inspect_image(stack).colors
+        made = np.asarray(read_rgb(make_ready(stack, Pixels(range=(0, 255))).data))[..., 0]
+        assert np.array_equal(made, np.clip(depths, 0, 255))
 
 
 @pytest.mark.parametrize("code", range(1, 9))

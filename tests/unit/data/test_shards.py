@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tarfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,9 @@ from sample_images import encode, flip, image_folder, jpeg, random_crop, write_a
 
 from maect.core import files
 from maect.core.errors import UserError
+from maect.core.files import write_text
+from maect.data import decode
+from maect.data.changes import changes
 from maect.data.index import OFFSET, open_index
 from maect.data.shard_check import verify
 from maect.data.shards import shard
@@ -198,14 +202,30 @@ def test_unreadable_images_are_named_before_training(tmp_path):
     assert "\n" not in text and names[0] in text and not list(out.glob("index.*"))
 
     # The list of what is unreadable can be used as it is.
-    (out / "unreadable.txt").rename(tmp_path / "bad.txt")
+    bad = (out / "unreadable.txt").read_text()
     # A new choice of images is a new plan; nothing was finished that it could contradict.
     hint = re.search(r"listed again: (.*)", text)
     assert hint
     subprocess.run(hint[1], shell=True, check=True)
-    assert shard(source, out, "folder", 2, exclude=tmp_path / "bad.txt") == 22
+    write_text(out / "unreadable.txt", bad)
+    assert shard(source, out, "folder", 2, exclude=out / "unreadable.txt") == 22
     excluded = json.loads((out / "index.json").read_text())["excluded"]
-    assert excluded == [names[0], *names[2:]]
+    assert excluded == [names[0], *names[2:]] and (out / "unreadable.txt").exists()
+
+
+def test_begun_with_other_files_it_is_begun_anew(tmp_path):
+    """Images were repaired, or are others of the same names: none of before is kept."""
+    source, out = image_folder(tmp_path / "images"), tmp_path / "out"
+    whole = (source / "c0/001.jpg").read_bytes()
+    (source / "c0/001.jpg").write_bytes(b"")
+    with pytest.raises(UserError, match="1 unreadable"):
+        shard(source, out, "folder", 2)
+    assert len([*out.glob("*.tar")]) == 1
+    for path in source.rglob("*.jpg"):
+        path.write_bytes(whole)
+    shard(source, out, "folder", 2)
+    index = open_index(out)
+    assert {index.read(i) for i in range(index.n)} == {whole} and changes(out) is None
 
 
 def test_a_file_system_that_fails_for_a_moment_loses_no_image(tmp_path, monkeypatch):
@@ -224,6 +244,10 @@ def test_a_file_system_that_fails_for_a_moment_loses_no_image(tmp_path, monkeypa
     assert shard(source, tmp_path / "out", "folder", 1, **options) == 24
     left[0] = 100
     with pytest.raises(UserError, match=r"\.jpg: Stale file handle; start again, or `exclude`"):
+        shard(source, tmp_path / "other", "folder", 1, **options)
+    left[0] = 0
+    monkeypatch.setattr(decode, "_open", Mock(side_effect=MemoryError))
+    with pytest.raises(UserError, match=r"\.jpg: too little memory to decode it"):
         shard(source, tmp_path / "other", "folder", 1, **options)
 
 

@@ -178,6 +178,9 @@ def test_held_out_images_depend_on_content_alone():
     order = np.random.default_rng(0).permutation(len(labels))
     again = held_out_by_content(labels[order], [contents[i] for i in order], 5)
     np.testing.assert_array_equal(again, chosen[order])
+    # What one class has of another's is not held out where it has nothing else.
+    twice = [*contents, contents[chosen.argmax()]]
+    assert not held_out_by_content(np.append(labels, 4), twice, 5)[-1]
 
 
 def test_series_of_a_scene_are_held_out_no_more_than_single_images():
