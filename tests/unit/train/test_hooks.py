@@ -70,10 +70,10 @@ def test_losses_of_epochs_go_on_where_a_state_was_saved():
         assert saved_record(second) == {"losses": expected}
 
 
-def scores_of(index, resize=None, steps=7):
+def scores_of(index, resize=None, steps=7, **more):
     """Every image is said to be of class 1."""
     classifier = SimpleNamespace(predict=lambda images: torch.ones(len(images), dtype=torch.int64))
-    return ScoreEpochs(session(steps, objective=classifier), index, resize)
+    return ScoreEpochs(session(steps, objective=classifier, **more), index, resize)
 
 
 def test_epochs_are_scored_at_their_ends(shards):
@@ -90,6 +90,17 @@ def test_epochs_are_scored_at_their_ends(shards):
     assert saved_record(scores)["scores"]["accuracies"] == [25.0]
     # What is left of the last epoch is scored, too.
     assert scores_of(open_index(shards), steps=6).reads_model(6)
+
+
+def test_a_last_step_that_ends_two_epochs_enters_both(shards):
+    """Of 20 images in batches of 16: three epochs in three steps."""
+    short = {"images": 20, "stage": SimpleNamespace(batch_size=16, epochs=3)}
+    losses = SumLosses(session(3, **short), [])
+    follow(losses, (1, 2, 3))
+    assert saved_record(losses)["losses"] == [[15.0, 2], [LOSSES[3], 1], [LOSSES[3], 1]]
+    scores = scores_of(open_index(shards), steps=3, **short)
+    follow(scores, (1, 2, 3))
+    assert saved_record(scores)["scores"]["accuracies"] == [25.0] * 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -179,13 +190,19 @@ def test_the_encoder_is_evaluated_at_its_interval_and_at_the_end():
         assert updates[step].values == {"loss": 1.0} and not updates[step].log_now
 
 
-def test_embeddings_are_checked_every_ten_steps():
-    objective = SimpleNamespace(health=lambda batch: ({"uniformity": -float(batch)}, "collapsed"))
-    hook = CheckHealth(session(20, objective=objective))
-    assert [step for step in range(1, 21) if hook.reads_model(step)] == [10, 20]
-    updates = [Update(step, {"loss": 1.0}, 1.0) for step in (9, 10)]
+def test_embeddings_are_checked_every_ten_steps_and_at_the_end():
+    faults = ["collapsed", None]
+
+    def health(batch):
+        return {"uniformity": -float(batch)}, faults.pop(0)
+
+    hook = CheckHealth(session(25, objective=SimpleNamespace(health=health)))
+    assert [step for step in range(1, 26) if hook.reads_model(step)] == [10, 20, 25]
+    updates = [Update(step, {"loss": 1.0}, 1.0) for step in (9, 10, 25)]
     for update in updates:
         hook.after_step(update)
-    assert (updates[0].values, updates[0].fault) == ({"loss": 1.0}, None)
+    for update in (updates[0], updates[2]):
+        assert (update.values, update.fault, update.log_now) == ({"loss": 1.0}, None, False)
+    assert not faults
     assert updates[1].values == {"loss": 1.0, "uniformity": -16.0}
     assert updates[1].fault == "collapsed" and updates[1].log_now

@@ -287,18 +287,6 @@ def test_what_is_not_finite_ends_the_run_and_enters_nothing(name, value, said, s
     assert [state[:2] for state in training.saver.states] == [(s, [s, s]) for s in sound]
 
 
-def test_a_fault_that_a_hook_finds_ends_the_run_with_its_step_saved():
-    class Fault(Hook):
-        def after_step(self, update):
-            update.fault = "all is lost" if update.step == 2 else None
-
-    training = trainer()
-    training.hooks.append(Fault())
-    with pytest.raises(TrainingFault, match="step 2: all is lost; the state is saved"):
-        training.run(batches(4))
-    assert [state[:2] for state in training.saver.states] == [(2, [2, 2])]
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """The time of the steps, in seconds."""
