@@ -44,6 +44,7 @@ _ORIENTATION = 0x0112  # of EXIF, and of TIFF
 _ANY = Pixels(channels=4, mean=(0.5,) * 4, std=(0.5,) * 4, range=(0, 1))
 """Settings that read everything that a file has."""
 _ALPHA = (1, 2)  # kinds of TIFF's extra samples
+_PICTURE = "YXSCIQ"  # TIFF's axes within a picture, and those (I, Q) that may be its channels
 # How an orientation's stored picture becomes upright: whether it is transposed, then mirrored left
 # to right, then top to bottom.
 _TURNS = {
@@ -410,7 +411,10 @@ def _tiff(data: bytes, bands: bool) -> NDArray[Any] | None:
             series = file.series[0]
             page = file.pages[0]
             colors = page.photometric.name  # type: ignore[union-attr]
-            shape = [side for side in series.shape if side > 1]
+            # Of several pictures, such as depths (Z) or times (T), the first.
+            kept = [slice(None) if axis in _PICTURE else slice(1) for axis in series.axes]
+            sides = [range(n)[part] for n, part in zip(series.shape, kept, strict=True)]
+            shape = [len(side) for side in sides if len(side) > 1]
             extra = page.extrasamples  # type: ignore[union-attr]
             count = page.samplesperpixel - sum(kind in _ALPHA for kind in extra)  # type: ignore[union-attr]
             pictures = len(shape) == 2 or colors in ("PALETTE", "SEPARATED", "YCBCR")
@@ -419,7 +423,7 @@ def _tiff(data: bytes, bands: bool) -> NDArray[Any] | None:
                 return None
             pixels = math.prod(series.shape) // page.samplesperpixel  # type: ignore[union-attr]
             with one_at_a_time(pixels):
-                values = np.squeeze(series.asarray())
+                values = np.squeeze(series.asarray()[tuple(kept)])
             code = int(page.tags.valueof(_ORIENTATION, default=1))  # type: ignore[union-attr]
     except ValueError as error:
         if "imagecodecs" in str(error):
