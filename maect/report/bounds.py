@@ -260,8 +260,10 @@ def compare(
     deviation are over these: a paired t-test decides. With fewer than two of them the deviation is
     that of a function of independent values, to first order: a model of one seed has the largest
     that any of its architecture has in this metric, and the binomial error of an accuracy beside
-    it; `DEVIATIONS` of them decide. An imported one counts as exact where none comes with it. With
-    few labels the difference also has to pass a paired t-test over the sets of labels.
+    it; `DEVIATIONS` of them decide. They also decide where all seeds have the same difference:
+    scores come in steps, so that is no evidence. An imported model counts as exact where no
+    deviation comes with it. With few labels the difference also has to pass a paired t-test over
+    the sets of labels.
 
     Args:
         asked: the comparison.
@@ -289,12 +291,13 @@ def compare(
         differences = [one - other for one, other in of_seeds]
         std = statistics.stdev(differences)
         chance = chance_of(differences)
-    elif not suffix:
+    if math.isnan(chance) and not suffix:
+        std = math.nan
         errors = {
             key: _error(varying.get(key, math.nan), error_of_images(key, number, images))
             for key, number in values.items()
         }
-        if any(errors.values()):
+        if max(errors.values()) > TOLERANCE:
             std = _propagated(asked, values, errors)
             at_least = any(map(math.isnan, varying.values()))
             chance = _chance_of(margin, std)
@@ -389,7 +392,7 @@ def _of_sets(asked: Bound, values: Mapping[Key, float], sets: Seeds) -> tuple[fl
 def chance_of(differences: Sequence[float]) -> float:
     """Return the probability of such a mean of paired differences if it were zero.
 
-    By a two-sided t-test.
+    By a two-sided t-test; NaN where all are the same but not zero.
     """
     from scipy.stats import t as student  # takes a while
 
@@ -397,8 +400,8 @@ def chance_of(differences: Sequence[float]) -> float:
     error = statistics.stdev(differences)
     if mean <= TOLERANCE:
         return 1.0
-    if error == 0:
-        return 0.0
+    if error <= TOLERANCE:
+        return math.nan
     return 2 * float(student.sf(mean / error * math.sqrt(len(differences)), len(differences) - 1))
 
 
@@ -425,11 +428,16 @@ def _propagated(asked: Bound, values: Mapping[Key, float], errors: Mapping[Key, 
 
 
 def error_of_images(key: Key, number: float, images: Mapping[str, int]) -> float:
-    """Return the standard deviation of an accuracy over other images, in percent; NaN: unknown."""
+    """Return the standard deviation of an accuracy over other images, in percent; NaN: unknown.
+
+    That of 0 and of 100 % is as if about one image were otherwise.
+    """
     counts = key.table in ACCURACIES or (key.table in CLUSTERED and key.metric == "accuracy")
     n = images.get(split_of(key.table, key.metric))
     if not counts or not n or not 0 <= number <= 100:
         return math.nan
+    one = 100 / (n + 2)
+    number = min(max(number, one), 100 - one)
     return math.sqrt(number * (100 - number) / n)
 
 

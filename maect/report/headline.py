@@ -10,6 +10,7 @@ from typing import Any
 from maect.core.yaml_files import read_yaml
 from maect.report.bounds import (
     LEVEL,
+    TOLERANCE,
     Comparison,
     Key,
     Tables,
@@ -49,9 +50,7 @@ class GainOverMae:
         """Return how many of its standard deviations the difference is; 0 if they are unknown."""
         size = abs(self.comparison.difference)
         std = self.comparison.std
-        if math.isnan(std) or not size:
-            return 0.0
-        return size / std if std else math.inf
+        return 0.0 if math.isnan(std) or size <= TOLERANCE else size / std
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,8 @@ def main_result_of(config: ReportConfig) -> MainResult:
     found = list(_findings(asked, tables, more))
     found = [one for one in found if one.model in drawn] or found
     if not found:
-        return table_of_measures(_value(asked, drawn, images), [*MEASURES], asked, tables, more)
+        text = _value(asked, drawn, more["images"])
+        return table_of_measures(text, [*MEASURES], asked, tables, more)
     largest = max(found, key=lambda one: (one.errors, abs(one.comparison.difference)))
     measures = list(dict.fromkeys([largest.measure, *MEASURES]))
     return table_of_measures(_sentence(largest, asked, images), measures, asked, tables, more)
@@ -164,7 +164,7 @@ def _not_below_best(
         better = bound(
             value(name, best[0], best[1], measure), ">", value(name, model[0], model[1], measure)
         )
-        if model != best and compare(better, tables, **more).chance > LEVEL:
+        if model != best and not compare(better, tables, **more).chance <= LEVEL:  # NaN: unknown
             equal.add(model)
     return equal
 
@@ -208,7 +208,7 @@ def _basis(seeds: int, images: int | None) -> str:
     return ", ".join(parts)
 
 
-def _value(asked: Tables, drawn: Collection[Model], images: int | None) -> str:
+def _value(asked: Tables, drawn: Collection[Model], images: Mapping[str, int]) -> str:
     """Return a sentence on the last model that has a number, without a comparison."""
     for measure, title in MEASURES.items():
         for name, frame in asked.items():
@@ -219,9 +219,11 @@ def _value(asked: Tables, drawn: Collection[Model], images: int | None) -> str:
             known = [model for model, number in numbers.items() if not math.isnan(number)]
             known = [one for one in known if one in drawn] or known
             if known:
-                number = numbers[known[-1]]
-                error = f" ± {math.sqrt(number * (100 - number) / images):.1f}" if images else ""
-                return f"{_title(known[-1], asked)}: {title} {number:.1f}{error} %."
+                model = known[-1]
+                number = numbers[model]
+                std = error_of_images(Key(name, model[0], model[1], measure), number, images)
+                error = "" if math.isnan(std) else f" ± {std:.1f}"
+                return f"{_title(model, asked)}: {title} {number:.1f}{error} %."
     return ""
 
 

@@ -110,10 +110,10 @@ def tolerance(cell: Checked, same: bool, images: int) -> tuple[float, str]:
     accuracy = cell.table in ACCURACIES
     if same and accuracy:
         return 100 * IMAGES / images, f"{IMAGES} of {images:,} predictions, the same encoder"
-    if not math.isnan(cell.std):
+    if cell.std > 0:  # equal seeds say nothing of others
         return DEVIATIONS * cell.std, f"{DEVIATIONS} standard deviations over seeds"
     if not accuracy:
-        return math.inf, "not judged: no accuracy, and of one seed"
+        return math.inf, "not judged: no accuracy, and no deviation over seeds"
     share = (cell.value * images / 100 + 1) / (images + 2)  # not 0 or 1, which have no error
     error = 100 * math.sqrt(2 * share * (1 - share) / images)
     return DEVIATIONS * error, f"{DEVIATIONS} binomial errors of {images:,} images"

@@ -112,8 +112,8 @@ def test_deviations_over_seeds_come_first_and_of_one_seed_only_accuracies_are_ju
     several = replace(knn, std=0.5)
     assert tolerance(several, False, 500)[0] == pytest.approx(1.25)
     assert tolerance(several, True, 500)[0] == pytest.approx(0.6)
-    right = replace(knn, value=100.0, std=math.nan)
-    assert 0 < tolerance(right, False, 500)[0] < 1
+    for std in (math.nan, 0.0):
+        assert 0 < tolerance(replace(knn, value=100.0, std=std), False, 500)[0] < 1
     for same in (False, True):
         assert math.isinf(tolerance(silhouette, same, 500)[0])
     assert tolerance(replace(silhouette, std=0.5), False, 500)[0] == pytest.approx(1.25)
