@@ -22,6 +22,7 @@ from maect.recipes.settings import (
     MOST_CHANNELS,
     WHITE,
     Contrastive,
+    CropScale,
     Encoder,
     HeadSettings,
     InWeights,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     SerializerFunctionWrapHandler,
     field_validator,
@@ -201,6 +202,17 @@ def visible_patches(patches: int, mask_ratio: float) -> int:
     return int(patches * (1 - mask_ratio))
 
 
+def _check_crop_scale(scale: tuple[float, float]) -> tuple[float, float]:
+    low, high = scale
+    if not 0 < low <= high <= 1:
+        raise ValueError(f"{list(scale)} is no range of parts of an image, from above 0 to 1")
+    return scale
+
+
+CropScale = Annotated[tuple[float, float], AfterValidator(_check_crop_scale)]
+"""Smallest and largest part of an image's area that a crop shows."""
+
+
 class View(Settings):
     """One view of an image: probabilities of each random change.
 
@@ -208,7 +220,7 @@ class View(Settings):
     (`docs/reference/loader.md`).
     """
 
-    crop_scale: tuple[float, float]
+    crop_scale: CropScale
     size: int | None = Field(default=None, gt=0)
     """Height and width in pixels; None: the encoder's."""
     flip: float = 0.5

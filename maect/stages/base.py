@@ -14,7 +14,16 @@ from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, HeadSettings, View, views_by_size
+from maect.recipes import (
+    AUGMENTATIONS,
+    Contrastive,
+    CropScale,
+    Encoder,
+    HeadSettings,
+    View,
+    views_by_size,
+    visible_patches,
+)
 from maect.recipes.cost import Cost, HeadInputs, encoder_cost, head_cost, view_groups
 from maect.recipes.few_labels import FewLabels
 from maect.recipes.settings import PLAIN, Computing
@@ -50,7 +59,7 @@ class WithoutLabels(Training):
     continues_heads: ClassVar[bool] = False
 
     augmentation: Literal["mae", "min", "aug"]
-    crop_scale: tuple[float, float] | None = None
+    crop_scale: CropScale | None = None
     """Replaces the augmentation's crop scale, for images whose object fills the frame."""
     flip: float | None = Field(default=None, ge=0, le=1)
     """Replaces the probability of a horizontal flip (0 where left and right differ in meaning)."""
@@ -126,6 +135,12 @@ class WithoutLabels(Training):
                 )
         if self.mask_ratio and len(sizes) > 1:
             raise ValueError("mask_ratio: views of several sizes are not masked")
+        visible = visible_patches(encoder.patches, self.mask_ratio)
+        if self.mask_ratio and not 0 < visible < encoder.patches:
+            raise ValueError(
+                f"mask_ratio {self.mask_ratio} leaves {visible} of the {encoder.patches} patches "
+                "visible"
+            )
 
     def trained_blocks(self, encoder: Encoder) -> int:
         """Return the number of the encoder's last blocks that learn."""
@@ -373,7 +388,7 @@ class Supervised(Updates, FewLabels):
     randaugment_layers: int = Field(default=2, ge=0)
     """Number of operations on an image; 0: no RandAugment."""
     randaugment_magnitude: float = Field(default=9.0, ge=0, le=10)
-    crop_scale: tuple[float, float] = (0.08, 1.0)
+    crop_scale: CropScale = (0.08, 1.0)
     flip: float = Field(default=0.5, ge=0, le=1)
 
     @property

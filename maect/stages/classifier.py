@@ -177,8 +177,8 @@ class Classifier(Objective):
 
 def drop_rates(stage: Supervised, depth: int) -> list[float]:
     """Return the probability of dropping each residual branch, [2 * depth], two of each block."""
-    if stage.drop_path_schedule == "constant" or depth == 1:
+    if stage.drop_path_schedule == "constant":
         rates = [stage.drop_path] * depth
     else:
-        rates = [stage.drop_path * block / (depth - 1) for block in range(depth)]
+        rates = [stage.drop_path * block / max(depth - 1, 1) for block in range(depth)]
     return [rate for rate in rates for _ in range(2)]

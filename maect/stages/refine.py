@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
-from maect.recipes import LOCAL, Encoder, Refiner, View
+from maect.recipes import LOCAL, CropScale, Encoder, Refiner, View
 from maect.stages.base import UpperLayers, WithoutLabels
 from maect.train.stage import Stage
 
@@ -27,7 +27,7 @@ class RefineHeads(WithoutLabels):
     """Local views of an image, in addition to the two global ones."""
     local_size: int = Field(gt=0)
     """Height and width of a local view in pixels."""
-    local_scale: tuple[float, float] | None = None
+    local_scale: CropScale | None = None
     """Replaces the crop scale of local views, 0.05 to 0.25."""
     warmup_epochs: float = Field(ge=0)
     min_lr: float = Field(ge=0)
@@ -41,8 +41,6 @@ class RefineHeads(WithoutLabels):
     def _consistent(self) -> "RefineHeads":
         if self.warmup_epochs >= self.epochs:
             raise ValueError(f"warmup_epochs {self.warmup_epochs} of {self.epochs} epochs")
-        if self.local_scale and not 0 < self.local_scale[0] <= self.local_scale[1] <= 1:
-            raise ValueError(f"local_scale {self.local_scale}: no range of parts of an image")
         if self.min_lr > self.peak_lr:
             raise ValueError(f"min_lr {self.min_lr} is above the peak learning rate")
         return self

@@ -19,7 +19,7 @@ from maect.evaluate.base import (
     Shards,
     Trained,
 )
-from maect.recipes import KNN_K
+from maect.recipes import KNN_K, CropScale
 from maect.recipes.few_labels import fraction_name
 from maect.stages.base import Supervised
 from maect.stages.fine_tune import FineTune
@@ -261,7 +261,7 @@ class Agreement(Protocol):
     """Test images, at most, evenly spaced."""
     bank: int = Field(default=20000, gt=0)
     """Training images, at most, evenly spaced, to find neighbours among."""
-    crop_scale: tuple[float, float] = (0.25, 1.0)
+    crop_scale: CropScale = (0.25, 1.0)
     """Part of the image that a view shows."""
     flip: float = Field(default=0.5, ge=0, le=1)
     """Probability of a horizontal flip."""

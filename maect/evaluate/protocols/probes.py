@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from maect.core.errors import UserError
 from maect.evaluate.base import Count, Encodes, ImageCount, Input, Positive, RealLabels, Shards
 from maect.evaluate.protocols.stored_features import PENALTIES
-from maect.recipes import Encoder
+from maect.recipes import CropScale, Encoder
 
 if TYPE_CHECKING:
     from maect.data.index import Index
@@ -49,7 +49,7 @@ class UpdateSchedule:
 class OnCrops(TrainsProbe):
     """Settings of probes that learn from crops of the training images, flipped or not."""
 
-    crop_scale: tuple[float, float] = (0.08, 1.0)
+    crop_scale: CropScale = (0.08, 1.0)
     flip: float = Field(default=0.5, ge=0, le=1)
 
 

@@ -88,7 +88,7 @@ def test_drop_rates():
     linear = drop_rates(FineTune(drop_path=0.3), 4)
     assert linear == pytest.approx([0, 0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3])
     assert drop_rates(FineTune(drop_path=0.3, drop_path_schedule="constant"), 3) == [0.3] * 6
-    assert drop_rates(FineTune(drop_path=0.3), 1) == [0.3] * 2
+    assert drop_rates(FineTune(drop_path=0.3), 1) == [0, 0]
 
 
 def test_drop_path_drops_whole_branches_of_single_samples(images):

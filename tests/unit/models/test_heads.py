@@ -223,12 +223,17 @@ def test_lookup_and_loss_are_float32_in_mixed_precision(precision, monkeypatch):
     monkeypatch.setattr("maect.models.kernels.bfloat16_on", lambda kind: kind)
     monkeypatch.setattr(heads, "topk_nn", noted(topk_nn))
     monkeypatch.setattr(F, "cross_entropy", noted(F.cross_entropy))
-    head = head_of(precision=precision).float()
     features, ids, labels, numbers = batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = head(features.float(), ids, labels, numbers)
+    for lookup in ("oracle", "topk"):
+        head = head_of(precision=precision, lookup=lookup).float()
+        head.queue_labels[:] = torch.arange(32) % 3
+        with torch.autocast("cpu", torch.bfloat16):
+            out = head(features.float(), ids, labels, numbers)
     products = torch.float32 if precision == "fp32" else torch.bfloat16
-    assert [x.dtype for x in seen] == [products] * 3
+    assert [x.dtype for x in seen[3:]] == [products] * 3
+    # An oracle's keep their order, with 4 added to those of the class.
+    same = (labels[:, None] - torch.arange(32)) % 3 == 0
+    torch.testing.assert_close(seen[0], seen[3].float() + 4 * same)
     assert head.queue.dtype == out.metrics["lookup_similarity"].dtype == torch.float32
     out.loss.backward()
     assert head.projector[0].weight.grad.dtype == torch.float32

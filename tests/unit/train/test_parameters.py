@@ -89,4 +89,7 @@ def test_encoder_average():
 
 def test_visible_patches_are_rounded_down_as_in_mae():
     assert visible_patches(196, 0.75) == 49 and visible_patches(256, 0.75) == 64
-    assert visible_patches(load_encoder("tiny").patches, 0.75) == 4
+    tiny = load_encoder("tiny")
+    assert visible_patches(tiny.patches, 0.75) == 4
+    with pytest.raises(ValueError, match=r"mask_ratio 0\.95 leaves 0 of the 16 patches visible"):
+        load_recipe("mae", "tiny", {"mask_ratio": 0.95}).check_encoder(tiny)

@@ -159,10 +159,10 @@ def test_lookups_are_drawn_for_every_head_and_view():
         ({"warmup_epochs": 25}, "warmup_epochs 25.0 of 25 epochs"),
         ({"min_lr": 0.1}, "min_lr 0.1 is above the peak"),
         ({"mask_ratio": 0.5}, "less than or equal to 0"),
+        ({"crop_scale": [20, 100]}, r"crop_scale: \[20.0, 100.0\] is no range"),
         ({"batch_size": 100}, "does not divide queue_size 1024"),
         ({"augmentation": "mae"}, "augmentation"),
         ({"head": {"lookup": "none"}}, "unknown key 'head.lookup'"),
-        ({"warmup_fraction": 0.2}, "unknown key 'warmup_fraction'"),
     ],
 )
 def test_settings_that_are_refused(changes, message):
