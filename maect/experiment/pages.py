@@ -132,8 +132,7 @@ def _tested(experiment: Experiment) -> str | None:
     dataset = experiment.default_dataset
     for run, name in experiment.evaluations:
         split = experiment.evaluation(run, name).test_split
-        source = experiment.datasets[dataset].splits.get(split)
-        if experiment.dataset_of(name) == dataset and source and source.source.sharded:
+        if experiment.dataset_of(name) == dataset and split in experiment.datasets[dataset].splits:
             return split
     return None
 
@@ -307,7 +306,7 @@ def report_config(experiment: Experiment) -> configs.ReportConfig:
         given["tested"] = experiment.shards(dataset, split) / "index.json"
     figure_files = [experiment.root / f"figures/{name}.png" for name in figures(experiment)]
     reads = [*csv.values(), *figure_files, *given.values()]
-    if split is not None:
+    if split is not None and splits[split].source.sharded:  # a view has no files of its own
         given["shards"] = given["tested"].parent
     own = [run for run in experiment.evaluated if experiment.runs[run].scored_by is None]
     if own and not experiment.spec.compare_with_paper:

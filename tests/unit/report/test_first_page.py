@@ -121,6 +121,10 @@ def test_an_experiment_names_the_tables_and_the_images_of_its_headline(tmp_path)
     assert all(path.is_absolute() for _, page in pages(chosen) for path in page.reads)
     # The order of inputs is the order of a command's words: the same at every start.
     assert config.reads == report_config(chosen).reads
+    text, mine = chosen.file.read_text(encoding="utf-8"), tmp_path / "mine.yaml"
+    mine.write_text(text.replace("val: {}", "val: {kind: view, of: train, classes: dogs15}"))
+    config = report_config(load(str(mine)))
+    assert config.shards is None and config.tested and config.tested.parent.name == "val"
 
 
 def test_the_first_line_says_version_day_revision_and_cost(tmp_path):
