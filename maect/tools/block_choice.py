@@ -60,17 +60,18 @@ class Recommendation:
     def sentence(self) -> str:
         """Return the recommendation and its reason."""
         images = counted(self.gain.images, "held-out training image")
+        others = counted(len(self.scores) - 1, "other reading")
         if self.best == self.own:
             return (
                 f"{self._title(self.own)}, as it is: k-NN {self.scores[self.own]:.1f} % of "
-                f"{images}, and no other reading is distinguishably better"
+                f"{images}, and none of {others} is distinguishably better"
             )
         gain = self.gain
         return (
             f"{self._title(self.best)}: k-NN {self.scores[self.best]:.1f} % of {images}, "
             f"{self._title(self.own)} {self.scores[self.own]:.1f} ({gain.value:+.1f}, "
-            f"{gain.low:+.1f} to {gain.high:+.1f}); on the test images {self.test[0]:.1f} and "
-            f"{self.test[1]:.1f}"
+            f"{gain.low:+.1f} to {gain.high:+.1f} for this reading alone; the test corrects "
+            f"for {others}); on the test images {self.test[0]:.1f} and {self.test[1]:.1f}"
         )
 
     def _title(self, reading: Reading) -> str:
@@ -89,6 +90,8 @@ def readings(poolings: Sequence[str], blocks: int) -> list[Reading]:
 def choose(right: Mapping[Reading, NDArray[np.bool_]], own: Reading) -> tuple[Reading, Difference]:
     """Choose the best reading, or the own one if none is distinguishably better.
 
+    The images that choose also decide, so p is multiplied by the number of others (Bonferroni).
+
     Args:
         right: of each reading, which held-out images it gets right, bool [n].
 
@@ -97,7 +100,7 @@ def choose(right: Mapping[Reading, NDArray[np.bool_]], own: Reading) -> tuple[Re
     """
     best = max(right, key=lambda reading: (right[reading].mean(), reading == own))
     found = difference(right[own].astype(float), right[best].astype(float))
-    if found.p < LEVEL and found.low > 0:
+    if found.p * (len(right) - 1) < LEVEL and found.low > 0:
         return best, found
     return own, difference(right[own].astype(float), right[own].astype(float))
 

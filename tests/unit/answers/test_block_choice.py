@@ -26,8 +26,10 @@ def test_another_reading_must_be_distinguishably_better():
     few = {name: one[98:103] for name, one in right.items()}
     best, gain = choose(few, OWN)
     assert best == OWN and gain.value == 0
-    same = {("1", "cls"): rows < 100, OWN: rows < 100}
+    same = {(str(block), "cls"): rows < 100 for block in range(1, 25)} | {OWN: rows < 100}
     assert choose(same, OWN)[0] == OWN
+    better = {("25", "cls"): rows < 107}  # p 0.016: enough for one reading, not for the best of 25
+    assert [choose(some | better, OWN)[0] for some in ({OWN: same[OWN]}, same)] == [*better, OWN]
 
 
 def test_held_out_images_choose_and_test_images_score(run, folders, tmp_path, monkeypatch):
