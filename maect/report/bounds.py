@@ -178,7 +178,8 @@ class MeasuredModels:
         """Return the paper's shifted test sets, or those measured in their place if none was."""
         frame = self._tables.get("robustness", pd.DataFrame())
         measured = [c for c in frame if f"{c}_std" in frame and frame[c].notna().any()]
-        others = tuple(str(name) for name in measured if not str(name).startswith("imagenet_"))
+        of_paper = {metric.name for metric in TABLES["robustness"].metrics}
+        others = tuple(str(name) for name in measured if name not in of_paper)
         return others if others and not set(SHIFTED) & set(measured) else SHIFTED
 
 

@@ -405,9 +405,9 @@ def test_a_size_without_a_row_of_every_model_is_left_out(tables):
 
 def test_corruptions_stand_in_for_the_papers_shifted_sets(pair, result):
     (statement,) = (one for one in STATEMENTS if one.name == "robustness")
-    tables = pair("robustness", robustness={"noise": (30.0, 35.0), "blur": (50.0, 50.0)})
+    tables = pair("robustness", robustness={"imagenet_c": (30.0, 35.0), "blur": (50.0, 50.0)})
     numbers = judge(tables, [statement])[0].numbers
-    assert "tiny.ct_min.noise > tiny.mae.noise: +5.00" in numbers
+    assert "tiny.ct_min.imagenet_c > tiny.mae.imagenet_c: +5.00" in numbers
     assert "tiny.ct_min.blur > tiny.mae.blur: +0.00 (fails)" in numbers
     result("ct", "robustness", noise=35.0, imagenet_r=30.0)
     tables = pair("robustness")
