@@ -1,9 +1,9 @@
 #!/bin/sh
-# Debian packages of the SLURM test cluster, and the browser of the pages' tests, where they may be
-# installed; bounded in time.
+# Debian packages of the SLURM test cluster, the browser of the pages' tests, and what packs an
+# environment into one file, where they may be installed; bounded in time.
 set -u
 absent=
-for program in munged mariadbd slurmdbd slurmctld slurmd sbatch chromium chromedriver; do
+for program in munged mariadbd slurmdbd slurmctld slurmd sbatch chromium chromedriver mksquashfs; do
     command -v "$program" > /dev/null || absent="$absent $program"
 done
 [ -z "$absent" ] && exit 0
@@ -18,7 +18,8 @@ for attempt in 1 2 3; do
     # Stale lists name packages that the mirror has replaced: fetch them again each time.
     timeout 300 apt-get $options update
     timeout 600 apt-get $options install -y --no-install-recommends \
-        slurm-wlm munge slurmdbd mariadb-server chromium chromium-driver fonts-dejavu-core < /dev/null && exit 0
+        slurm-wlm munge slurmdbd mariadb-server chromium chromium-driver fonts-dejavu-core \
+        squashfs-tools < /dev/null && exit 0
     echo "attempt $attempt to install the tests' packages failed" >&2
     sleep 10
 done

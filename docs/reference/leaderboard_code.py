@@ -1,7 +1,7 @@
 """Compares k-NN, linear probe and efficient probe with the leaderboard's own code, step by step.
 
     git clone https://github.com/billpsomas/efficient-probing CHECKOUT
-    python benchmarks/leaderboard.py CHECKOUT
+    python docs/reference/leaderboard_code.py CHECKOUT
 
 Reads four of its files, and runs on the CPU in float32:
 
@@ -44,7 +44,7 @@ ROUNDING = 1e-5
 def theirs(checkout: Path, file: str, *names: str) -> SimpleNamespace:
     """Some functions and classes of a file of the checkout, without what else it imports."""
     tree = ast.parse((checkout / file).read_text(encoding="utf-8"))
-    wanted = [
+    wanted: list[ast.stmt] = [
         node for node in tree.body
         if (isinstance(node, ast.Import | ast.ImportFrom)
         and ast.unparse(node).split()[1].split(".")[0] in ("torch", "math", "typing", "functools"))
@@ -103,7 +103,7 @@ def compare_knn(checkout: Path) -> bool:
 
 def compare_probe(checkout: Path, name: str, pooled: bool) -> bool:
     """Weights and losses of a probe after each of its updates."""
-    told = {"batch_size": BATCH, "epochs": UPDATES, "warmup_epochs": WARMUP}
+    told: dict[str, Any] = {"batch_size": BATCH, "epochs": UPDATES, "warmup_epochs": WARMUP}
     cpu = torch.device("cpu")
     ours: LarsHead = (
         MultiQueryHead(WIDTH, CLASSES, EfficientProbe(**told, queries=QUERIES), cpu)
@@ -113,8 +113,9 @@ def compare_probe(checkout: Path, name: str, pooled: bool) -> bool:
     peak = ours.optimizer.param_groups[0]["peak"]
     pooling = theirs(checkout, "poolings/ep.py", "EfficientProbing").EfficientProbing
     batch_norm = theirs(checkout, "probe_heads.py", "_batchnorm")._batchnorm
-    head = nn.Sequential(batch_norm(WIDTH), nn.Linear(WIDTH, CLASSES))
-    parts = {"weight": head[1].weight, "bias": head[1].bias}
+    last = nn.Linear(WIDTH, CLASSES)
+    head = nn.Sequential(batch_norm(WIDTH), last)
+    parts: dict[str, Tensor] = {"weight": last.weight, "bias": last.bias}
     if pooled:
         first = pooling(dim=WIDTH, num_queries=QUERIES, d_out=1)
         head = nn.Sequential(first, *head)
