@@ -20,7 +20,7 @@ from sample_images import encode, flip, image_folder, jpeg, random_crop, write_a
 
 from maect.core import files
 from maect.core.errors import UserError
-from maect.core.files import write_text
+from maect.core.files import read_record, write_record, write_text
 from maect.data import decode
 from maect.data.changes import changes
 from maect.data.index import OFFSET, open_index
@@ -396,6 +396,13 @@ def test_changed_names_are_not_read(copy):
     (copy / "keys.txt").unlink()
     with pytest.raises(UserError, match=r"keys\.txt: No such file"):
         index.keys()
+
+
+def test_labels_without_a_class_are_found(copy):
+    record = read_record(copy / "index.json")
+    write_record(copy / "index.json", record | {"class_names": record["class_names"][:-1]})
+    with pytest.raises(UserError, match="labels beyond the class names"):
+        verify(copy)
 
 
 def test_the_name_in_a_damaged_header_can_be_printed(copy):

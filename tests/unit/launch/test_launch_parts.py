@@ -4,13 +4,16 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.launch import LaunchError, Resources, Task, launch, progress
-from maect.launch.record import unique_name
+from maect.launch.record import Job, unique_name, write_job
 from maect.launch.slurm import script
 from maect.launch.worker import Rank
 
@@ -131,3 +134,16 @@ def test_slurm_without_slurm_says_so(tmp_path, monkeypatch):
 def test_a_launched_rank_answers_everything_itself():
     methods = {name for name, value in vars(Context).items() if callable(value)}
     assert {"saved", "fail"} < methods <= vars(Rank).keys()
+
+
+def test_a_job_that_was_given_up_or_replaced_is_no_longer_current(tmp_path):
+    """It writes no state any more; a record that cannot be read says nothing of it."""
+    job = Job("local", "maect-x-1", 1)
+    rank: Any = SimpleNamespace(folder=tmp_path, name=job.name)
+    for now in (job, replace(job, state="ended"), replace(job, name="maect-x-2")):
+        write_job(tmp_path, now)
+        assert Rank.is_current(rank) is (now is job)
+    (tmp_path / "job.json").write_text("{")
+    assert Rank.is_current(rank)
+    (tmp_path / "job.json").unlink()
+    assert not Rank.is_current(rank)
