@@ -245,9 +245,11 @@ class NNCLRHead(QueueHead):
             neighbor = self._look_up(anchor, ids, labels, lookup_numbers)
             positive, neighbor_labels = self.queue[neighbor], self.queue_labels[neighbor]
             known = (neighbor_labels >= 0) & (labels >= 0)
-            hits = ((neighbor_labels == labels) & known).sum() / known.sum().clamp(min=1)
+            count = known.sum()
+            hits = ((neighbor_labels == labels) & known).sum() / count.clamp(min=1)
             return positive, {
                 "lookup_accuracy": 100 * hits.float(),
+                "lookup_known": count,
                 "lookup_similarity": (positive * anchor).sum(2).mean(),
                 "queue_filled": filled,
             }

@@ -230,10 +230,12 @@ class RefinerHeads(QueueHead):
         heads = torch.arange(len(near), device=near.device)[:, None, None]
         positive, found = self.queue[heads, near], self.queue_labels[near]
         known = (found >= 0) & (labels >= 0)
-        hits = ((found == labels) & known).sum((1, 2)) / known.sum((1, 2)).clamp(min=1)
+        counts = known.sum((1, 2))
+        hits = ((found == labels) & known).sum((1, 2)) / counts.clamp(min=1)
         similarity = (positive * anchor).sum(3).mean((1, 2))
         metrics = {"queue_filled": (self.queue_ids >= 0).float().mean()}
-        for name, values in (("accuracy", 100 * hits.float()), ("similarity", similarity)):
+        lookups = {"accuracy": 100 * hits.float(), "known": counts, "similarity": similarity}
+        for name, values in lookups.items():
             of_heads = zip(self.numbers, values.unbind(), strict=True)
             metrics |= {f"lookup_{name}.{block}": value for block, value in of_heads}
         return positive, metrics

@@ -22,7 +22,8 @@ class StepResults(NamedTuple):
         grad_norm: Euclidean norm of the whole gradient.
         stop: whether a rank was asked to stop.
         save: whether a state is due.
-        means: of the objective's scalars over the ranks, `loss` first.
+        means: of the objective's scalars over the ranks, `loss` first; `lookup_accuracy` is the
+            mean over all lookups whose labels are known, 0 without any.
     """
 
     grad_norm: float
@@ -39,7 +40,7 @@ class StepSums:
         squared_norm: Tensor,
         stop: Tensor,
         save: Tensor,
-        means: Mapping[str, Tensor],
+        means: dict[str, Tensor],
         world_size: int,
         device: torch.device,
     ) -> None:
@@ -49,11 +50,18 @@ class StepSums:
             squared_norm: this rank's part of the gradient's squared norm, [].
             stop: 1 if this rank was asked to stop, else 0, [].
             save: 1 if this rank wants a state, else 0, [].
-            means: the objective's scalars on this rank, [] each; `loss` is among them.
+            means: the objective's scalars on this rank, [] each; `loss` is among them. A
+                `lookup_accuracy` is a mean over `lookup_known` lookups, if there is that number.
             world_size: number of ranks.
             device: where the values are.
         """
-        self._total = sum_on_device([squared_norm, stop, save, *means.values()], device)
+        lookups = [name for name in means if name.startswith("lookup_accuracy")]
+        counts = {name: name.replace("accuracy", "known") for name in lookups}
+        self._counts = {name: count for name, count in counts.items() if count in means}
+        """Names of the numbers by which the means of each rank are weighted."""
+        weighted = {name: means[name].double() * means[n] for name, n in self._counts.items()}
+        values = (means | weighted).values()
+        self._total = sum_on_device([squared_norm, stop, save, *values], device)
         self._names = ("squared_norm", "stop", "save", *means)
         self._world_size = world_size
         self._copied: torch.cuda.Event | None = None
@@ -74,7 +82,9 @@ class StepSums:
         norm = math.sqrt(sums.pop("squared_norm"))
         stop = sums.pop("stop") > 0
         save = sums.pop("save") > 0
-        means = {name: value / self._world_size for name, value in sums.items()}
+        counts = {name: sums.pop(count) for name, count in self._counts.items()}
+        weights = dict.fromkeys(sums, self._world_size) | counts
+        means = {name: value / max(weights[name], 1) for name, value in sums.items()}
         return StepResults(norm, stop, save, means)
 
 

@@ -73,8 +73,10 @@ def test_sums_have_names():
     found.start_copy()
     assert found.read() == (3.0, True, False, {"loss": 2.0, "lookup": 5.0})
     assert sums(save=1.0).read()[1:3] == (False, True)
-    # The gradient's parts add up; what is logged is a mean over the ranks.
+    # The gradient's parts add up; what is logged is a mean over the ranks, or known lookups.
     assert sums(loss=8.0, world_size=4).read() == (3.0, False, False, {"loss": 2.0})
+    found = sums(lookup_accuracy=30.0, lookup_known=4.0, world_size=2).read().means
+    assert found == {"loss": 1.0, "lookup_accuracy": 30.0}
 
 
 class Engine:
