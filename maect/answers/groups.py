@@ -130,8 +130,8 @@ def read_table(table: Path) -> list[tuple[str, str]]:
     """Name and folder of each image.
 
     Raises:
-        UserError: no such table, an image that is in it twice, or a name that would leave the
-            folder.
+        UserError: no such table, an image that is in it twice, a name that would leave the
+            folder, or a group with the name of the folder for images without one.
     """
     if not table.is_file():
         raise UserError(f"{table}: no such table; maect cluster and maect predict write one")
@@ -151,6 +151,11 @@ def read_table(table: Path) -> list[tuple[str, str]]:
     for name, times in Counter(name for name, _ in rows).items():
         if times > 1:
             raise UserError(f"{table}: has {name!r} {times} times; leave one of the lines")
+    if {"", NONE} <= {group.strip() for _, group in rows}:
+        raise UserError(
+            f"{table}: a group is called {NONE!r}, as is the folder of images without a group; "
+            "give it another name"
+        )
     return [(_below(name, table), _folder(group, table)) for name, group in rows]
 
 
@@ -163,6 +168,7 @@ def _below(name: str, table: Path) -> str:
 
 def _folder(group: str, table: Path) -> str:
     """Return a group's folder."""
-    if group in (".", "..") or "/" in group or "\0" in group:
+    name = group.strip()
+    if name in (".", "..") or "/" in name or "\0" in name:
         raise UserError(f"{table}: {group!r} cannot be the name of a folder")
-    return group.strip() or NONE
+    return name or NONE

@@ -197,6 +197,8 @@ def test_images_are_sorted_into_folders_and_stay(photographs, tmp_path, capsys):
         ("file,distance\na.png,1", "a column cluster or class"),
         ("file,class\n../a.png,x", "is not the name of a file below"),
         ("file,class\na.png,x/../../y", "cannot be the name of a folder"),
+        ("file,class\na.png, ..", "' ..' cannot be the name of a folder"),
+        ("file,class\na.png,none\nb.png,", "a group is called 'none'"),
         ("file,class\ngone.png,x", "no such file"),
         ("file;class\na.png;x", "commas between them"),
         ("class,file\nx", "'' is not the name of a file"),
