@@ -151,12 +151,13 @@ def measure_with_labels(
     for name, pair in ((KNN_HELD_OUT, sweep.chosen), (KNN_BEST, best)):
         if pair is not None:
             scores[name] = Score(outer[pair], f"k {pair[0]}, T {pair[1]:g}")
-    counts = np.bincount(labels)
+    counts = np.bincount(labels, minlength=int(test_labels.max(initial=0)) + 1)
+    fewest = counts[np.union1d(labels, test_labels)].min()
     queries = center_and_scale(test)
     # A weak penalty may not converge, nor need to.
     with threadpool_limits(1), warnings.catch_warnings(action="ignore"):
         for shots in SHOTS:
-            if shots <= counts[counts > 0].min():
+            if shots <= fewest:
                 known = [(train[ids], labels[ids]) for ids in _label_sets(labels, shots)]
                 right = right_by_few_labels(known, len(counts), queries, test_labels)
                 scores[f"shots_{shots}"] = _score_of_sets(right)

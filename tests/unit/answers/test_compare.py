@@ -132,13 +132,14 @@ def test_a_column_has_its_best_and_differences_to_the_first():
 
 
 def test_each_measure_is_scored_by_its_own_predictions():
-    """ReaL's labels are the images' own here. The length of a vector changes no uniformity."""
+    """ReaL's labels are the images' own; length is not uniformity; unseen classes give no shots."""
     rng = np.random.default_rng(0)
     labels, tested = rng.integers(0, 3, 90), rng.integers(0, 3, 60)
     features = (np.eye(3, 5)[[*labels, *tested]] + rng.normal(size=(150, 5))).astype(np.float32)
     real: Any = SimpleNamespace(right=lambda predicted: predicted == tested)
     known = features[:90], labels, [*range(90)]
     found = compare.measure_with_labels(*known, features[90:], tested, real=real)
+    assert "shots_1" not in compare.measure_with_labels(*known, features[90:], tested + 1)
     for name in ("knn", "logistic"):
         assert (found[f"{name}_real"].per_image == found[name].per_image).all()
     assert found["knn"].value != found["logistic"].value
