@@ -164,6 +164,7 @@ def duplicates(
     """
     from maect.answers.duplicates import search_images, search_splits
     from maect.core.files import write_record
+    from maect.evaluate.base import encoder_checksum
     from maect.experiment.pages import DUPLICATES
 
     run = what.absolute()
@@ -172,7 +173,8 @@ def duplicates(
         folder = out or run.parents[1] / "duplicates" / run.name
         found, digests = search_splits(run, folder, dataset)
         if out is None:
-            write_record(run.parents[1] / DUPLICATES, {"splits": digests, "pairs": found.rows})
+            about = {"run": run.name, "encoder_sha256": encoder_checksum(run), "splits": digests}
+            write_record(run.parents[1] / DUPLICATES, about | {"pairs": found.rows})
     elif out is None:
         raise UserError(f"{what}: name the folder of the tables and the page with --out")
     else:

@@ -384,19 +384,27 @@ def images_page(config: ImagesConfig) -> str:
         "label": first.arrays["labels"].tolist(),
         "runs": [one.shown() for one in explored],
     }
+    searched = config.duplicates
+    run, pairs = pairs_of(searched, config.explored[0]) if searched else ("", [])
     return render_page(
         "images.html",
         name=config.name,
         data=data,
         atlas=base64.b64encode(first.arrays["atlas"].tobytes()).decode(),
-        pairs=pairs_of(config.duplicates, config.explored[0]) if config.duplicates else [],
+        pairs=pairs,
+        searched_by=run,
     )
 
 
-def pairs_of(file: Path, explored: Path) -> list[dict[str, Any]]:
-    """Return pairs of images that look alike, the most similar first; [] if of other images."""
+def pairs_of(file: Path, explored: Path) -> tuple[str, list[dict[str, Any]]]:
+    """Return a run and the pairs of images that its encoder finds alike, the most similar first.
+
+    No pairs if they are of other images, or of an encoder that the run no longer has. Files of an
+    earlier version do not name the run ("").
+    """
+    nothing: tuple[str, list[dict[str, Any]]] = ("", [])
     if not file.exists():
-        return []
+        return nothing
     found = read_record(file)
     result = EvaluationRecord.seek(explored.with_suffix(".json"))
     about = result.provenance.get("splits", {}) if result else {}
@@ -407,7 +415,13 @@ def pairs_of(file: Path, explored: Path) -> list[dict[str, Any]]:
     now = others | shown
     digests = found["splits"]
     changed = any(of not in now.get(split, {of}) for split, of in digests.items())
-    if not about or not digests or changed:
-        log.warning("%s: not of the images as they are now: maect duplicates again", file)
-        return []
-    return sorted(found["pairs"], key=lambda pair: -pair["similarity"])
+    run = found.get("run", "")
+    record = RunRecord.find(file.parent / "runs" / run)
+    encoder = record.encoder_sha256 if record else None
+    retrained = encoder is not None and found.get("encoder_sha256", encoder) != encoder
+    if not about or not digests or changed or retrained:
+        log.warning(
+            "%s: not of the images and the encoder as they are now: maect duplicates again", file
+        )
+        return nothing
+    return run, sorted(found["pairs"], key=lambda pair: -pair["similarity"])

@@ -250,7 +250,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     about = {"features_train": {"index_digest": "1"}, "features_val": {"index_digest": "2"}}
     record = EvaluationRecord(metrics={"images": 200}, provenance={"splits": about})
     record.write(explored.with_suffix(".json"))
-    searched = {"splits": {"train": "1", "val": "2"}, "pairs": pairs}
+    searched = {"run": "mae", "splits": {"train": "1", "val": "2"}, "pairs": pairs}
     write_record(root / "duplicates.json", searched)
     ImagesConfig(name="birds", explored=[explored], duplicates=root / "duplicates.json").write(
         root / "images.yaml"
@@ -286,7 +286,7 @@ def test_pages_of_somebodys_own_images(own, dark, width):
                 pair = browser.script("return document.getElementById('pairs').innerText")
                 assert "0.991" in pair and "train and val" in pair and "elsewhere.png" in pair
                 # Number 1 is in the other split: nothing is shown for one of its name.
-                assert browser.script(PAIRED) == [198, 199, -1, -1]
+                assert browser.script(PAIRED) == [198, 199, -1, -1] and "2 pairs by mae" in text
             elif page == "report.html":
                 assert shown == [32] * 4 * 8
                 assert "maect embed" in text and "my birds' --out birds.parquet" in text

@@ -13,14 +13,14 @@ from maect.answers.alike import Pair, SearchedImages, find_pairs
 from maect.answers.duplicates import _excluded, open_splits, search_splits
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_record, sha256_file, write_json
+from maect.core.files import read_record, sha256_file
 from maect.data.config import CONFIG, ShardsConfig
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate.clustering import comparable, scale_of
 from maect.evaluate.store import write_features
 from maect.experiment.chosen_shards import note_taken
-from maect.records import EvaluationRecord
+from maect.records import EvaluationRecord, RunRecord
 from maect.report.pages import pairs_of
 
 from .conftest import photograph
@@ -97,7 +97,7 @@ def test_of_two_splits_the_training_image_is_left_out():
     assert (left_out["train"], left_out["test"], left_out["one"]) == ({"b"}, set(), {"c"})
 
 
-def test_the_command_writes_tables_and_a_page(results, capsys):
+def test_the_command_writes_tables_and_pages(results, capsys, caplog):
     assert main(["duplicates", str(results / "runs/ct")]) == 0
     out = results / "duplicates/ct"
     said = capsys.readouterr().out
@@ -108,29 +108,29 @@ def test_the_command_writes_tables_and_a_page(results, capsys):
     page = (out / "index.html").read_text()
     assert page.count("data:image/jpeg;base64,") == 8
     assert "<code>exclude-train.txt</code> (4 images)" in page
-
-
-def test_a_report_shows_pairs_of_the_images_as_they_are_now(results, caplog):
-    assert main(["duplicates", str(results / "runs/ct")]) == 0
+    # The report shows them, if they are of the images and the encoder as they are now.
     record, explored = results / "duplicates.json", results / "explore.safetensors"
     pairs = json.loads((results / "duplicates/ct/pairs.json").read_text())
     digests = {name: open_index(results / "shards/mine" / name).digest for name in ("train", "val")}
-    assert read_record(record) == {"splits": digests, "pairs": pairs}
-    assert not pairs_of(record, explored)  # of nobody knows what
+    own = sha256_file(results / "runs/ct/encoder.safetensors")
+    made = {"run": "ct", "encoder_sha256": own, "splits": digests, "pairs": pairs}
+    assert read_record(record) == made
+    assert not pairs_of(record, explored)[1]  # of nobody knows what
     pairs.sort(key=lambda pair: -pair["similarity"])
-    for seen, shown in (
-        (digests, pairs),
-        ({"val": digests["val"]}, pairs),  # the other split may not be shown
-        (digests | {"val": "another"}, []),
+    for seen, encoder, shown in (
+        (digests, own, ("ct", pairs)),
+        ({"val": digests["val"]}, own, ("ct", pairs)),  # the other split may not be shown
+        (digests | {"val": "another"}, own, ("", [])),
+        (digests, "another", ("", [])),
     ):
+        told = RunRecord(run="ct", stage="tune", sha256={"encoder.safetensors": encoder})
+        told.write(RunRecord.path(results / "runs/ct"))
         about = {f"features_{name}": {"index_digest": digest} for name, digest in seen.items()}
         result = EvaluationRecord(metrics={}, provenance={"splits": about})
         result.write(explored.with_suffix(".json"))
         assert pairs_of(record, explored) == shown
-    assert "duplicates.json: not of the images as they are now" in caplog.text
-    write_json(record, pairs)
-    with pytest.raises(UserError, match=r"duplicates\.json: damaged \(it has no checksum\)"):
-        pairs_of(record, explored)
+    RunRecord.path(results / "runs/ct").unlink()
+    assert "duplicates.json: not of the images and the encoder as they are now" in caplog.text
 
 
 def test_what_is_missing_is_said(results, tmp_path):
