@@ -82,6 +82,10 @@ def test_the_rules_work_as_a_module_of_another_workflow(tmp_path):
     shards = tmp_path / "results/experiment/shards/digits"
     assert (shards / "val/config.yaml").stat().st_size and (shards / "train/index.json").exists()
     assert "handler of ours\n" in done.stdout and "handler of ours, too\n" in done.stdout
+    made = {path: path.read_bytes() for path in shards.rglob("*.*")}
+    done = snakemake(*words, "--forceall", "--touch", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {path: path.read_bytes() for path in shards.rglob("*.*")} == made
 
 
 WITHOUT = "import sys; from snakemake.cli import main; sys.modules['{hidden}'] = None; main()"
