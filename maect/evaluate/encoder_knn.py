@@ -124,16 +124,16 @@ def evaluate_agreement(settings: Agreement, context: Context, job: EvaluationJob
     """`agreement` in percent, `alignment`, `uniformity` and `rank_me` of the test images.
 
     Raises:
-        UserError: fewer training images than `k`, or fewer than two test images.
+        UserError: no more training images to search than `k`, or fewer than two test images.
     """
     train = job.features("train", labelled=False)
     index = open_index(job.path("test"))
-    if settings.k > train.n or index.n < 2:
-        raise UserError(
-            f"{job.out.stem}: {train.n} training and {index.n} test images; {settings.k} and 2 are "
-            "needed"
-        )
     bank = train.values[_evenly(train.n, settings.bank)]
+    if settings.k >= len(bank) or index.n < 2:
+        raise UserError(
+            f"{job.out.stem}: {len(bank)} training images are searched for {index.n}; more "
+            f"than {settings.k} and at least 2 are needed"
+        )
     index = replace(index, rows=index.rows[_evenly(index.n, settings.images)])
     encoding = Encoding(job.encoder, distributed.device_of(context))
     pairs = _pairs(settings, context, index, encoding)

@@ -258,7 +258,8 @@ def compare(
 
     A tuned encoder of a seed begins with the MAE of this seed. So the difference is computed seed
     by seed where all models that were trained here have seeds in common, and its mean and standard
-    deviation are over these: a paired t-test decides. With fewer than two of them the deviation is
+    deviation are over these: a paired t-test decides, and beside it the deviations that come with
+    imported models. With fewer than two of them the deviation is
     that of a function of independent values, to first order: a model of one seed has the largest
     that any of its architecture has in this metric, and the binomial error of an accuracy beside
     it; `DEVIATIONS` of them decide. They also decide where all seeds have the same difference:
@@ -292,6 +293,10 @@ def compare(
         differences = [one - other for one, other in of_seeds]
         std = statistics.stdev(differences)
         chance = chance_of(differences)
+        if imported and not math.isnan(chance):
+            of_imported = _propagated(asked, values, {key: varying[key] for key in imported})
+            std = math.hypot(std, of_imported)
+            chance = max(chance, _chance_of(margin, of_imported))
     if math.isnan(chance) and not suffix:
         std = math.nan
         errors = {
@@ -355,17 +360,29 @@ def _varying(tables: Tables, keys: Iterable[Key]) -> dict[Key, float]:
 
 
 def _largest_deviation(tables: Tables, key: Key) -> float:
-    """Return the largest deviation of a metric at one architecture; NaN if none is known."""
+    """Return the largest deviation of a metric at one architecture; NaN if none is known.
+
+    Columns of other tables count if they show the same result of the same evaluation.
+    """
     column = f"{key.metric}_std"
     known = [
         float(spread)
-        for frame in tables.values()
-        if column in frame
+        for table, frame in tables.items()
+        if column in frame and _origin(table, key.metric) == _origin(key.table, key.metric)
         for architecture, spread in zip(frame["architecture"], frame[column], strict=True)
         # What is the same for all seeds says nothing of others.
         if architecture == key.architecture and spread > 0
     ]
     return max(known, default=math.nan)
+
+
+def _origin(table: str, metric: str) -> tuple[str, str]:
+    """Return the evaluation and the name there of a table's metric; else the table and its name."""
+    metrics = TABLES[table].metrics if table in TABLES else ()
+    for one in metrics:
+        if one.name == metric:
+            return (table, metric) if one.by_model else (one.evaluation, one.source)
+    return table, metric
 
 
 def _is_trained(tables: Tables, key: Key) -> bool:

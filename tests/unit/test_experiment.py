@@ -320,6 +320,9 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path):
          "mae_tiny.fine_tune.seed0: an evaluation trains a run of this name; choose another"),
         ("protocols: {knn: {kk: 3}}", "unknown key 'kk'"),
         ("protocols: {knn: {compile: true}}", "knn trains no run"),
+        ("{protocols: {robustness: {splits: [imagenet_v2]}},"
+         " evaluate: [{runs: [mae_tiny], protocols: [linear_probe, robustness]}]}",
+         "imagenet_v2 has variants; name it imagenet_v2_threshold"),
         ("protocols: {knn: {test_split: test}}", "splits: unknown 'test'"),
         ("{protocols: {fine_tune: {train_split: nowhere}},"
          " evaluate: [{runs: [mae_tiny], protocols: [fine_tune]}]}",
@@ -433,12 +436,12 @@ def test_seeds_of_one_run_and_of_one_entry(tmp_path):
 
 
 def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path):
-    variant = {"probe_short": {"protocol": "linear_probe", "epochs": 3}}
+    variant = {"probe_short": {"protocol": "linear_probe", "epochs": 30}}
     names = ["probe_short", "linear_probe", "linear_probe_concat", "throughput"]
     found = load(write(tmp_path, protocols=variant, evaluate=[entry("mae_tiny", " ".join(names))]))
     assert found.protocols == dict.fromkeys(names[:3], "linear_probe") | {"throughput": names[3]}
     short, own, concat, throughput = (found.evaluation("mae_tiny", name) for name in names)
-    assert (short.epochs, own.epochs) == (3, 50) and concat.concat and not own.concat
+    assert (short.epochs, own.epochs) == (30, 50) and concat.concat and not own.concat
     assert throughput.size == "tiny"
 
 

@@ -33,7 +33,9 @@ def tuning(root: Path) -> RunConfig:
 
 
 def probe(root: Path) -> EvaluationConfig:
-    protocol, settings = load_evaluation("linear_probe_concat", "tiny", {"epochs": 3})
+    protocol, settings = load_evaluation(
+        "linear_probe_concat", "tiny", {"epochs": 3, "warmup_epochs": 1}
+    )
     inputs = {"train": root / "shards/d/train", "many": [root / "runs/a", root / "runs/b"]}
     return EvaluationConfig(
         evaluation="linear_probe_concat", protocol=protocol, settings=settings,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from maect.evaluate.base import (
     Count,
@@ -175,6 +175,15 @@ class Robustness(Encodes):
     """Splits of the evaluated dataset; each gives a metric of its name."""
     probe: str = "linear_probe"
     """Evaluation whose probe is used."""
+
+    @field_validator("splits")
+    @classmethod
+    def _are_columns(cls, splits: tuple[str, ...]) -> tuple[str, ...]:
+        if "imagenet_v2" in splits:  # a column, of its variant `threshold`
+            raise ValueError(
+                "imagenet_v2 has variants; name it imagenet_v2_threshold, _matched or _top"
+            )
+        return splits
 
     def inputs(self) -> Mapping[str, Input]:
         """Return the probe, and the images of every split by its name."""

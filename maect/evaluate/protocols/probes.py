@@ -62,6 +62,12 @@ class ByEpochs(OnCrops):
     epochs: int = Field(default=50, gt=0)
     warmup_epochs: float = Field(default=5, ge=0)
 
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        if self.warmup_epochs >= self.epochs:
+            raise ValueError(f"warmup_epochs {self.warmup_epochs} of {self.epochs} epochs")
+        return self
+
     def encoded(self, images: ImageCount) -> float:
         """Count the training images once an epoch; and the test images, or those once."""
         tests = self.epochs if self.encodes_every_epoch else 1

@@ -14,7 +14,7 @@ from maect.core.errors import UserError
 from maect.data.index import ID
 from maect.evaluate.attentive_probe import Classifiers, Probes
 from maect.evaluate.probe_training import ProbeBatch
-from maect.evaluate.protocols.probes import AttentiveProbe
+from maect.evaluate.protocols.probes import AttentiveProbe, LinearProbe
 
 from .by_hand import all_images, task_of
 from .conftest import Rank
@@ -146,3 +146,5 @@ def test_rates_rise_and_fall_as_there(images, tmp_path):
         AttentiveProbe().evaluate(Rank(), job_of(images, tmp_path / "other.json"))
     with pytest.raises(ValueError, match="warmup_updates 12 of 12 updates"):
         AttentiveProbe(updates=12, warmup_updates=12)
+    with pytest.raises(ValueError, match="warmup_epochs 5 of 5 epochs"):
+        LinearProbe(epochs=5)

@@ -334,7 +334,7 @@ def test_wrong_input_is_named(result, evaluations):
 def test_stand_ins_are_columns_under_their_own_names(result, evaluations, tmp_path):
     result("a", "robustness", imagenet_r=30.0, samples=500, **{"imagenet_c-1.5": 40.0})
     clusters = {"accuracy": 50.0, "nmi": 60.0, "accuracy_mean": 45.0, "silhouette": 1.0}
-    result("a", "clustering", accuracy=9.0, **{f"7-bent_{m}": clusters[m] for m in clusters})
+    result("a", "clustering", accuracy=9.0, **{f"dogs15_7-bent_{m}": clusters[m] for m in clusters})
     rows = [Row("tiny", "mae", ["a"]), Row("tiny", "ct_min", ["not_run"])]
     shifted = build_table("robustness", rows, evaluations)
     assert shifted.loc[0, ["imagenet_r", "imagenet_c-1.5"]].tolist() == [30.0, 40.0]
@@ -344,6 +344,6 @@ def test_stand_ins_are_columns_under_their_own_names(result, evaluations, tmp_pa
     write_table(best, tmp_path / "best.csv")
     text = render(printed(read_table(tmp_path / "best.csv"), "dogs15_best"), "md")
     assert "Clustering of some of the classes, the run with the lowest inertia" in text
-    assert "| Architecture | Method | ACC, 7-bent | NMI, 7-bent |" in text
+    assert "| Architecture | Method | ACC, dogs15 7-bent | NMI, dogs15 7-bent |" in text
     mean = build_table("dogs15_mean", rows, evaluations)
-    assert mean.loc[0, "7-bent_accuracy_mean"] == 45.0 and "7-bent_nmi_mean" not in mean
+    assert mean.loc[0, "dogs15_7-bent_accuracy_mean"] == 45.0 and "dogs15_7-bent_nmi_mean" not in mean
