@@ -3,6 +3,7 @@
 After an intended change, write the file anew: `MAECT_WRITE_GOLDEN=1 pytest` with this file.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from maect.core.settings import Settings, digest
 from maect.evaluate import evaluation_names, load_evaluation
 from maect.experiment import load, resolve
 from maect.recipes import load_encoder, recipe_names, sizes
-from maect.stages import load_recipe
+from maect.stages import Training, load_recipe
 
 GOLDEN = Path(__file__).with_name("golden_identities.json")
 EXPERIMENTS = ("cifar10", "digits", "paper", "refined", "refined_ablations")
@@ -58,3 +59,14 @@ def test_nothing_changed(kind):
         GOLDEN.write_text(json.dumps(golden | {kind: found}, indent=1) + "\n")
         pytest.skip("written anew")
     assert {name: found[name] for name in golden[kind]} == golden[kind]
+
+
+def test_every_recipe_fits_the_encoders_of_its_sizes():
+    """Such as views of a multiple of the patches."""
+    for name, size in itertools.product(recipe_names(), sizes()):
+        try:
+            stage = load_recipe(name, size)
+        except UserError:  # without a value for this size
+            continue
+        if isinstance(stage, Training):
+            stage.check_encoder(load_encoder(size))
