@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from maect.core.errors import UserError
 from maect.core.owners import check_working_folder, why_public
-from maect.core.stamps import stamp_path
+from maect.core.stamps import StampedFile, stamp_path
 from maect.evaluate import PROTOCOLS
 from maect.experiment import load, resolve, start
 from maect.experiment.load import Experiment
@@ -110,12 +110,21 @@ class Asked:
 
     def _is_current(self, rule: str, path: Path, given: Mapping[str, str]) -> bool:
         """Return whether a job has to run for its inputs alone, if at all."""
-        if not stamp_path(path).exists():  # the output of all jobs but pages: it runs anyway
-            return rule not in PAGES and rule != REPORT
         if rule == WRITE_SHARDS:
             return resolve.shards_are_current(self.experiment, given["dataset"], given["split"])
         config = resolve.job_config(self.experiment, rule, given)
-        return resolve.is_current(self.experiment, path, config)
+        if stamp_path(path).exists():
+            return resolve.is_current(self.experiment, path, config)
+        # The stamp is the output of all jobs but pages: they run if something needs it.
+        return rule not in PAGES and rule != REPORT and _asks_for(path, config)
+
+
+def _asks_for(path: Path, config: StampedFile) -> bool:
+    """Return whether the resolved file at `path` asks for what `config` does."""
+    try:
+        return type(config).read(path).asked == config.asked
+    except UserError:
+        return False
 
 
 def _newest(root: Path) -> float:

@@ -13,7 +13,7 @@ from maect.core.settings import LocalPath
 from maect.core.stamps import StampedFile, file_checksum, is_current, stamp_path, stamped
 from maect.experiment import load
 from maect.experiment.pipeline import Asked
-from maect.experiment.resolve import stamp_of, targets
+from maect.experiment.resolve import run_config, stamp_of, targets
 
 
 class Copy(StampedFile):
@@ -143,9 +143,12 @@ def test_a_resolved_file_that_is_to_be_written_is_newer_than_all_stamps(tmp_path
     asked = Asked(found)  # the newer file is there as long as this
     newer = asked.file(*job)
     assert newer != path and newer.exists() and not path.exists()
-    path.parent.mkdir(parents=True)
-    path.touch()
-    assert Asked(found).file(*job) == path, "it runs: it has no stamp"
+    config = run_config(found, "mae_tiny")
+    for seed in (1, 0):
+        config.model_copy(update={"seed": seed}).write(path)
+        asked = Asked(found)
+        is_asked = asked.file(*job) == path
+        assert is_asked == (seed == 0), "without a stamp it runs if it has changed or is read"
     stamp_path(path).touch()
     for ahead in (-180, 180):  # seconds of a file server's clock: what it dates next is newer still
         dated = time.time() + ahead
