@@ -68,8 +68,8 @@ class Asked:
     not say what is asked for, or its resolved file has to be written first, the input is an empty
     file that is newer than all stamps, by the clock that dated them: a file server's may differ
     from this machine's. So nothing is written before the first job starts: a dry run, and a start
-    that is refused, leave a results folder as it is. Shards that are gone have an input that is
-    older than all: they are made only if a job reads them.
+    that is refused, leave a results folder as it is. Shards and features that are gone have an
+    input that is older than all: they are made only if a job reads them.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -97,7 +97,7 @@ class Asked:
             UserError: the experiment cannot be resolved.
         """
         if path not in self._files:
-            if rule == WRITE_SHARDS and not stamp_path(path).exists():
+            if rule in (WRITE_SHARDS, "features") and not stamp_path(path).exists():
                 self._files[path] = self._older
             else:
                 is_asked = path.exists() and self._is_current(rule, path, given)

@@ -202,14 +202,18 @@ def plan(folder: Path, stand: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[
 def test_the_same_answer_from_anywhere(place, tmp_path, monkeypatch):
     """Audit 4: settings changed, no `.snakemake` where one stands, the folder is a copy.
 
-    A dry run writes nothing.
+    Features were removed to free space. A dry run writes nothing.
     """
+    shutil.rmtree(place / "results/features")
     before = {path: path.stat().st_mtime_ns for path in (place / "results").rglob("*")}
     assert plan(place, tmp_path / "here", monkeypatch) == {}
     write(place, mae={"epochs": 7})
     jobs = plan(place, tmp_path / "elsewhere", monkeypatch)
     expected = {"pretrain": 1, "head": 1, "features": 4, "knn": 2, "clustering": 2}
     assert expected.items() <= jobs.items()
+    write(place, features="bf16")
+    jobs = plan(place, tmp_path / "precision", monkeypatch)
+    assert (jobs["features"], jobs["knn"], jobs["linear_probe"], jobs["pretrain"]) == (4, 2, 0, 0)
     after = {path: path.stat().st_mtime_ns for path in (place / "results").rglob("*")}
     assert after == before
 
