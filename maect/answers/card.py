@@ -11,7 +11,7 @@ from maect.data.config import index_digest, made_by
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import Features, Shards
-from maect.experiment.resolve import WITHOUT_NORM
+from maect.experiment.load import WITHOUT_NORM
 from maect.models.export import Card
 from maect.records import EvaluationRecord, RunRecord, is_finished
 from maect.report.tables import result_file

@@ -42,6 +42,10 @@ from maect.stages import Training
 EXPERIMENTS = PIPELINE / "workflow/experiments"
 ON = ".on."
 """Separator of an evaluation's name and the data set's, unless it is the first data set."""
+WITHOUT_NORM = ".before_norm"
+"""Suffix after a split's name: its features before the encoder's final norm."""
+LAST = ".last_"
+"""Suffix after that, with a number N: outputs of the last N blocks, side by side."""
 
 
 class Experiment:
@@ -79,6 +83,8 @@ class Experiment:
             self._check_names("evaluate: datasets", entry.datasets, spec.datasets)
         for name in (name for name in spec.protocols if ON in name):
             raise self._error(f"protocols: {name}: {ON!r} is for data sets; choose another name")
+        if "config" in spec.protocols:  # its stamp would be called `done`
+            raise self._error("protocols: config: that is a run's file; choose another name")
         self.evaluations = self._add_runs_to_score()
         for evaluated, name in self.evaluations:
             self._check_evaluation(evaluated, name)
@@ -124,6 +130,12 @@ class Experiment:
             check_name(f"{self.file}: datasets", name)
             for split in dataset.splits:
                 check_name(f"{self.file}: datasets: {name}: splits", split)
+                for suffix in (WITHOUT_NORM, LAST):
+                    if suffix in f"{name}-{split}":
+                        raise self._error(
+                            f"datasets: {name}: splits: {split}: {suffix!r} is for features; "
+                            "choose another name"
+                        )
         first: dict[str, str] = {}
         for name, split in self.splits:
             called = f"{name}-{split}"

@@ -11,7 +11,7 @@ from maect.data.config import CONFIG, made_by
 from maect.evaluate import PROTOCOLS, EvaluationConfig, FeaturesConfig
 from maect.evaluate.base import Features, Input, OutputOf, Shards, Trained
 from maect.experiment.expand import Run, run_to_score
-from maect.experiment.load import Experiment
+from maect.experiment.load import LAST, WITHOUT_NORM, Experiment
 from maect.experiment.pages import PAGES, pages, report_config
 from maect.records import RunRecord
 from maect.stages import STAGES
@@ -111,12 +111,6 @@ def features_config(
         norm=kind.norm,
         blocks=kind.blocks,
     )
-
-
-WITHOUT_NORM = ".before_norm"
-"""Suffix after a split's name: its features before the encoder's final norm."""
-LAST = ".last_"
-"""Suffix after that, with a number N: outputs of the last N blocks, side by side."""
 
 
 def features_file(experiment: Experiment, run: str, dataset: str, split: Features) -> Path:

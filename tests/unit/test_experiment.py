@@ -331,6 +331,10 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path):
          " evaluate: [{runs: [mae_tiny], protocols: [p]}]}",
          "blocks 3 are read before the final norm: set norm: false"),
         ("protocols: {knn.on.x: {protocol: knn}}", "knn.on.x: '.on.' is for data sets"),
+        ("protocols: {config: {protocol: knn}}", "protocols: config: that is a run's file"),
+        ("datasets: {m: {splits: {val.before_norm: {images: /i}}}}",
+         "datasets: m: splits: val.before_norm: '.before_norm' is for features"),
+        ("datasets: {m.last_2: {splits: {val: {images: /i}}}}", "'.last_' is for features"),
         ("{protocols: {p: {epochs: 3}}, evaluate: [{runs: [mae_tiny], protocols: [p]}]}",
          "unknown 'p'"),
         ("{protocols: {p: {protocol: linear_prob}},"
