@@ -4,6 +4,7 @@ Snakemake reads a profile through YTE, so that it may call these functions: they
 `set-resources` and `set-threads`, rule by rule, of what it says by kind of job.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -136,17 +137,21 @@ def _found(key: str, value: Any) -> Any:
 def like_slurm(jobs: Jobs) -> dict[str, Any]:
     """Return all options of the common SLURM profile, with a site's jobs in place of its own.
 
-    What is usual for a rule is cut to the site's wall limit, which is that of its trainings.
+    What is usual for a rule is cut to the wall limit that the site says for its kind of job.
     """
     common = yaml.safe_load(SLURM.read_text(encoding="utf-8"))
-    usual: Jobs = common["__variables__"]["jobs"]
-    if wall := jobs.get("training", {}).get("runtime"):
-        usual = {
-            name: {**values, "runtime": min(wall, values["runtime"])}
-            if "runtime" in values
-            else values
-            for name, values in usual.items()
-        }
+    wall: float = math.inf
+    walls = dict[str, float]()
+    for kind in KINDS:
+        wall = jobs.get(kind, {}).get("runtime") or wall
+        walls[kind] = wall
+    walls |= {rule: walls[kind] for rule, kind in kinds().items()}
+    usual: Jobs = {
+        name: {**values, "runtime": min(walls[name], values["runtime"])}
+        if "runtime" in values
+        else values
+        for name, values in common["__variables__"]["jobs"].items()
+    }
     options = {key: value for key, value in common.items() if key[:2] != "__" and key != "<"}
     names = dict.fromkeys((*usual, *jobs))
     return options | by_rule(

@@ -76,6 +76,10 @@ def test_a_site_says_only_what_differs():
     asked = like_slurm({"training": {"runtime": 720}, "knn": {"runtime": 900}})["set-resources"]
     assert {asked[rule]["runtime"] for rule in (*TRAININGS, "linear_probe")} == {720}
     assert (asked["features"]["runtime"], asked["knn"]["runtime"]) == (240, 900)
+    site = {"training": {"runtime": 2880}, "node": {"runtime": 90}, "cpu": {"runtime": 300}}
+    asked = like_slurm(site)["set-resources"]
+    limits = {"tune": 2880, "features": 90, "linear_probe": 90, "throughput": 90, "knn": 300}
+    assert {rule: asked[rule]["runtime"] for rule in limits} == limits
     assert like_slurm({})["set-resources"] == common
     for text in ("--constraint='a|b'", "'--qos=q'", "--constraint='a|b' --qos='q'"):
         read = by_rule({"knn": {"slurm_extra": text}})["set-resources"]["knn"]
