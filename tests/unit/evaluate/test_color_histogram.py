@@ -107,4 +107,4 @@ def test_protocol_is_the_plain_loop(images, tmp_path, rank):
     expected = abs(differences[-1]) / np.sqrt(2)
     assert metrics["error_last_std"] == pytest.approx(expected, abs=0.2)
     with pytest.raises(UserError, match=r"1 epochs of 150 images are less than one batch of 160"):
-        ColorHistogram(epochs=1, batch_size=160).evaluate(rank, job)
+        ColorHistogram(epochs=1, warmup_epochs=0, batch_size=160).evaluate(rank, job)
